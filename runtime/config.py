@@ -1,0 +1,223 @@
+"""The one configuration object of every process.
+
+Read once at start, from a YAML file and command-line overrides; nothing else reads the environment.
+An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PositiveSeconds = Annotated[float, Field(gt=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message names the key, the value and what is allowed."""
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CoordinatorConfig(Section):
+    """Where the coordinator listens, and what it lets in."""
+
+    listen: str = Field("127.0.0.1:7070", description="host:port of gRPC; port 0 picks a free one")
+    metrics_listen: str = Field(
+        "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one"
+    )
+    max_queued_requests: PositiveInt = Field(1024, description="waiting in each lane")
+    max_running_requests: PositiveInt = Field(4096, description="admitted and not ended")
+    max_requests_per_session: PositiveInt = Field(4096)
+    max_prompt_bytes: PositiveInt = Field(4 * 2**20, description="text or token ids of one prompt")
+    max_stop_strings: PositiveInt = Field(16)
+    max_stop_string_chars: PositiveInt = Field(256)
+    max_logprobs: int = Field(20, ge=0)
+    max_request_s: PositiveSeconds = Field(3600, description="longest life of a request")
+    max_queue_s: PositiveSeconds = Field(60, description="longest wait for a worker")
+    heartbeat_s: PositiveSeconds = Field(1.0, description="of the workers' streams")
+    worker_timeout_s: PositiveSeconds = Field(
+        10.0, description="a worker silent for so long is lost"
+    )
+    adoption_grace_s: PositiveSeconds = Field(
+        30.0, description="how long workers go on without a coordinator"
+    )
+    handoff_timeout_s: PositiveSeconds = Field(
+        10.0, description="how long a decode worker waits for a commit before it recomputes"
+    )
+    drain_timeout_s: PositiveSeconds = Field(30.0, description="Ctrl-C: longest wait for requests")
+
+
+class PoolConfig(Section):
+    """One pool's workers."""
+
+    workers: int = Field(1, ge=0)
+    max_requests_per_worker: PositiveInt = Field(
+        256, description="dispatched to one worker at a time"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="for this pool, over the common engine_args"
+    )
+
+
+class KvTransferConfig(Section):
+    """The transfer service beside each engine."""
+
+    listen: str = Field("127.0.0.1:0", description="host:port; port 0 picks a free one")
+    advertise_host: str = Field("", description="host other workers dial; empty: that of listen")
+    send_bytes: PositiveInt = Field(256 * 2**20, description="the sender's staging")
+    receive_bytes: PositiveInt = Field(256 * 2**20, description="the receiver's staging")
+    open_timeout_s: PositiveSeconds = Field(5.0, description="wait for a reservation")
+    idle_timeout_s: PositiveSeconds = Field(
+        10.0, description="an open handoff that gets no frame for so long expires"
+    )
+    commit_ttl_s: PositiveSeconds = Field(
+        30.0, description="a committed handoff that nobody loads for so long expires"
+    )
+    claim_timeout_s: PositiveSeconds = Field(10.0, description="longest load")
+
+
+class WorkerConfig(Section):
+    """A worker process."""
+
+    metrics_listen: str = Field("127.0.0.1:0")
+    drain_timeout_s: PositiveSeconds = Field(30.0, description="SIGTERM: longest wait")
+    start_timeout_s: PositiveSeconds = Field(600.0, description="longest load of the model")
+    attach_timeout_s: PositiveSeconds = Field(
+        30.0, description="a worker that finds no coordinator for so long ends"
+    )
+
+
+class SimulatedConfig(Section):
+    """The simulated engine's timing: milliseconds from the latency model, times `time_scale`."""
+
+    time_scale: float = Field(1.0, ge=0, description="0 answers at once")
+    prefill_base_ms: float = Field(5.0, ge=0)
+    prefill_per_token_ms: float = Field(0.05, ge=0)
+    prefill_per_token_squared_ms: float = Field(0.0, ge=0)
+    step_base_ms: float = Field(8.0, ge=0)
+    step_per_request_ms: float = Field(0.2, ge=0)
+    step_per_kv_token_ms: float = Field(0.0, ge=0)
+    max_model_len: PositiveInt = 8192
+    kv_tokens: PositiveInt = 65536
+    block_size_tokens: PositiveInt = 16
+    num_layers: PositiveInt = 4
+    block_bytes: PositiveInt = Field(1024, ge=64, description="of one block of one layer")
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 2048
+
+
+class BatonConfig(Section):
+    """Everything. `baton config show` prints it with the defaults filled in."""
+
+    model: str = Field("demo", description='local directory, hub id, or "demo": made on first use')
+    served_model_name: str = Field("", description="what requests call it; empty: from model")
+    engine: Literal["vllm", "simulated"] = "vllm"
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM's own engine arguments, passed through"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    prefill: PoolConfig = Field(default_factory=PoolConfig)
+    decode: PoolConfig = Field(default_factory=PoolConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        return self.served_model_name or Path(self.model).name
+
+
+def parse(values: Mapping[str, Any], source: str) -> BatonConfig:
+    """Builds a configuration from plain values.
+
+    Raises:
+        ConfigError: with one line per wrong key.
+    """
+    try:
+        return BatonConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [f"{source}: {line}" for line in _explain(error)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonConfig:
+    """Reads a YAML file ("-" is standard input, None is defaults) and lays overrides over it.
+
+    Args:
+        path: of the file.
+        overrides: nested like the file; None values are left out.
+
+    Raises:
+        ConfigError: unreadable file, not YAML, wrong or unknown keys.
+    """
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(sys.stdin if path == "-" else Path(path).read_text()) or {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: is a {type(values).__name__}; must be a mapping of keys")
+    return parse(_merged(values, overrides or {}), path or "command line")
+
+
+def dump(config: BatonConfig) -> str:
+    """The effective configuration as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def split_address(address: str, key: str) -> tuple[str, int]:
+    """host:port as its parts.
+
+    Raises:
+        ConfigError: naming `key` when it is not host:port.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
+    return host, int(port)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merged(merged[key], value)
+        elif isinstance(value, Mapping):
+            merged[key] = _merged({}, value)
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        key = ".".join(path)
+        if problem["type"] == "extra_forbidden":
+            yield f"{key}: unknown key{_nearest(path)}"
+        else:
+            yield f"{key}: is {problem['input']!r}; {problem['msg'].lower()}"
+
+
+def _nearest(path: list[str]) -> str:
+    section: Any = BatonConfig
+    for part in path[:-1]:
+        section = section.model_fields[part].annotation
+    close = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(section.model_fields)}"

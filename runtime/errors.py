@@ -1,0 +1,200 @@
+"""Errors that cross process borders, and their one mapping to gRPC.
+
+    BatonError
+    ├── InvalidArgument      the caller's fault: names field, value and what is allowed
+    ├── NotFound             no such model, request, worker
+    ├── AlreadyExists        the id is in use
+    ├── FailedPrecondition   right in itself, wrong in this cluster
+    ├── PermissionDenied
+    ├── Unauthenticated
+    ├── ResourceExhausted    overload: says when to come back
+    ├── Unavailable          nobody can serve it now
+    ├── DeadlineExceeded
+    ├── Aborted              fenced or superseded
+    ├── Cancelled
+    └── Internal             our fault
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from baton.v1 import common_pb2
+
+
+class BatonError(Exception):
+    """Base of everything that is reported to another process.
+
+    Attributes:
+        code: google.rpc.Code number, the same as gRPC's.
+    """
+
+    code: ClassVar[int] = code_pb2.UNKNOWN
+
+    def details(self) -> list[any_pb2.Any]:
+        """google.rpc details that a client can act on."""
+        return []
+
+
+class InvalidArgument(BatonError):
+    """A field of a request is wrong.
+
+    Args:
+        field: path of the field, as in the proto: "sampling.temperature".
+        value: what was sent; shortened when long.
+        allowed: what would be right, in words.
+    """
+
+    code = code_pb2.INVALID_ARGUMENT
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = f"{shown[:77]}..."
+        super().__init__(f"{field} is {shown}; {allowed}")
+        self.field, self.allowed = field, allowed
+
+    def details(self) -> list[any_pb2.Any]:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=self.field, description=str(self)
+        )
+        return [_packed(error_details_pb2.BadRequest(field_violations=[violation]))]
+
+
+class NotFound(BatonError):
+    code = code_pb2.NOT_FOUND
+
+
+class AlreadyExists(BatonError):
+    code = code_pb2.ALREADY_EXISTS
+
+
+class FailedPrecondition(BatonError):
+    code = code_pb2.FAILED_PRECONDITION
+
+
+class PermissionDenied(BatonError):
+    code = code_pb2.PERMISSION_DENIED
+
+
+class Unauthenticated(BatonError):
+    code = code_pb2.UNAUTHENTICATED
+
+
+class ResourceExhausted(BatonError):
+    """Overload.
+
+    Args:
+        message: what is exhausted, with its limit.
+        reason: upper-case word for machines: "QUEUE_FULL".
+        retry_after_s: when trying again makes sense; None when never (too large).
+    """
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+    def details(self) -> list[any_pb2.Any]:
+        found = [_packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="baton"))]
+        if self.retry_after_s is not None:
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromNanoseconds(math.ceil(self.retry_after_s * 1e9))
+            found.append(_packed(retry))
+        return found
+
+
+class Unavailable(BatonError):
+    code = code_pb2.UNAVAILABLE
+
+
+class DeadlineExceeded(BatonError):
+    code = code_pb2.DEADLINE_EXCEEDED
+
+
+class Aborted(BatonError):
+    code = code_pb2.ABORTED
+
+
+class Cancelled(BatonError):
+    code = code_pb2.CANCELLED
+
+
+class Internal(BatonError):
+    code = code_pb2.INTERNAL
+
+
+class RemoteError(BatonError):
+    """An error that another process reported, kept as it came.
+
+    Attributes:
+        code: google.rpc.Code number.
+        retry_after_s: from RetryInfo, None when absent.
+    """
+
+    code: int  # type: ignore[misc]  # Of the instance: whatever the other side said.
+
+    def __init__(self, code: int, message: str, details: list[any_pb2.Any]) -> None:
+        super().__init__(message)
+        self.code = code
+        self._details = details
+
+    def details(self) -> list[any_pb2.Any]:
+        return self._details
+
+    @property
+    def name(self) -> str:
+        """The code's name: "INVALID_ARGUMENT"."""
+        return code_pb2.Code.Name(self.code)  # type: ignore[arg-type]
+
+    @property
+    def retry_after_s(self) -> float | None:
+        retry = error_details_pb2.RetryInfo()
+        for detail in self._details:
+            if detail.Unpack(retry):
+                return retry.retry_delay.ToNanoseconds() / 1e9
+        return None
+
+
+def _packed(message: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo
+            | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def to_message(error: BatonError) -> common_pb2.RequestError:
+    """As the message that travels inside a stream."""
+    return common_pb2.RequestError(code=error.code, message=str(error), details=error.details())
+
+
+def from_message(message: common_pb2.RequestError) -> RemoteError:
+    """The error that another process sent inside a stream."""
+    return RemoteError(message.code, message.message, list(message.details))
+
+
+def status_code(error: BatonError) -> grpc.StatusCode:
+    """gRPC's enum member for an error."""
+    return grpc.StatusCode[code_pb2.Code.Name(error.code)]  # type: ignore[arg-type]
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  # type: ignore[type-arg]
+    """Ends a call with an error and its details; raises, as gRPC's abort does."""
+    status = status_pb2.Status(code=error.code, message=str(error), details=error.details())
+    metadata = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(status_code(error), str(error), metadata)
+
+
+def from_rpc_error(error: grpc.RpcError) -> RemoteError:
+    """The error that ended a call, with its details when the server sent any."""
+    code, message, details = error.code(), error.details() or "", list[any_pb2.Any]()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            details = list(status_pb2.Status.FromString(value).details)
+    return RemoteError(code.value[0], message, details)
