@@ -220,4 +220,6 @@ def _nearest(path: list[str]) -> str:
     for part in path[:-1]:
         section = section.model_fields[part].annotation
     close = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(section.model_fields)}"
+    return (
+        f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(section.model_fields)}"
+    )

@@ -1,24 +1,24 @@
 """Errors that cross process borders, and their one mapping to gRPC.
 
-    BatonError
-    ├── InvalidArgument      the caller's fault: names field, value and what is allowed
-    ├── NotFound             no such model, request, worker
-    ├── AlreadyExists        the id is in use
-    ├── FailedPrecondition   right in itself, wrong in this cluster
-    ├── PermissionDenied
-    ├── Unauthenticated
-    ├── ResourceExhausted    overload: says when to come back
-    ├── Unavailable          nobody can serve it now
-    ├── DeadlineExceeded
-    ├── Aborted              fenced or superseded
-    ├── Cancelled
-    └── Internal             our fault
+BatonError
+├── InvalidArgument      the caller's fault: names field, value and what is allowed
+├── NotFound             no such model, request, worker
+├── AlreadyExists        the id is in use
+├── FailedPrecondition   right in itself, wrong in this cluster
+├── PermissionDenied
+├── Unauthenticated
+├── ResourceExhausted    overload: says when to come back
+├── Unavailable          nobody can serve it now
+├── DeadlineExceeded
+├── Aborted              fenced or superseded
+├── Cancelled
+└── Internal             our fault
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -151,19 +151,22 @@ class RemoteError(BatonError):
     @property
     def name(self) -> str:
         """The code's name: "INVALID_ARGUMENT"."""
-        return code_pb2.Code.Name(self.code)  # type: ignore[arg-type]
+        return str(code_pb2.Code.Name(self.code))
 
     @property
     def retry_after_s(self) -> float | None:
         retry = error_details_pb2.RetryInfo()
         for detail in self._details:
             if detail.Unpack(retry):
-                return retry.retry_delay.ToNanoseconds() / 1e9
+                return float(retry.retry_delay.ToNanoseconds()) / 1e9
         return None
 
 
-def _packed(message: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo
-            | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _packed(
+    message: error_details_pb2.BadRequest
+    | error_details_pb2.ErrorInfo
+    | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
@@ -180,8 +183,8 @@ def from_message(message: common_pb2.RequestError) -> RemoteError:
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
-    """gRPC's enum member for an error."""
-    return grpc.StatusCode[code_pb2.Code.Name(error.code)]  # type: ignore[arg-type]
+    """GRPC's enum member for an error."""
+    return grpc.StatusCode[code_pb2.Code.Name(error.code)]
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  # type: ignore[type-arg]
@@ -194,7 +197,8 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  
 def from_rpc_error(error: grpc.RpcError) -> RemoteError:
     """The error that ended a call, with its details when the server sent any."""
     code, message, details = error.code(), error.details() or "", list[any_pb2.Any]()
-    for key, value in error.trailing_metadata() or ():
+    trailing: Any = error.trailing_metadata() or ()
+    for key, value in trailing:
         if key == "grpc-status-details-bin":
             details = list(status_pb2.Status.FromString(value).details)
     return RemoteError(code.value[0], message, details)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Sequence
 
-# What travels inside one message at most: a submission of the longest prompt, or one step's outputs.
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from baton.runtime.config import ConfigError, split_address
+
+# One message at most: a submission of the longest prompt, or one step's outputs.
 MAX_MESSAGE_BYTES = 16 * 2**20
 # Transfer frames are larger than anything else.
 MAX_FRAME_BYTES = 64 * 2**20
@@ -49,3 +56,37 @@ def server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
             ("grpc.max_metadata_size", 16 * 2**10),
         ],
     )
+
+
+def bind(server: grpc.aio.Server, listen: str, key: str) -> str:
+    """Binds a server's port and returns host:port, with the port that 0 became.
+
+    Raises:
+        ConfigError: naming `key` when the address is wrong or in use.
+    """
+    host, _ = split_address(listen, key)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise ConfigError(f"{key}: cannot listen on {listen}: address in use or not of this host")
+    return f"{host}:{port}"
+
+
+def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> HealthServicer:
+    """Adds the standard grpc.health.v1 and server reflection.
+
+    Args:
+        server: not started yet.
+        services: full names, such as "baton.v1.Inference".
+
+    Returns:
+        The health service; the caller sets each service's status.
+    """
+    health_servicer = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection(
+        [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    return health_servicer

@@ -1,0 +1,33 @@
+"""How a process runs and how it is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Runs a process's main coroutine on uvloop and returns its exit code."""
+    return int(uvloop.run(main))
+
+
+def stop_requested() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set; a second signal ends the process at once.
+
+    Call once, in the running loop of the process's main coroutine.
+    """
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if event.is_set():
+            loop.remove_signal_handler(number)
+            signal.raise_signal(number)
+        event.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return event

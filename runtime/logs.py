@@ -1,0 +1,47 @@
+"""Logging: one line per record on stderr, with `key=value` fields after the message."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import ClassVar
+
+
+class _Formatter(logging.Formatter):
+    """`2026-01-01T12:00:00.123 level process logger message key=value`; fields come by `extra`."""
+
+    _STANDARD: ClassVar[frozenset[str]] = frozenset(
+        logging.LogRecord("", 0, "", 0, "", None, None).__dict__
+    ) | {"message", "asctime", "taskName"}
+
+    def __init__(self, process: str) -> None:
+        super().__init__(datefmt="%Y-%m-%dT%H:%M:%S")
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(
+            f" {key}={value}" for key, value in vars(record).items() if key not in self._STANDARD
+        )
+        line = (
+            f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d} "
+            f"{record.levelname.lower()} {self._process} {record.name} "
+            f"{record.getMessage()}{fields}"
+        )
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def setup(level: str, process: str) -> None:
+    """Sends this process's logs to stderr.
+
+    Args:
+        level: "debug", "info", "warning" or "error".
+        process: what the lines call this process: "coordinator", a worker's id.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(process))
+    logger = logging.getLogger("baton")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
