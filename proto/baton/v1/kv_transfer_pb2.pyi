@@ -315,6 +315,7 @@ class LocalRequest(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     RESTART_SEND_FIELD_NUMBER: _builtins.int
+    DESCRIBE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Echoed in the reply; 0 wants none."""
     @_builtins.property
@@ -339,6 +340,8 @@ class LocalRequest(_message.Message):
     def stats(self) -> Global___LocalStats: ...
     @_builtins.property
     def restart_send(self) -> Global___LocalRestartSend: ...
+    @_builtins.property
+    def describe(self) -> Global___LocalDescribe: ...
     def __init__(
         self,
         *,
@@ -353,12 +356,13 @@ class LocalRequest(_message.Message):
         drop: Global___LocalDrop | None = ...,
         stats: Global___LocalStats | None = ...,
         restart_send: Global___LocalRestartSend | None = ...,
+        describe: Global___LocalDescribe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -435,6 +439,23 @@ class LocalConfigure(_message.Message):
 Global___LocalConfigure: _TypeAlias = LocalConfigure  # noqa: Y015
 
 @_typing.final
+class LocalDescribe(_message.Message):
+    """Anyone: where the segment is. Answered with LocalConfigured, before LocalConfigure too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalDescribe: _TypeAlias = LocalDescribe  # noqa: Y015
+
+@_typing.final
 class LocalConfigured(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,11 +498,14 @@ class LocalOpenSend(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     target: _builtins.str
     num_blocks: _builtins.int
     num_tokens: _builtins.int
     wait_ms: _builtins.int
+    epoch: _builtins.int
+    """Of the first frames; 0 means 1."""
     def __init__(
         self,
         *,
@@ -490,10 +514,11 @@ class LocalOpenSend(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "target", b"target", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "target", b"target", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,7 +612,10 @@ Global___LocalFrame: _TypeAlias = LocalFrame  # noqa: Y015
 
 @_typing.final
 class LocalRestartSend(_message.Message):
-    """Engine rank: the prefill was preempted and starts over. What was sent is void."""
+    """Engine rank: the prefill was preempted and starts over. What was sent is void. With a call_id, the
+    (empty) reply says that nothing of the old epoch is read from staging any more: only then may the
+    rank write there again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -633,17 +661,23 @@ Global___LocalAbortSend: _TypeAlias = LocalAbortSend  # noqa: Y015
 @_typing.final
 class LocalSubscribe(_message.Message):
     """Engine's scheduler, and main process: tell me of every change of a handoff's state from now on,
-    beginning with those known. The main process's connection also hears LocalSendState.
+    beginning with those known. States that follow each other before they could be delivered are
+    merged into the latest. The main process's connection also hears LocalSendState.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MAIN_FIELD_NUMBER: _builtins.int
+    main: _builtins.bool
+    """From the main process, whose connection also hears LocalSendState: the service ends with it."""
     def __init__(
         self,
+        *,
+        main: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["main", b"main"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,22 @@
+"""Clients of the transfer service's control socket: one import for workers and engines."""
+
+from __future__ import annotations
+
+from baton.kvtransfer.engine_port import FIRST_EPOCH, Claim, EnginePort, filled_frame, split_blocks
+from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
+from baton.kvtransfer.frames import checksum
+from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
+
+__all__ = [
+    "Claim",
+    "EnginePort",
+    "FIRST_EPOCH",
+    "HandoffEvent",
+    "ServiceGone",
+    "TransferClient",
+    "TransferError",
+    "TransferRefused",
+    "checksum",
+    "filled_frame",
+    "split_blocks",
+]

@@ -1,0 +1,44 @@
+"""What can go wrong in the handoff, seen from the processes of one worker.
+
+TransferError
+├── ServiceGone        the transfer service has ended; nothing it held is left
+├── TransferRefused    the service refused a call; the handoff does not happen
+├── NoRoom             an arena has no extent of that size now
+└── MalformedFrame     bytes that are no frame, or not the frame they claim to be
+"""
+
+from __future__ import annotations
+
+from baton.v1 import kv_transfer_pb2
+
+
+class TransferError(Exception):
+    """Base of everything the handoff raises."""
+
+
+class ServiceGone(TransferError):
+    """The transfer service has ended, or never started. The message says why."""
+
+
+class TransferRefused(TransferError):
+    """The service refused a call. The message says why."""
+
+
+class NoRoom(TransferError):
+    """An arena has no free extent of that size now."""
+
+
+class MalformedFrame(TransferError):
+    """Bytes from the network are not a frame.
+
+    Attributes:
+        reason: REFUSAL_REASON_MALFORMED, or REFUSAL_REASON_CHECKSUM when the bytes were altered.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        reason: kv_transfer_pb2.RefusalReason = kv_transfer_pb2.REFUSAL_REASON_MALFORMED,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason

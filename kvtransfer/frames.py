@@ -1,0 +1,226 @@
+"""What travels on a push stream: frames, each a fixed header and a payload.
+
+A message of the stream is one or more whole frames. The header (60 bytes, little-endian) is
+
+    magic 4s | version u8 | kind u8 | rank u16 | layer u32 | first_block u32 | num_blocks u32 |
+    epoch u32 | payload_bytes u32 | payload checksum u64 | handoff id 16s | header checksum u64
+
+Both checksums are XXH3-64; the header's covers all the bytes before it, the payload's checksum
+included, so that no bit of a frame can change unnoticed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.layout import PROTOCOL_VERSION
+from baton.v1 import kv_transfer_pb2
+
+HANDOFF_ID_BYTES = 16
+MAGIC = b"BTKV"
+# Of one frame's payload, where blocks allow it: large enough to cost little per byte, small enough
+# to leave while the next is filled.
+FRAME_TARGET_BYTES = 2 * 2**20
+
+_FIELDS = struct.Struct("<4sBBHIIIIIQ16s")
+_CHECKSUM = struct.Struct("<Q")
+_POSITION = struct.Struct("<IIIIQ")
+_TOTALS = struct.Struct("<QQQ")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_MODULUS = 2**64
+
+
+class FrameKind(IntEnum):
+    """What a frame is; the numbers are on the wire."""
+
+    # The payload is a PushOpen.
+    OPEN = 1
+    # The payload is num_blocks blocks of one layer of one rank.
+    DATA = 2
+    # The payload is one rank's Totals.
+    COMMIT = 3
+    # The handoff is over; no payload.
+    ABORT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One decoded frame. The payload is a view of the message it came in."""
+
+    kind: FrameKind
+    handoff_id: bytes
+    epoch: int
+    rank: int = 0
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    checksum: int = 0
+    payload: memoryview = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one rank sent in one epoch, in whatever order it arrives.
+
+    Attributes:
+        num_bytes: of all payloads.
+        digest: sum modulo 2**64 of `position_digest` of every data frame.
+    """
+
+    num_frames: int = 0
+    num_bytes: int = 0
+    digest: int = 0
+
+    def plus(self, num_bytes: int, digest: int) -> Totals:
+        """The totals with one more frame."""
+        return Totals(
+            self.num_frames + 1, self.num_bytes + num_bytes, (self.digest + digest) % _MODULUS
+        )
+
+    def encode(self) -> bytes:
+        return _TOTALS.pack(self.num_frames, self.num_bytes, self.digest)
+
+    @classmethod
+    def decode(cls, payload: memoryview) -> Totals:
+        """Raises MalformedFrame when the payload is not one rank's totals."""
+        if len(payload) != _TOTALS.size:
+            raise MalformedFrame(f"commit of {len(payload)} bytes; must be {_TOTALS.size}")
+        return cls(*_TOTALS.unpack(payload))
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """XXH3-64 of bytes: of a frame's payload."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def position_digest(rank: int, layer: int, first_block: int, num_blocks: int, value: int) -> int:
+    """A digest of a frame's place and checksum; commits carry the sum of them."""
+    return checksum(_POSITION.pack(rank, layer, first_block, num_blocks, value))
+
+
+def encode_header(
+    kind: FrameKind,
+    handoff_id: bytes,
+    epoch: int,
+    *,
+    rank: int = 0,
+    layer: int = 0,
+    first_block: int = 0,
+    num_blocks: int = 0,
+    payload_bytes: int = 0,
+    payload_checksum: int = 0,
+) -> bytes:
+    """A frame's header; payload_bytes of payload follow it on the wire."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        PROTOCOL_VERSION,
+        kind,
+        rank,
+        layer,
+        first_block,
+        num_blocks,
+        epoch,
+        payload_bytes,
+        payload_checksum,
+        handoff_id,
+    )
+    return fields + _CHECKSUM.pack(checksum(fields))
+
+
+def encode(
+    kind: FrameKind,
+    handoff_id: bytes,
+    epoch: int,
+    payload: bytes = b"",
+    *,
+    rank: int = 0,
+    layer: int = 0,
+    first_block: int = 0,
+    num_blocks: int = 0,
+) -> bytes:
+    """A whole small frame: an open, a commit, an abort; data in tests."""
+    header = encode_header(
+        kind,
+        handoff_id,
+        epoch,
+        rank=rank,
+        layer=layer,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        payload_bytes=len(payload),
+        payload_checksum=checksum(payload),
+    )
+    return header + payload
+
+
+def encode_open(message: kv_transfer_pb2.PushOpen) -> bytes:
+    """The frame that begins an epoch of a handoff."""
+    payload = message.SerializeToString()
+    return encode(FrameKind.OPEN, message.handoff_id, message.epoch, payload)
+
+
+def decode(message: bytes | memoryview) -> Iterator[Frame]:
+    """The frames of one message, checked but for the payloads' checksums (`verify`).
+
+    Raises:
+        MalformedFrame: on the first frame that is none; those before it were yielded.
+    """
+    view = memoryview(message)
+    if not view:
+        raise MalformedFrame("empty message; must hold at least one frame")
+    while view:
+        if len(view) < HEADER_BYTES:
+            raise MalformedFrame(f"{len(view)} bytes; a frame's header has {HEADER_BYTES}")
+        fields = view[: _FIELDS.size]
+        (
+            magic,
+            version,
+            kind,
+            rank,
+            layer,
+            first_block,
+            num_blocks,
+            epoch,
+            payload_bytes,
+            payload_checksum,
+            handoff_id,
+        ) = _FIELDS.unpack(fields)
+        if magic != MAGIC:
+            raise MalformedFrame(f"magic is {magic!r}; must be {MAGIC!r}")
+        (header_checksum,) = _CHECKSUM.unpack_from(view, _FIELDS.size)
+        if checksum(fields) != header_checksum:
+            raise MalformedFrame(
+                "the header's checksum does not match", kv_transfer_pb2.REFUSAL_REASON_CHECKSUM
+            )
+        if version != PROTOCOL_VERSION:
+            raise MalformedFrame(f"protocol version is {version}; must be {PROTOCOL_VERSION}")
+        if kind not in FrameKind.__members__.values():
+            raise MalformedFrame(f"kind is {kind}; must be 1 to {len(FrameKind)}")
+        if len(view) - HEADER_BYTES < payload_bytes:
+            raise MalformedFrame(
+                f"truncated: {len(view) - HEADER_BYTES} bytes of a payload of {payload_bytes}"
+            )
+        end = HEADER_BYTES + payload_bytes
+        payload, view = view[HEADER_BYTES:end], view[end:]
+        yield Frame(
+            FrameKind(kind),
+            handoff_id,
+            epoch,
+            rank,
+            layer,
+            first_block,
+            num_blocks,
+            payload_checksum,
+            payload,
+        )
+
+
+def verify(frame: Frame) -> bool:
+    """Whether the payload is what was sent."""
+    return checksum(frame.payload) == frame.checksum
