@@ -1,0 +1,147 @@
+"""The client without asyncio: the same events from a plain iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from baton.client.client import BatonClient
+from baton.client.events import Completion, Event
+from baton.client.request import Prompt, RequestOptions
+from baton.client.stream import TokenStream
+from baton.v1 import common_pb2
+
+T = TypeVar("T")
+
+
+class BlockingStream:
+    """The events of one request: `for event in stream`. Close it, or read it to the end."""
+
+    def __init__(self, client: BlockingClient, stream: TokenStream) -> None:
+        self._client, self._stream = client, stream
+
+    @property
+    def request_id(self) -> str:
+        """As submitted, or as the coordinator assigned it; empty until it did."""
+        return self._stream.request_id
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything received so far."""
+        return self._stream.token_ids
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        """The next event. Raises RemoteError as TokenStream does."""
+        event = self._client._call(self._next())
+        if event is None:
+            raise StopIteration
+        return event
+
+    def complete(self) -> Completion:
+        """Reads to the end and returns the whole answer."""
+        return self._client._call(self._stream.complete())
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended; idempotent."""
+        self._client._call(self._stream.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _next(self) -> Event | None:
+        return await anext(self._stream, None)
+
+
+class BlockingClient:
+    """BatonClient for threads; its event loop runs in a thread of its own until `close`.
+
+    `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
+
+    Args:
+        address: of the coordinator, host:port.
+        max_requests, max_buffered_events: as in BatonClient.
+    """
+
+    def __init__(
+        self, address: str, *, max_requests: int = 4096, max_buffered_events: int = 256
+    ) -> None:
+        self._client = BatonClient(
+            address, max_requests=max_requests, max_buffered_events=max_buffered_events
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="baton client", daemon=True
+        )
+        self._lock = threading.Lock()
+        self._open = True
+        self._thread.start()
+        self._call(self._client.__aenter__())
+
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> BlockingStream:
+        """Submits a request and returns its stream; arguments and errors as BatonClient's."""
+
+        async def submit() -> TokenStream:
+            return self._client.generate(prompt, **options)
+
+        return BlockingStream(self, self._call(submit()))
+
+    def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
+        """`generate`, read to the end: the whole answer."""
+        with self.generate(prompt, **options) as stream:
+            return stream.complete()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns as soon as the coordinator can serve. UnavailableError when it could not."""
+        self._call(self._client.wait_ready(timeout_s))
+
+    def model(self, timeout_s: float = 10.0) -> common_pb2.ModelDescription:
+        """The model that the coordinator serves."""
+        return self._call(self._client.model(timeout_s))
+
+    def close(self) -> None:
+        """Cancels what runs, closes the connection and joins the thread; idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._call(self._client.aclose())
+            self._open = False
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the client's loop and waits; Ctrl-C cancels it."""
+        if not self._open:
+            coroutine.close()
+            raise RuntimeError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise

@@ -1,0 +1,146 @@
+"""Errors of client calls: one class per code, mapped here and nowhere else.
+
+RemoteError (runtime/errors.py: code, details(), retry_after_s)
+├── InvalidArgumentError     `field` names what is wrong
+├── NotFoundError
+├── AlreadyExistsError
+├── FailedPreconditionError
+├── PermissionDeniedError
+├── UnauthenticatedError
+├── ResourceExhaustedError   overload: `reason` says of what, `retry_after_s` when to come back
+├── UnavailableError         coordinator unreachable, or no worker can serve: retry with backoff
+├── DeadlineExceededError
+├── AbortedError
+├── RequestCancelledError
+├── UnimplementedError
+├── DataLossError            tokens are missing from a stream
+└── InternalError
+
+A code that is not in the tree stays a plain RemoteError. Errors that the client finds by itself
+(a deadline, a lost session, a prompt that cannot be sent) are of the same classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2
+
+from baton.runtime import errors
+from baton.runtime.errors import BatonError, RemoteError
+from baton.v1 import common_pb2
+
+
+class InvalidArgumentError(RemoteError):
+    @property
+    def field(self) -> str | None:
+        """Path of the wrong field, as in the proto: "sampling.temperature"."""
+        request = error_details_pb2.BadRequest()
+        for detail in self.details():
+            if detail.Unpack(request) and request.field_violations:
+                return str(request.field_violations[0].field)
+        return None
+
+
+class NotFoundError(RemoteError):
+    pass
+
+
+class AlreadyExistsError(RemoteError):
+    pass
+
+
+class FailedPreconditionError(RemoteError):
+    pass
+
+
+class PermissionDeniedError(RemoteError):
+    pass
+
+
+class UnauthenticatedError(RemoteError):
+    pass
+
+
+class ResourceExhaustedError(RemoteError):
+    @property
+    def reason(self) -> str | None:
+        """What is exhausted, as an upper-case word: "QUEUE_FULL"."""
+        info = error_details_pb2.ErrorInfo()
+        for detail in self.details():
+            if detail.Unpack(info):
+                return str(info.reason)
+        return None
+
+
+class UnavailableError(RemoteError):
+    pass
+
+
+class DeadlineExceededError(RemoteError):
+    pass
+
+
+class AbortedError(RemoteError):
+    pass
+
+
+class RequestCancelledError(RemoteError):
+    pass
+
+
+class UnimplementedError(RemoteError):
+    pass
+
+
+class DataLossError(RemoteError):
+    pass
+
+
+class InternalError(RemoteError):
+    pass
+
+
+_BY_CODE: dict[int, type[RemoteError]] = {
+    code_pb2.INVALID_ARGUMENT: InvalidArgumentError,
+    code_pb2.NOT_FOUND: NotFoundError,
+    code_pb2.ALREADY_EXISTS: AlreadyExistsError,
+    code_pb2.FAILED_PRECONDITION: FailedPreconditionError,
+    code_pb2.PERMISSION_DENIED: PermissionDeniedError,
+    code_pb2.UNAUTHENTICATED: UnauthenticatedError,
+    code_pb2.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    code_pb2.UNAVAILABLE: UnavailableError,
+    code_pb2.DEADLINE_EXCEEDED: DeadlineExceededError,
+    code_pb2.ABORTED: AbortedError,
+    code_pb2.CANCELLED: RequestCancelledError,
+    code_pb2.UNIMPLEMENTED: UnimplementedError,
+    code_pb2.DATA_LOSS: DataLossError,
+    code_pb2.INTERNAL: InternalError,
+}
+
+
+def make(code: int, message: str, details: Sequence[any_pb2.Any] = ()) -> RemoteError:
+    """The error of a code (google.rpc.Code number)."""
+    return _BY_CODE.get(code, RemoteError)(code, message, list(details))
+
+
+def from_baton(error: BatonError) -> RemoteError:
+    """The client's form of an error: the class of its code."""
+    return make(error.code, str(error), error.details())
+
+
+def from_message(message: common_pb2.RequestError) -> RemoteError:
+    """Of one request of a session."""
+    return from_baton(errors.from_message(message))
+
+
+def from_rpc_error(error: grpc.RpcError) -> RemoteError:
+    """Of a whole call."""
+    return from_baton(errors.from_rpc_error(error))
+
+
+def invalid(field: str, value: object, allowed: str) -> RemoteError:
+    """An argument that the client itself finds wrong."""
+    return from_baton(errors.InvalidArgument(field, value, allowed))

@@ -1,0 +1,203 @@
+"""What a request's stream yields: Accepted, then Tokens, then Finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from baton.v1 import common_pb2, inference_pb2
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unspecified"]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Always first: the coordinator admitted the request."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate token at one position.
+
+    Attributes:
+        rank: in the vocabulary at this position; 1 is the likeliest.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens, contiguous and without repeats from event to event.
+
+    Attributes:
+        offset: index of the first of token_ids in the whole output.
+        text: text that became final with these tokens; it may lag behind them.
+        logprobs: one tuple per token, the chosen token first, when asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    offset: int
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+    def joined(self, later: Tokens) -> Tokens:
+        """This event and the one right after it as one."""
+        return Tokens(
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            self.offset,
+            self.logprobs + later.logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted; cached prompt tokens came from a prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of a request.
+
+    Attributes:
+        stage: "tokenize", "queue", "prefill_queue", "prefill", "handoff", "decode_queue",
+            "decode", "recovery" or "network".
+        start_ms: since the coordinator received the request.
+        worker_id: that spent it; empty for the coordinator.
+    """
+
+    stage: str
+    start_ms: float
+    duration_ms: float
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyBudget:
+    """Where a request's time went, from its arrival at the coordinator."""
+
+    stages: tuple[StageTime, ...]
+    ttft_ms: float
+    total_ms: float
+    itl_p50_ms: float
+    itl_max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Always last of a request that did not fail.
+
+    Attributes:
+        stop: the stop string that matched, or the decimal id of the stop token; empty otherwise.
+        prompt_logprobs: per prompt position, when asked for; the first position has none.
+    """
+
+    reason: FinishReason
+    stop: str
+    usage: Usage
+    budget: LatencyBudget
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+
+Event: TypeAlias = Accepted | Tokens | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    finished: Finished
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.finished.reason
+
+    @property
+    def usage(self) -> Usage:
+        return self.finished.usage
+
+
+def accepted(message: inference_pb2.Accepted) -> Accepted:
+    return Accepted(message.request_id, message.model, message.prompt_tokens)
+
+
+def tokens(delta: common_pb2.TokenDelta, num_known: int = 0) -> Tokens:
+    """A delta without its first `num_known` tokens."""
+    return Tokens(
+        tuple(delta.token_ids[num_known:]),
+        delta.text,
+        delta.offset + num_known,
+        _logprobs(delta.logprobs[num_known:]),
+    )
+
+
+def finished(message: inference_pb2.Finished) -> Finished:
+    usage = message.usage
+    return Finished(
+        _FINISH_REASONS.get(message.reason, "unspecified"),
+        message.stop,
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens),
+        budget(message.budget),
+        _logprobs(message.prompt_logprobs),
+    )
+
+
+def budget(message: common_pb2.LatencyBudget) -> LatencyBudget:
+    return LatencyBudget(
+        tuple(
+            StageTime(
+                _stage_name(stage.stage),
+                stage.start_us / 1e3,
+                stage.duration_us / 1e3,
+                stage.worker_id,
+            )
+            for stage in message.stages
+        ),
+        message.ttft_us / 1e3,
+        message.total_us / 1e3,
+        message.itl_p50_us / 1e3,
+        message.itl_max_us / 1e3,
+    )
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+def _stage_name(stage: int) -> str:
+    # A newer coordinator may know stages that this client does not.
+    known = common_pb2.Stage.DESCRIPTOR.values_by_number.get(stage)
+    return known.name.removeprefix("STAGE_").lower() if known else f"stage_{stage}"
+
+
+def _logprobs(
+    positions: Iterable[common_pb2.TokenLogprobs],
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(
+        tuple(
+            TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.text)
+            for entry in position.entries
+        )
+        for position in positions
+    )

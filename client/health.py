@@ -1,0 +1,44 @@
+"""Waiting until a coordinator can serve, by the standard grpc.health.v1."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from google.rpc import code_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.client import errors
+
+INFERENCE = "baton.v1.Inference"
+_RETRY_S = 0.1
+
+
+async def wait_serving(
+    channel: grpc.aio.Channel, address: str, timeout_s: float, service: str = INFERENCE
+) -> None:
+    """Returns as soon as the service is SERVING.
+
+    Raises:
+        UnavailableError: it was not within timeout_s, with what it was instead.
+        RemoteError: there is something else at the address.
+    """
+    stub = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    seen = "unreachable"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    async for response in stub.Watch(request, wait_for_ready=True):
+                        seen = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+                        if response.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise errors.from_rpc_error(error) from None
+                seen = "unreachable"
+                await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        message = f"the coordinator at {address} is {seen} after {timeout_s:g} s"
+        raise errors.make(code_pb2.UNAVAILABLE, message) from None

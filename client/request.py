@@ -1,0 +1,196 @@
+"""Keyword arguments to the message that submits a request."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, cast
+
+from baton.client import errors
+from baton.v1 import common_pb2, inference_pb2
+
+LaneName: TypeAlias = Literal["interactive", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn: role is "system", "user", "assistant" or what the model's template knows."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What the caller hopes for, in milliseconds; 0 means no opinion."""
+
+    ttft_ms: int = 0
+    itl_ms: int = 0
+
+
+# A text, the turns of a chat (also as {"role": ..., "content": ...}), or token ids.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to pick tokens, named as in vLLM; what is left out is the engine's own default.
+
+    `json_schema` and those after it, at most one of them, make the output follow a grammar.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    logprobs: int
+    prompt_logprobs: int
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """Everything a request may say beside its prompt.
+
+    Attributes:
+        model: empty or left out: whatever the coordinator serves.
+        lane: "interactive" goes first, "batch" can wait. Left out: interactive.
+        slo: what the caller hopes for; left out: the lane's targets.
+        timeout_s: from submission; then DeadlineExceededError, on both ends.
+        request_id: left out: the coordinator assigns one.
+        session_id: shared by the requests of one conversation.
+        add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
+        authorization: credential of this request, "Bearer ...".
+        traceparent: W3C trace context.
+    """
+
+    model: str
+    lane: LaneName
+    slo: Slo | None
+    timeout_s: float | None
+    request_id: str
+    session_id: str
+    add_generation_prompt: bool | None
+    authorization: str
+    traceparent: str
+
+
+_STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequest:
+    """The request as it travels. Options that are None count as left out.
+
+    Raises:
+        InvalidArgumentError: a value that the message cannot hold; whether the rest makes sense is
+            the coordinator's to say.
+        TypeError: an option that does not exist.
+    """
+    request = inference_pb2.GenerateRequest()
+    request.lane = _lane(options.get("lane") or "interactive")
+    _set_prompt(request, prompt, options.get("add_generation_prompt"))
+    for name, value in options.items():
+        if name not in RequestOptions.__annotations__:
+            close = difflib.get_close_matches(name, RequestOptions.__annotations__, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"unknown option {name!r}{hint}")
+        if value is None or name in ("lane", "add_generation_prompt"):
+            continue
+        path = f"sampling.{name}" if name in SamplingOptions.__annotations__ else name
+        try:
+            _set_option(request, name, value)
+        except (TypeError, ValueError) as error:
+            raise errors.invalid(path, value, str(error)) from None
+    chosen = [name for name in _STRUCTURED if options.get(name) is not None]
+    if len(chosen) > 1:
+        raise errors.invalid("sampling.structured_output", chosen, "must be one of them")
+    return request
+
+
+def _set_prompt(
+    request: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None
+) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping)):
+        turns = cast("Sequence[ChatMessage | Mapping[str, str]]", prompt)
+        request.chat.CopyFrom(_chat(turns, add_generation_prompt))
+    else:
+        request.tokens.CopyFrom(_token_ids(cast("Sequence[int]", prompt)))
+
+
+def _lane(lane: str) -> common_pb2.Lane.ValueType:
+    lanes = {"interactive": common_pb2.LANE_INTERACTIVE, "batch": common_pb2.LANE_BATCH}
+    if lane not in lanes:
+        raise errors.invalid("lane", lane, f"must be one of {', '.join(lanes)}")
+    return lanes[lane]
+
+
+def _chat(
+    turns: Sequence[ChatMessage | Mapping[str, str]], add_generation_prompt: bool | None
+) -> inference_pb2.ChatPrompt:
+    chat = inference_pb2.ChatPrompt()
+    for index, turn in enumerate(turns):
+        try:
+            message = turn if isinstance(turn, ChatMessage) else ChatMessage(**dict(turn))
+            chat.messages.add(role=message.role, content=message.content)
+        except (TypeError, ValueError):
+            allowed = "must have role and content, both text"
+            raise errors.invalid(f"chat.messages[{index}]", turn, allowed) from None
+    if add_generation_prompt is not None:
+        chat.add_generation_prompt = add_generation_prompt
+    return chat
+
+
+def _token_ids(ids: Sequence[int]) -> inference_pb2.TokenIds:
+    try:
+        return inference_pb2.TokenIds(ids=ids)
+    except (TypeError, ValueError):
+        wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < 2**32), ids)
+        raise errors.invalid("tokens.ids", wrong, "must be non-negative integers") from None
+
+
+def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
+    sampling = request.sampling
+    if name == "slo":
+        request.slo.CopyFrom(inference_pb2.Slo(ttft_ms=value.ttft_ms, itl_ms=value.itl_ms))
+    elif name == "timeout_s":
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError("must be a positive number of seconds")
+        request.timeout.FromNanoseconds(math.ceil(value * 1e9))
+    elif name not in SamplingOptions.__annotations__:
+        setattr(request, name, value)
+    elif name == "stop":
+        sampling.stop.extend([value] if isinstance(value, str) else value)
+    elif name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
+        getattr(sampling, name).extend(value)
+    elif name == "logit_bias":
+        sampling.logit_bias.update(value)
+    elif name == "json_schema":
+        text = value if isinstance(value, str) else json.dumps(value)
+        sampling.structured_output.json_schema = text
+    elif name == "choice":
+        sampling.structured_output.choice.values.extend(value)
+    elif name in _STRUCTURED:
+        setattr(sampling.structured_output, name, value)
+    else:
+        setattr(sampling, name, value)

@@ -1,0 +1,126 @@
+"""A real gRPC server whose Inference service does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from grpc_health.v1 import health_pb2
+
+from baton.runtime import errors, rpc
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+TIMEOUT_S = 5.0
+
+
+@dataclass
+class Connection:
+    """One Session stream, as the server sees it."""
+
+    received: asyncio.Queue = field(default_factory=asyncio.Queue)
+    outgoing: asyncio.Queue = field(default_factory=asyncio.Queue)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def submitted(self) -> inference_pb2.Submit:
+        message = await asyncio.wait_for(self.received.get(), TIMEOUT_S)
+        assert message.WhichOneof("message") == "submit", message
+        return message.submit
+
+    async def cancelled(self) -> int:
+        message = await asyncio.wait_for(self.received.get(), TIMEOUT_S)
+        assert message.WhichOneof("message") == "cancel", message
+        return message.cancel.stream
+
+    def send(self, *events: inference_pb2.SessionEvent) -> None:
+        self.outgoing.put_nowait(inference_pb2.SessionEvents(events=events))
+
+    def end(self, error: errors.BatonError | None = None) -> None:
+        self.outgoing.put_nowait(error)
+
+
+class ScriptedInference(inference_pb2_grpc.InferenceServicer):
+    def __init__(self) -> None:
+        self.connections: asyncio.Queue[Connection] = asyncio.Queue()
+
+    async def connection(self) -> Connection:
+        return await asyncio.wait_for(self.connections.get(), TIMEOUT_S)
+
+    async def Session(self, request_iterator, context):
+        connection = Connection()
+        self.connections.put_nowait(connection)
+
+        async def read():
+            async for message in request_iterator:
+                connection.received.put_nowait(message)
+
+        reader = asyncio.create_task(read())
+        try:
+            while isinstance(batch := await connection.outgoing.get(), inference_pb2.SessionEvents):
+                yield batch
+            if batch is not None:
+                await errors.abort(context, batch)
+        finally:
+            reader.cancel()
+            connection.closed.set()
+
+    async def GetModel(self, request, context):
+        return common_pb2.ModelDescription(name="scripted", max_model_len=8192)
+
+
+@asynccontextmanager
+async def serving(servicer: ScriptedInference):
+    """The server's address and its health service."""
+    server = rpc.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    health = rpc.add_health_and_reflection(server, ["baton.v1.Inference"])
+    address = rpc.bind(server, "127.0.0.1:0", "listen")
+    await server.start()
+    try:
+        yield address, health
+    finally:
+        await server.stop(None)
+
+
+async def set_serving(health, serving: bool) -> None:
+    status = health_pb2.HealthCheckResponse
+    await health.set("baton.v1.Inference", status.SERVING if serving else status.NOT_SERVING)
+
+
+def accepted(stream: int, request_id: str = "r1", prompt_tokens: int = 3):
+    message = inference_pb2.Accepted(
+        request_id=request_id, model="scripted", prompt_tokens=prompt_tokens
+    )
+    return inference_pb2.SessionEvent(stream=stream, accepted=message)
+
+
+def delta(stream: int, offset: int, token_ids, text: str = "", logprobs=()):
+    message = common_pb2.TokenDelta(offset=offset, token_ids=token_ids, text=text)
+    for token_id, logprob in logprobs:
+        message.logprobs.add().entries.add(token_id=token_id, logprob=logprob, rank=1, text="x")
+    return inference_pb2.SessionEvent(stream=stream, delta=message)
+
+
+def finished(stream: int, reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens: int = 0):
+    message = inference_pb2.Finished(
+        reason=reason,
+        usage=common_pb2.Usage(prompt_tokens=3, completion_tokens=completion_tokens),
+        budget=common_pb2.LatencyBudget(
+            stages=[
+                common_pb2.StageTime(stage=common_pb2.STAGE_QUEUE, duration_us=1500),
+                common_pb2.StageTime(
+                    stage=common_pb2.STAGE_PREFILL,
+                    start_us=1500,
+                    duration_us=20_000,
+                    worker_id="prefill-0",
+                ),
+            ],
+            ttft_us=21_500,
+            total_us=30_000,
+        ),
+    )
+    return inference_pb2.SessionEvent(stream=stream, finished=message)
+
+
+def failed(stream: int, error: errors.BatonError):
+    return inference_pb2.SessionEvent(stream=stream, failed=errors.to_message(error))

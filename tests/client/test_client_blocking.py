@@ -1,0 +1,79 @@
+"""The client for threads."""
+
+import asyncio
+import threading
+
+import pytest
+from scripted_inference import accepted, delta, finished, set_serving
+
+from baton.client import BlockingClient, Finished, Tokens
+from baton.client.errors import InvalidArgumentError
+
+
+def live_threads():
+    return {thread for thread in threading.enumerate() if thread.name == "baton client"}
+
+
+async def test_the_same_events_from_a_plain_iterator(server, inference):
+    address, health = server
+    await set_serving(health, True)
+
+    def use():
+        with BlockingClient(address) as client:
+            client.wait_ready(5.0)
+            events = list(client.generate("x", max_tokens=2))
+            completion = client.complete("y")
+            with client.generate("z") as stream:
+                next(stream)
+            with pytest.raises(InvalidArgumentError):
+                client.generate("x", max_tokens=-1)
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            client.generate("x")
+        return events, completion
+
+    using = asyncio.create_task(asyncio.to_thread(use))
+    connection = await inference.connection()
+    for _ in range(2):
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [1], "a"), delta(number, 1, [2], "b"))
+        connection.send(finished(number))
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number))
+    assert await connection.cancelled() == number
+
+    events, completion = await using
+    assert [type(event) for event in events[1:]] == [Tokens, Tokens, Finished]
+    assert completion.text == "ab"
+    assert live_threads() == set()
+
+
+async def test_many_threads_share_one_session(server, inference):
+    address, _ = server
+
+    async def answer():
+        connection = await inference.connection()
+        for _ in range(8):
+            submit = await connection.submitted()
+            number, token = submit.stream, submit.request.tokens.ids[0]
+            connection.send(accepted(number), delta(number, 0, [token]), finished(number))
+
+    def use():
+        with BlockingClient(address) as client:
+            results = {}
+
+            def ask(token):
+                results[token] = client.complete([token]).token_ids
+
+            threads = [threading.Thread(target=ask, args=(token,)) for token in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return results
+
+    answering = asyncio.create_task(answer())
+    results = await asyncio.to_thread(use)
+    await answering
+    assert results == {token: (token,) for token in range(8)}
+    assert inference.connections.empty()
