@@ -1,0 +1,547 @@
+"""vLLM behind the Engine protocol.
+
+Uses EngineCoreClient and OutputProcessor in place of AsyncLLM, which has no way to hand out one
+engine step as one list. vLLM's engine core and its ranks are processes of their own; the KV
+connector and the forced-tokens processor run inside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import difflib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import SchedulerStats
+
+from baton.engine.base import (
+    EngineDead,
+    EngineInfo,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    EngineStep,
+    Finish,
+    Logprob,
+    RequestRejected,
+    StepSample,
+    needs_exact_state,
+)
+from baton.engine.vllm_forced_tokens import EXTRA_ARG, ForcedTokens
+from baton.kvtransfer.layout import KvLayout
+from baton.v1 import common_pb2
+
+_log = logging.getLogger(__name__)
+
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
+# Steps whose cost waits for the next load report.
+_MAX_SAMPLES = 256
+_STOP_TIMEOUT_S = 10.0
+# What Baton sets itself; passing them through would break it.
+_OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    """A request inside vLLM.
+
+    Attributes:
+        internal_id: what vLLM calls it; never used twice, unlike the request's own id.
+        num_dropped: forced tokens that vLLM will still report, known to everyone already.
+        num_swallowed: characters of text that vLLM will still report, known likewise.
+        pending_text: text that became final with the known tokens but was not sent with them.
+        cut: the prompt is computed, the first token is out, and the request would go on.
+    """
+
+    request: EngineRequest
+    internal_id: str
+    submitted_at: float
+    num_dropped: int = 0
+    num_swallowed: int = 0
+    pending_text: str = ""
+    scheduled_at: float | None = None
+    reported: bool = False
+    cut: bool = False
+
+
+class VllmEngine:
+    """One vLLM engine process group.
+
+    Args:
+        model: local directory or hub id.
+        served_name: what requests call the model.
+        engine_args: vLLM's own engine arguments, by vLLM's names (AsyncEngineArgs).
+        transfer_socket: control socket of this worker's transfer service.
+    """
+
+    def __init__(
+        self, model: str, served_name: str, engine_args: dict[str, Any], transfer_socket: str
+    ) -> None:
+        self._model, self._served_name = model, served_name
+        self._engine_args, self._transfer_socket = engine_args, transfer_socket
+        self._live: dict[str, _Live] = {}
+        self._by_internal_id: dict[str, _Live] = {}
+        self._counter = itertools.count(1)
+        self._stats = SchedulerStats()
+        self._num_steps = 0
+        self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
+        self._last_step_at = 0.0
+        self._core: Any = None
+
+    async def start(self) -> EngineInfo:
+        try:
+            # Loading takes long; the loop must stay free for signals.
+            return await asyncio.to_thread(self._start)
+        except EngineDead:
+            raise
+        except Exception as error:
+            raise EngineDead(f"vLLM could not start: {' '.join(str(error).split())}") from error
+
+    def _start(self) -> EngineInfo:
+        args = AsyncEngineArgs(**self._checked_args())
+        config = args.create_engine_config()
+        _refuse_unsupported(config)
+        self._layout = _layout(config, self._served_name)
+        config.kv_transfer_config.kv_connector_extra_config = {
+            "socket": self._transfer_socket,
+            "layout": dataclasses.asdict(self._layout),
+        }
+        self._config = config
+        renderer = renderer_from_config(config)
+        self._input = InputProcessor(config, renderer)
+        self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
+        self._core = EngineCoreClient.make_async_mp_client(
+            config, Executor.get_class(config), log_stats=True, renderer=renderer
+        )
+        blocks = config.cache_config.num_gpu_blocks or 0
+        self._kv_tokens = blocks * config.cache_config.block_size
+        return EngineInfo(
+            engine="vllm",
+            version=vllm.__version__,
+            device=config.device_config.device_type,
+            model=common_pb2.ModelDescription(
+                name=self._served_name,
+                revision=self._layout.revision,
+                max_model_len=config.model_config.max_model_len,
+                vocab_size=config.model_config.get_vocab_size(),
+                tokenizer=self._model,
+            ),
+            layout=self._layout,
+            kv_tokens=self._kv_tokens,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            supports_forced_tokens=config.speculative_config is None,
+        )
+
+    def _checked_args(self) -> dict[str, Any]:
+        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        for name in self._engine_args:
+            if name in _OWN_ARGS:
+                raise EngineDead(
+                    f"engine_args.{name}: is set by Baton and cannot be passed through"
+                )
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
+        args: dict[str, Any] = {
+            "model": self._model,
+            "served_model_name": self._served_name,
+            # Both roles, so that a worker can flip.
+            "kv_transfer_config": {
+                "kv_connector": "BatonConnector",
+                "kv_connector_module_path": "baton.kvtransfer.vllm_connector",
+                "kv_role": "kv_both",
+                # A handoff that is lost at the last moment costs a recompute, never the request.
+                "kv_load_failure_policy": "recompute",
+            },
+            "scheduling_policy": "priority",
+            "enable_log_requests": False,
+            **self._engine_args,
+        }
+        if not args.get("speculative_config"):
+            own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
+            args["logits_processors"] = [*args.get("logits_processors", []), own]
+        return args
+
+    async def submit(self, request: EngineRequest) -> None:
+        if request.request_id in self._live:
+            raise RequestRejected(f"request {request.request_id} is already running here")
+        live = _Live(
+            request, f"{request.request_id}#{next(self._counter)}", submitted_at=time.monotonic()
+        )
+        try:
+            shown, run = self._engine_core_requests(live)
+        except (ValueError, TypeError) as error:
+            raise RequestRejected(" ".join(str(error).split())) from error
+        self._output.add_request(shown, prompt=None)
+        self._replay(live, run)
+        self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
+        try:
+            await self._core.add_request_async(run)
+        except EngineDeadError as error:
+            raise EngineDead(str(error)) from error
+
+    def _engine_core_requests(self, live: _Live) -> tuple[EngineCoreRequest, EngineCoreRequest]:
+        """The request as its reader sees it, and as the engine core runs it.
+
+        They differ in what is known already: the reader's limits and text count from the prompt,
+        whatever the core is given to begin with.
+        """
+        request = live.request
+        shown = self._core_request(live, request.prompt_token_ids, _sampling_params(request))
+        known, sampling = list(request.known_token_ids), shown.sampling_params
+        params = sampling.clone()
+        params.extra_args = {"kv_transfer_params": _transfer_params(request)}
+        prompt = list(request.prompt_token_ids)
+        if request.prefill_only:
+            params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
+        elif known:
+            params.prompt_logprobs = None
+            if needs_exact_state(request.sampling):
+                params.extra_args[EXTRA_ARG] = known
+            else:
+                prompt += known
+                params.max_tokens -= len(known)
+                params.min_tokens = max(0, params.min_tokens - len(known))
+        return shown, self._core_request(live, prompt, params)
+
+    def _core_request(
+        self, live: _Live, prompt: Sequence[int], params: SamplingParams
+    ) -> EngineCoreRequest:
+        made: EngineCoreRequest = self._input.process_inputs(
+            live.internal_id,
+            tokens_input(list(prompt)),
+            params,
+            supported_tasks=("generate",),
+            priority=live.request.priority,
+        )
+        made.external_req_id = live.internal_id
+        return made
+
+    def _replay(self, live: _Live, run: EngineCoreRequest) -> None:
+        """Brings the detokenizer to where the known tokens left it."""
+        request = live.request
+        if not request.known_token_ids or request.prefill_only:
+            return
+        live.num_swallowed = request.known_text_chars
+        if run.sampling_params.extra_args.get(EXTRA_ARG):
+            live.num_dropped = len(request.known_token_ids)
+            return
+        detokenizer = self._output.request_states[live.internal_id].detokenizer
+        detokenizer.update(list(request.known_token_ids), False)
+        text = detokenizer.get_next_output_text(finished=False, delta=True)
+        live.pending_text = self._swallow(live, text)
+
+    @staticmethod
+    def _swallow(live: _Live, text: str) -> str:
+        swallowed = min(live.num_swallowed, len(text))
+        live.num_swallowed -= swallowed
+        return text[swallowed:]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        found = [live for name in request_ids if (live := self._live.pop(name, None))]
+        if not found:
+            return
+        internal_ids = [live.internal_id for live in found]
+        for internal_id in internal_ids:
+            self._by_internal_id.pop(internal_id, None)
+        self._output.abort_requests(internal_ids, internal=True)
+        await self._core.abort_requests_async(internal_ids)
+
+    async def next_step(self) -> EngineStep:
+        try:
+            outputs = await self._core.get_output_async()
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core died: {error}") from error
+        self._num_steps += 1
+        if outputs.scheduler_stats is not None:
+            self._stats = outputs.scheduler_stats
+        if not outputs.outputs:
+            self._last_step_at = outputs.timestamp
+            return EngineStep()
+        for output in outputs.outputs:
+            self._before_processing(output)
+        processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
+        first = {output.request_id: output for output in outputs.outputs}
+        step = EngineStep()
+        for made in processed.request_outputs:
+            if (live := self._by_internal_id.get(made.request_id)) is not None:
+                raw = first[made.request_id]
+                if output := self._engine_output(live, made, raw, outputs.timestamp):
+                    step.outputs.append(output)
+        self._sample(outputs.outputs, outputs.timestamp)
+        finished = [
+            live
+            for name in step.outputs
+            if name.finish and (live := self._live.get(name.request_id))
+        ]
+        for live in finished:
+            del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+        cut = [live.internal_id for live in finished if live.cut]
+        self._output.abort_requests(cut, internal=True)
+        if processed.reqs_to_abort:
+            await self._core.abort_requests_async(processed.reqs_to_abort)
+        return step
+
+    def _before_processing(self, output: EngineCoreOutput) -> None:
+        live = self._by_internal_id.get(output.request_id)
+        if live is None:
+            return
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.SCHEDULED and live.scheduled_at is None:
+                live.scheduled_at = event.timestamp
+        if not live.request.prefill_only or output.finish_reason != FinishReason.LENGTH:
+            return
+        shown = self._output.request_states[output.request_id].max_tokens_param
+        if shown > 1:
+            # The core was given one token to make; to its reader the request is not over, and text
+            # that may yet change is held back.
+            output.finish_reason, live.cut = None, True
+
+    def _engine_output(
+        self, live: _Live, made: RequestOutput, raw: EngineCoreOutput, timestamp: float
+    ) -> EngineOutput | None:
+        completion = made.outputs[0]
+        token_ids = list(completion.token_ids)
+        dropped = min(live.num_dropped, len(token_ids))
+        live.num_dropped -= dropped
+        text = live.pending_text + self._swallow(live, completion.text)
+        live.pending_text = ""
+        output = EngineOutput(
+            live.request.request_id,
+            token_ids[dropped:],
+            text,
+            logprobs=_logprobs((completion.logprobs or [])[dropped:]),
+        )
+        if completion.finish_reason is not None:
+            live.cut = False
+            output.finish = _FINISH.get(completion.finish_reason, Finish.ERROR)
+            if output.finish is Finish.ERROR:
+                output.error = f"vLLM ended the request: {completion.finish_reason}"
+            if completion.stop_reason is not None:
+                output.stop = str(completion.stop_reason)
+        elif live.cut:
+            output.finish = Finish.CUT
+        elif not output.token_ids and not output.text:
+            return None
+        if not live.reported:
+            live.reported = True
+            scheduled_at = live.scheduled_at or live.submitted_at
+            output.queue_s = max(0.0, scheduled_at - live.submitted_at)
+            output.run_s = max(0.0, timestamp - scheduled_at)
+            if (stats := raw.prefill_stats) is not None:
+                output.num_cached_tokens = stats.num_local_cached_tokens
+                output.num_handoff_tokens = stats.num_external_cached_tokens
+            if live.request.sampling.HasField("prompt_logprobs") and made.prompt_logprobs:
+                output.prompt_logprobs = _logprobs(made.prompt_logprobs)
+        return output
+
+    def _sample(self, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
+        prefills = [output.prefill_stats for output in outputs if output.prefill_stats is not None]
+        started = max(
+            [self._last_step_at]
+            + [
+                live.scheduled_at
+                for output in outputs
+                if (live := self._by_internal_id.get(output.request_id))
+                and output.prefill_stats is not None
+                and live.scheduled_at is not None
+            ]
+        )
+        self._last_step_at = timestamp
+        if started:
+            self._samples.append(
+                StepSample(
+                    sum(stats.num_computed_tokens for stats in prefills),
+                    len(outputs) - len(prefills),
+                    round(self._stats.kv_cache_usage * self._kv_tokens),
+                    timestamp - started,
+                )
+            )
+
+    def load(self) -> EngineLoad:
+        samples = list(self._samples)
+        self._samples.clear()
+        waiting = [live for live in self._live.values() if not live.reported]
+        return EngineLoad(
+            num_steps=self._num_steps,
+            num_running=self._stats.num_running_reqs,
+            num_waiting=self._stats.num_waiting_reqs + self._stats.num_skipped_waiting_reqs,
+            kv_tokens_used=round(self._stats.kv_cache_usage * self._kv_tokens),
+            kv_tokens_total=self._kv_tokens,
+            prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
+            samples=samples,
+        )
+
+    async def stop(self) -> None:
+        core, self._core = self._core, None
+        children = psutil.Process().children(recursive=True)
+        if core is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(core.shutdown, _STOP_TIMEOUT_S)
+        # Whatever vLLM left behind, and what it had begun when a start was interrupted.
+        engine = [child for child in children if _is_vllm(child)]
+        for child in engine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
+
+
+def _is_vllm(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        line = " ".join(process.cmdline())
+        return "VLLM" in line or "multiprocessing" in line
+    return False
+
+
+def _refuse_unsupported(config: Any) -> None:
+    model = config.model_config
+    name = model.hf_config.model_type
+    state = {
+        "is an encoder-decoder model": model.is_encoder_decoder,
+        "mixes attention with recurrent state": model.is_hybrid,
+        "has no attention": model.is_attention_free,
+        "is not a text generation model": model.runner_type != "generate",
+        "uses sliding-window attention": model.get_sliding_window() is not None,
+    }
+    for what, refused in state.items():
+        if refused:
+            raise EngineDead(
+                f"model: {name} {what}; Baton hands over paged attention KV only: serve it with "
+                "plain vLLM"
+            )
+    for what in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(config.parallel_config, what)) != 1:
+            raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
+
+
+def _layout(config: Any, served_name: str) -> KvLayout:
+    """The layout every rank's cache must have; the connector checks it against the tensors."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    dtype = model.dtype
+    if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+        raise EngineDead(
+            f"engine_args.kv_cache_dtype: is {cache.cache_dtype!r}; Baton hands over the model's "
+            "own dtype: leave it at 'auto'"
+        )
+    heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    return KvLayout(
+        model=served_name,
+        revision=_revision(model),
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=model.get_num_layers(parallel),
+        num_kv_heads=heads,
+        head_size=head_size,
+        block_size_tokens=cache.block_size,
+        # Keys and values side by side.
+        block_bytes=2 * heads * cache.block_size * head_size * dtype.itemsize,
+        axes="heads,tokens,content",
+        tp_size=parallel.tensor_parallel_size,
+    )
+
+
+def _revision(model: Any) -> str:
+    """Changes with the weights: the hub revision, or sizes and times of the weight files."""
+    directory = Path(model.model)
+    if not directory.is_dir():
+        return str(model.revision or "main")
+    sizes = sorted(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return "-".join(map(str, sizes)) or "local"
+
+
+def _sampling_params(request: EngineRequest) -> SamplingParams:
+    """The client's parameters as vLLM's, over the whole output."""
+    source = request.sampling
+    present = {
+        name: getattr(source, name)
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "skip_special_tokens",
+            "logprobs",
+            "prompt_logprobs",
+        )
+        if source.HasField(name)
+    }
+    if source.HasField("structured_output"):
+        present["structured_outputs"] = _structured_outputs(source.structured_output)
+    return SamplingParams(
+        max_tokens=source.max_tokens if source.HasField("max_tokens") else None,
+        min_tokens=source.min_tokens,
+        stop=list(source.stop),
+        stop_token_ids=list(source.stop_token_ids),
+        bad_words=list(source.bad_words),
+        ignore_eos=source.ignore_eos,
+        include_stop_str_in_output=source.include_stop_str_in_output,
+        logit_bias=dict(source.logit_bias) or None,
+        allowed_token_ids=list(source.allowed_token_ids) or None,
+        output_kind=RequestOutputKind.DELTA,
+        **present,
+    )
+
+
+def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutputsParams:
+    kind = source.WhichOneof("constraint")
+    if kind == "json_schema":
+        return StructuredOutputsParams(json=source.json_schema)
+    if kind == "choice":
+        return StructuredOutputsParams(choice=list(source.choice.values))
+    if kind is None:
+        raise RequestRejected("sampling.structured_output: has no constraint")
+    return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
+
+
+def _transfer_params(request: EngineRequest) -> dict[str, Any]:
+    """What the connector reads as request.kv_transfer_params."""
+    params: dict[str, Any] = {}
+    if request.send is not None:
+        params["baton_send"] = {
+            "handoff_id": request.send.handoff_id.hex(),
+            "offset": request.send.offset,
+            "num_tokens": request.send.num_tokens,
+        }
+    if request.receive is not None:
+        params["baton_receive"] = {
+            "handoff_id": request.receive.handoff_id.hex(),
+            "num_tokens": request.receive.num_tokens,
+            "timeout_s": request.receive.timeout_s,
+        }
+    return params
+
+
+def _logprobs(positions: Sequence[Any]) -> list[list[Logprob]]:
+    return [
+        [
+            Logprob(token, entry.logprob, entry.rank or 0, entry.decoded_token or "")
+            for token, entry in (position or {}).items()
+        ]
+        for position in positions
+    ]
