@@ -1,0 +1,125 @@
+"""One dispatch of a request on one worker: what prefill and decode have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from baton.engine.base import EngineOutput, Finish, Logprob
+from baton.runtime.errors import BatonError, Internal, Unavailable
+from baton.v1 import cluster_pb2, common_pb2
+
+_REASONS = {
+    Finish.STOP: common_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    Finish.CUT: common_pb2.FINISH_REASON_UNSPECIFIED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """What this worker knows of one attempt of a request.
+
+    Attributes:
+        token_ids: the whole output so far, known tokens included.
+        num_text_chars: characters of text that went out with them, here or elsewhere.
+        arrived_at: monotonic, when the command came.
+    """
+
+    spec: cluster_pb2.RequestSpec
+    role: common_pb2.Role.ValueType
+    handoff: cluster_pb2.HandoffPlan | None
+    token_ids: list[int] = field(init=False)
+    num_text_chars: int = field(init=False)
+    arrived_at: float = field(init=False, default_factory=monotonic)
+    submitted_at: float | None = field(init=False, default=None)
+    _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.known_token_ids)
+        self.num_text_chars = self.spec.known_text_chars
+
+    @property
+    def engine_id(self) -> str:
+        """What the engine calls it: attempts of one request never share an id."""
+        return f"{self.spec.request_id}#{self.spec.attempt}"
+
+    def running(self) -> cluster_pb2.RunningRequest:
+        return cluster_pb2.RunningRequest(
+            request_id=self.spec.request_id,
+            attempt=self.spec.attempt,
+            role=self.role,
+            next_offset=len(self.token_ids),
+            token_ids=self.token_ids,
+            num_text_chars=self.num_text_chars,
+        )
+
+    def report(self, output: EngineOutput) -> cluster_pb2.RequestOutput:
+        """An engine's output as the coordinator hears it; counts its tokens."""
+        message = cluster_pb2.RequestOutput(
+            request_id=self.spec.request_id, attempt=self.spec.attempt
+        )
+        if output.token_ids or output.text:
+            message.delta.offset = len(self.token_ids)
+            message.delta.token_ids.extend(output.token_ids)
+            message.delta.text = output.text
+            message.delta.logprobs.extend(_logprobs(output.logprobs))
+            self.token_ids.extend(output.token_ids)
+            self.num_text_chars += len(output.text)
+        if output.queue_s is not None:
+            self._add_timings(message.timings, output)
+        if output.finish is Finish.ERROR:
+            return self.failed(Internal(output.error or "the engine failed this request"))
+        if output.finish is Finish.ABORTED:
+            return self.failed(Unavailable(output.error or "the engine gave this request up"))
+        # They may come before the end, which is where the contract has them.
+        self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+        if output.finish is not None:
+            message.finished.reason = _REASONS[output.finish]
+            message.finished.stop = output.stop
+            message.finished.prompt_logprobs.extend(_logprobs(self._prompt_logprobs))
+        return message
+
+    def failed(self, error: BatonError) -> cluster_pb2.RequestOutput:
+        return cluster_pb2.RequestOutput(
+            request_id=self.spec.request_id,
+            attempt=self.spec.attempt,
+            failed=common_pb2.RequestError(
+                code=error.code, message=str(error), details=error.details()
+            ),
+        )
+
+    def handoff_report(self) -> cluster_pb2.HandoffReport:
+        """An empty report on this attempt's handoff; the caller says how it ended."""
+        assert self.handoff is not None
+        return cluster_pb2.HandoffReport(
+            request_id=self.spec.request_id,
+            attempt=self.spec.attempt,
+            handoff_id=self.handoff.handoff_id,
+            epoch=self.handoff.epoch,
+        )
+
+    def _add_timings(self, timings: cluster_pb2.StageTimings, output: EngineOutput) -> None:
+        before_submit_s = 0.0
+        if self.submitted_at is not None:
+            before_submit_s = self.submitted_at - self.arrived_at
+        timings.queue_us = round(((output.queue_s or 0) + before_submit_s) * 1e6)
+        timings.run_us = round((output.run_s or 0) * 1e6)
+        timings.handoff_wait_us = round((output.handoff_wait_s or 0) * 1e6)
+        timings.num_cached_tokens = output.num_cached_tokens
+        timings.num_handoff_tokens = output.num_handoff_tokens
+
+
+def _logprobs(rows: Sequence[Sequence[Logprob]]) -> list[common_pb2.TokenLogprobs]:
+    return [
+        common_pb2.TokenLogprobs(
+            entries=[
+                common_pb2.TokenLogprob(
+                    token_id=one.token_id, logprob=one.logprob, rank=one.rank, text=one.text
+                )
+                for one in row
+            ]
+        )
+        for row in rows
+    ]

@@ -1,0 +1,183 @@
+"""The handoff as a simulated engine sees it: real bytes through the real transfer service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.base import ReceiveHandoff, SendHandoff
+from baton.engine.sim_tokens import KvDigests
+from baton.kvtransfer.control import FIRST_EPOCH, EnginePort, checksum, filled_frame, split_blocks
+from baton.kvtransfer.layout import KvLayout
+from baton.v1 import kv_transfer_pb2
+
+# States remembered of handoffs that no request here has asked about yet.
+_MAX_STATES = 4096
+_SETTLED = (
+    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+    kv_transfer_pb2.HANDOFF_STATE_RELEASED,
+    kv_transfer_pb2.HANDOFF_STATE_FAILED,
+)
+
+
+class PortClosed(Exception):
+    """The transfer service has ended, and this engine with it."""
+
+
+class WrongBaton(Exception):
+    """Committed staging holds the KV cache of another prompt. Must never happen."""
+
+
+class HandoffPort:
+    """One engine's sends and receives.
+
+    Args:
+        socket_path: of the transfer service.
+        layout: of this engine's KV cache; tensor-parallel size 1.
+
+    Raises:
+        ServiceGone: nobody answers there.
+    """
+
+    def __init__(self, socket_path: str, layout: KvLayout) -> None:
+        self._port, self.layout = EnginePort(socket_path), layout
+        self._port.subscribe()
+        self._states: dict[bytes, kv_transfer_pb2.HandoffState.ValueType] = {}
+
+    def poll(self) -> None:
+        """Takes in changes of handoffs' states. Raises PortClosed."""
+        for state in self._port.poll():
+            self._states.pop(state.handoff_id, None)
+            self._states[state.handoff_id] = state.state
+        while len(self._states) > _MAX_STATES:
+            del self._states[next(iter(self._states))]
+        if not self._port.alive:
+            raise PortClosed("the transfer service has ended")
+
+    def send(self, send: SendHandoff, prompt: Sequence[int]) -> HandoffSend:
+        return HandoffSend(self._port, self.layout, send, prompt)
+
+    def is_settled(self, handoff_id: bytes) -> bool:
+        """Whether waiting is over: committed, or never to be."""
+        return self._states.get(handoff_id) in _SETTLED
+
+    def load(self, receive: ReceiveHandoff, prompt: Sequence[int]) -> int:
+        """Loads a committed handoff, once, and gives its staging back in any case.
+
+        Returns:
+            How many prompt tokens it brought; 0 when it is not there or damaged.
+
+        Raises:
+            WrongBaton: intact, but of another prompt.
+        """
+        state = self._states.pop(receive.handoff_id, None)
+        try:
+            if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+                return 0
+            claim = self._port.claim(receive.handoff_id, 0)
+            if claim is None:
+                return 0
+            num_blocks = self.layout.num_blocks(receive.num_tokens)
+            if (claim.num_blocks, claim.num_tokens) != (num_blocks, receive.num_tokens):
+                raise WrongBaton(
+                    f"wrong baton: holds {claim.num_tokens} tokens in {claim.num_blocks} blocks; "
+                    f"the request expects {receive.num_tokens} in {num_blocks}"
+                )
+            layers = self._copy(claim.offset, num_blocks, claim.frames)
+            if layers is None:
+                return 0
+            self._verify(layers, receive, prompt)
+            return receive.num_tokens
+        finally:
+            self._port.release(receive.handoff_id, all_ranks=True)
+
+    def release(self, handoff_id: bytes) -> None:
+        """Nothing of it will be loaded."""
+        self._states.pop(handoff_id, None)
+        self._port.release(handoff_id, all_ranks=True)
+
+    def close(self) -> None:
+        self._port.close()
+
+    def _copy(
+        self, offset: int, num_blocks: int, frames: Sequence[kv_transfer_pb2.LocalFrame]
+    ) -> bytes | None:
+        """Staging as it is now; None when a frame's bytes are not those that were received."""
+        data = bytes(self._port.memory[offset : offset + self.layout.rank_bytes(num_blocks)])
+        view = memoryview(data)
+        for frame in frames:
+            begin = self.layout.offset(0, frame.layer, frame.first_block, num_blocks)
+            end = begin + frame.num_blocks * self.layout.block_bytes
+            if checksum(view[begin:end]) != frame.checksum:
+                return None
+        return data
+
+    def _verify(self, data: bytes, receive: ReceiveHandoff, prompt: Sequence[int]) -> None:
+        layout, num_blocks = self.layout, self.layout.num_blocks(receive.num_tokens)
+        digests = KvDigests(prompt, receive.num_tokens, layout.block_size_tokens)
+        for block in range(num_blocks):
+            for layer in range(layout.num_layers):
+                begin = layout.offset(0, layer, block, num_blocks)
+                expected = digests.kv_bytes(layer, block, layout.block_bytes)
+                if data[begin : begin + layout.block_bytes] != expected:
+                    raise WrongBaton(
+                        f"wrong baton: layer {layer}, block {block} of handoff "
+                        f"{receive.handoff_id.hex()} is not this prompt's"
+                    )
+
+
+class HandoffSend:
+    """One prompt's blocks on their way into the sender's staging.
+
+    Whoever holds it calls `write` for every layer of a step, in order, with the same number of
+    tokens.
+    """
+
+    def __init__(
+        self, port: EnginePort, layout: KvLayout, send: SendHandoff, prompt: Sequence[int]
+    ) -> None:
+        self._port, self._layout, self._send = port, layout, send
+        self._num_blocks = layout.num_blocks(send.num_tokens)
+        self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens)
+        self._epoch, self._first_block, self._ended = FIRST_EPOCH, 0, False
+
+    def write(self, layer: int, num_computed_tokens: int) -> None:
+        """Stages one layer of the blocks that are finished and not sent yet.
+
+        Args:
+            layer: computed now.
+            num_computed_tokens: of the prompt, at the end of this step.
+        """
+        if self._ended:
+            return
+        layout = self._layout
+        end = num_computed_tokens // layout.block_size_tokens
+        if num_computed_tokens >= self._send.num_tokens:
+            end = self._num_blocks
+        is_last_layer = layer == layout.num_layers - 1
+        runs = list(split_blocks(self._first_block, end - self._first_block, layout.block_bytes))
+        frames = []
+        for first, count in runs:
+            data = b"".join(
+                self._digests.kv_bytes(layer, block, layout.block_bytes)
+                for block in range(first, first + count)
+            )
+            begin = self._send.offset + layout.offset(0, layer, first, self._num_blocks)
+            self._port.memory[begin : begin + len(data)] = data
+            last = is_last_layer and first + count == self._num_blocks
+            frames.append(
+                filled_frame(
+                    self._send.handoff_id, self._epoch, 0, layer, first, count, data, last=last
+                )
+            )
+        if frames:
+            self._port.send_frames(frames)
+        if is_last_layer:
+            self._first_block = end
+            self._ended = end == self._num_blocks
+
+    def restart(self) -> None:
+        """The prefill was preempted: everything sent so far is void, a new epoch begins."""
+        self._epoch, self._first_block = self._epoch + 1, 0
+        self._ended = not self._port.restart_send(self._send.handoff_id, self._epoch)
+        if self._ended:
+            self._port.abort_send(self._send.handoff_id)

@@ -1,0 +1,178 @@
+"""Which requests a simulated engine computes in its next step, and what of them.
+
+Continuous batching with chunked prefill in vLLM's form: every request has tokens and a number of
+them computed; a step computes what is missing, bounded by tokens and by requests. Without free
+blocks the least urgent request is preempted and computed again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from baton.engine.base import EngineRequest
+from baton.engine.sim_blocks import BlockPool
+from baton.engine.sim_handoff import HandoffSend
+from baton.engine.sim_text import OutputText
+from baton.engine.sim_tokens import TokenChain
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that the engine holds.
+
+    Attributes:
+        order: (priority, arrival): smaller runs first and is preempted last.
+        max_output_tokens: known ones included.
+        tokens: prompt, known and generated.
+        num_computed: of tokens, whose KV the engine holds.
+        num_computed_here: of num_computed, those no handoff brought.
+        run: counts preemptions; what a step computed for an earlier run is void.
+        receive_deadline: monotonic; None once the handoff is loaded, lost or there was none.
+    """
+
+    request: EngineRequest
+    order: tuple[int, int]
+    max_output_tokens: int
+    tokens: list[int]
+    chain: TokenChain
+    text: OutputText
+    submitted_at: float
+    send: HandoffSend | None
+    receive_deadline: float | None
+    num_computed: int = 0
+    num_computed_here: int = 0
+    run: int = 0
+    live: bool = True
+    first_run_at: float | None = None
+    handoff_wait_s: float | None = None
+    num_handoff_tokens: int = 0
+    reported: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step computes for one request."""
+
+    request: LiveRequest
+    run: int
+    num_tokens: int
+    is_decode: bool
+
+    @property
+    def valid(self) -> bool:
+        """Whether the request still wants it: neither aborted nor preempted meanwhile."""
+        return self.request.live and self.request.run == self.run
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns the order of requests and their blocks.
+
+    Attributes:
+        is_ready: whether a waiting request may start; one that waits for its handoff may not, and
+            holds nobody up.
+        on_start: called when a request gets its blocks, before what is missing of it is counted.
+    """
+
+    blocks: BlockPool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    is_ready: Callable[[LiveRequest], bool]
+    on_start: Callable[[LiveRequest], None]
+    running: list[LiveRequest] = field(default_factory=list)
+    _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> Iterator[LiveRequest]:
+        return (request for _, request in self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: LiveRequest) -> None:
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def remove(self, request: LiveRequest) -> None:
+        """Forgets a request and frees its blocks."""
+        request.live = False
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        self.blocks.free(request.id)
+
+    def preempt(self, request: LiveRequest) -> None:
+        """Takes a running request's blocks; it starts over when there is room again."""
+        self.running.remove(request)
+        self.blocks.free(request.id)
+        request.run += 1
+        request.num_computed = request.num_computed_here = 0
+        if request.send is not None:
+            request.send.restart()
+        self.add(request)
+
+    def schedule(self) -> list[Work]:
+        """The next step; empty when nothing can run now."""
+        budget, work = self.max_num_batched_tokens, list[Work]()
+        preempted = False
+        for request in sorted(self.running, key=lambda running: running.order):
+            if budget == 0:
+                break
+            if request not in self.running:
+                continue
+            num_tokens = min(request.num_missing, budget)
+            while not self.blocks.grow(request.id, request.num_computed + num_tokens):
+                victim = max(self.running, key=lambda running: running.order)
+                self.preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                budget -= num_tokens
+                work.append(self._work(request, num_tokens))
+        return work if preempted else work + self._admit(budget)
+
+    def _admit(self, budget: int) -> list[Work]:
+        """Starts waiting requests in order, until one that is ready finds no room."""
+        work, put_back = list[Work](), list[tuple[tuple[int, int], LiveRequest]]()
+        while self._waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            entry = heapq.heappop(self._waiting)
+            request = entry[1]
+            if not self.is_ready(request):
+                put_back.append(entry)
+                continue
+            if not self.blocks.grow(request.id, len(request.tokens)):
+                put_back.append(entry)
+                break
+            self.on_start(request)
+            if not request.live:  # Its handoff was wrong; the engine has reported that.
+                self.blocks.free(request.id)
+                continue
+            self.running.append(request)
+            num_tokens = min(request.num_missing, budget)
+            budget -= num_tokens
+            work.append(self._work(request, num_tokens))
+        for entry in put_back:
+            heapq.heappush(self._waiting, entry)
+        return work
+
+    @staticmethod
+    def _work(request: LiveRequest, num_tokens: int) -> Work:
+        is_decode = num_tokens == 1 and request.num_missing == 1 and request.num_computed > 0
+        return Work(request, request.run, num_tokens, is_decode)

@@ -1,0 +1,126 @@
+"""What a simulated model says, and what its KV cache holds.
+
+Token i of an output is a hash over the prompt and all tokens before it, so that one lost, repeated
+or foreign token changes every token after it. KV bytes are derived from the digest of the prompt up
+to the end of their block, so that bytes of another prompt, block or layer show.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import xxhash
+
+# Enough for any test to tell outputs apart; scanning a large vocabulary would cost start-up time.
+_MAX_PRINTABLE = 4096
+
+
+class Vocabulary:
+    """A tokenizer, and the token ids a simulated model picks from.
+
+    Attributes:
+        tokenizer: a tokenizers.Tokenizer.
+        printable: ids that stand for printable ASCII text by themselves; never special tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size()
+        self.printable = _printable_ids(tokenizer)
+        if not self.printable:
+            raise ValueError("the tokenizer has no token of printable ASCII text")
+
+    @classmethod
+    def load(cls, model: str) -> Vocabulary:
+        """Reads tokenizer.json of a local model directory.
+
+        Raises:
+            ValueError: no such file, or no tokenizer in it.
+        """
+        path = Path(model) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"model {model}: has no tokenizer.json")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises nothing narrower.
+            raise ValueError(f"{path}: no tokenizer: {error}") from None
+        return cls(tokenizer)
+
+
+class TokenChain:
+    """Picks the next token of one output: xxh3_64 over the one before, as a chain.
+
+    The chain starts with the hash of the prompt's ids (little-endian, 4 bytes each) and advances by
+    hashing its 8 bytes and the next token's 4.
+    """
+
+    __slots__ = ("_hash", "_printable")
+
+    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+        self._printable = vocabulary.printable
+        self._hash: int = xxhash.xxh3_64_intdigest(token_bytes(prompt))
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """Takes in tokens of the output, whoever picked them."""
+        for token_id in token_ids:
+            self._hash = xxhash.xxh3_64_intdigest(struct.pack("<QI", self._hash, token_id))
+
+    def next(self) -> int:
+        """The token after those taken in; the same until `advance`."""
+        return self._printable[self._hash % len(self._printable)]
+
+
+def expected_tokens(vocabulary: Vocabulary, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What every simulated engine answers to a prompt, however the work was split."""
+    chain, tokens = TokenChain(vocabulary, prompt), list[int]()
+    for _ in range(num_tokens):
+        tokens.append(chain.next())
+        chain.advance(tokens[-1:])
+    return tokens
+
+
+class KvDigests:
+    """The digest of a prompt up to the end of each of its blocks, made as far as asked for."""
+
+    __slots__ = ("_block_size", "_digests", "_hash", "_tokens")
+
+    def __init__(self, prompt: Sequence[int], num_tokens: int, block_size_tokens: int) -> None:
+        self._tokens = prompt[:num_tokens]
+        self._block_size = block_size_tokens
+        self._hash = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
+
+    def kv_bytes(self, layer: int, block: int, block_bytes: int) -> bytes:
+        """What one block of one layer holds."""
+        while len(self._digests) <= block:
+            first = len(self._digests) * self._block_size
+            self._hash.update(token_bytes(self._tokens[first : first + self._block_size]))
+            self._digests.append(self._hash.digest())
+        unit: bytes = xxhash.xxh3_128_digest(self._digests[block] + struct.pack("<I", layer))
+        return (unit * (block_bytes // len(unit) + 1))[:block_bytes]
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Ids as little-endian 4-byte words."""
+    words = array("I", token_ids)
+    assert words.itemsize == 4
+    return words.tobytes()
+
+
+def _printable_ids(tokenizer: Any) -> tuple[int, ...]:
+    special = set(tokenizer.get_added_tokens_decoder())
+    found: list[int] = []
+    for token_id in range(tokenizer.get_vocab_size()):
+        if token_id in special or tokenizer.id_to_token(token_id) is None:
+            continue
+        text = tokenizer.decode([token_id])
+        if text and text.isascii() and text.isprintable():
+            found.append(token_id)
+            if len(found) == _MAX_PRINTABLE:
+                break
+    return tuple(found)

@@ -1,0 +1,448 @@
+"""The simulated engine: real scheduling, real handoffs and real protocols, without a model.
+
+Time passes as the latency model says, tokens are a hash chain over all tokens before them
+(`expected_tokens`), and KV bytes carry the prompt's digest, so that anything lost, repeated or
+foreign shows. Of the sampling parameters only those that end an output count: max_tokens,
+min_tokens, stop, stop_token_ids; the end-of-sequence token never comes. It needs neither torch nor
+a model's weights, only its tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from time import monotonic
+
+from baton.engine.base import (
+    EngineDead,
+    EngineInfo,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    EngineStep,
+    Finish,
+    Logprob,
+    RequestRejected,
+    StepSample,
+)
+from baton.engine.sim_blocks import BlockPool
+from baton.engine.sim_handoff import HandoffPort, WrongBaton
+from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
+from baton.engine.sim_text import OutputText
+from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
+from baton.kvtransfer.control import ServiceGone
+from baton.kvtransfer.layout import KvLayout
+from baton.runtime.config import SimulatedConfig
+from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.v1 import common_pb2
+
+__all__ = ["SimulatedEngine", "expected_tokens"]
+
+_VERSION = "1"
+_MAX_SAMPLES = 256
+# Steps computed and not fetched: as an engine process runs one step ahead of whoever reads it.
+_MAX_STEPS_AHEAD = 2
+# As an idle vLLM steps that only has requests which wait.
+_POLL_S = 1e-3
+_HALF = math.log(0.5)
+
+
+class SimulatedEngine:
+    """An `Engine` (engine/base.py).
+
+    Args:
+        model: local directory or hub id with a tokenizer.json.
+        served_name: what requests call it.
+        settings: sizes and timing.
+        transfer_socket: the transfer service's local socket; "" runs without handoffs.
+    """
+
+    def __init__(
+        self, model: str, served_name: str, settings: SimulatedConfig, transfer_socket: str
+    ) -> None:
+        self._model, self._served_name, self._settings = model, served_name, settings
+        self._transfer_socket = transfer_socket
+        self._latency = LatencyModel.from_config(settings)
+        self._layout = KvLayout(
+            model=served_name,
+            revision=f"simulated-{_VERSION}",
+            dtype="uint8",
+            num_layers=settings.num_layers,
+            num_kv_heads=1,
+            head_size=settings.block_bytes,
+            block_size_tokens=settings.block_size_tokens,
+            block_bytes=settings.block_bytes,
+            axes="digest",
+        )
+        self._blocks = BlockPool(
+            settings.kv_tokens // settings.block_size_tokens, settings.block_size_tokens
+        )
+        self._scheduler = Scheduler(
+            self._blocks,
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            is_ready=self._is_ready,
+            on_start=self._on_start,
+        )
+        self._requests: dict[str, LiveRequest] = {}
+        self._arrivals = itertools.count()
+        self._vocabulary: Vocabulary | None = None
+        self._port: HandoffPort | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._dead: str | None = None
+        self._num_steps = 0
+        self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
+        self._early: list[EngineOutput] = []
+        self._steps: deque[EngineStep] = deque()
+        self._has_work, self._has_steps, self._has_room = (asyncio.Event() for _ in range(3))
+        self._has_room.set()
+
+    async def start(self) -> EngineInfo:
+        settings = self._settings
+        if settings.kv_tokens < settings.max_model_len:
+            raise EngineDead(
+                f"simulated.kv_tokens is {settings.kv_tokens}; must hold one request of "
+                f"simulated.max_model_len {settings.max_model_len} tokens"
+            )
+        try:
+            self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
+            if self._transfer_socket:
+                self._port = HandoffPort(self._transfer_socket, self._layout)
+        except (ValueError, ServiceGone) as error:
+            raise EngineDead(str(error)) from None
+        self._task = asyncio.create_task(self._run(), name="simulated engine")
+        return EngineInfo(
+            engine="simulated",
+            version=_VERSION,
+            device="none",
+            model=common_pb2.ModelDescription(
+                name=self._served_name,
+                revision=self._layout.revision,
+                max_model_len=settings.max_model_len,
+                vocab_size=self._vocabulary.size,
+                tokenizer=self._model,
+            ),
+            layout=self._layout,
+            kv_tokens=self._blocks.num_blocks * settings.block_size_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            supports_forced_tokens=True,
+        )
+
+    async def submit(self, request: EngineRequest) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        assert self._vocabulary is not None, "submit before start"
+        max_output_tokens = self._validated(request, self._vocabulary)
+        prompt, now = list(request.prompt_token_ids), monotonic()
+        chain = TokenChain(self._vocabulary, prompt)
+        chain.advance(request.known_token_ids)
+        text = OutputText(self._vocabulary, prompt, request.sampling)
+        text.replay(request.known_token_ids, request.known_text_chars)
+        live = LiveRequest(
+            request=request,
+            order=(request.priority, next(self._arrivals)),
+            max_output_tokens=max_output_tokens,
+            tokens=[*prompt, *request.known_token_ids],
+            chain=chain,
+            text=text,
+            submitted_at=now,
+            send=self._port.send(request.send, prompt) if self._port and request.send else None,
+            receive_deadline=now + request.receive.timeout_s if request.receive else None,
+        )
+        self._requests[request.request_id] = live
+        self._scheduler.add(live)
+        self._has_work.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        gone = set(request_ids)
+        for request_id in gone:
+            if live := self._requests.get(request_id):
+                self._forget(live)
+        for step in self._steps:
+            step.outputs = [output for output in step.outputs if output.request_id not in gone]
+        self._early = [output for output in self._early if output.request_id not in gone]
+        self._has_work.set()
+
+    async def next_step(self) -> EngineStep:
+        while not self._steps:
+            if self._dead is not None:
+                raise EngineDead(self._dead)
+            self._has_steps.clear()
+            await self._has_steps.wait()
+        step = self._steps.popleft()
+        self._has_room.set()
+        return step
+
+    def load(self) -> EngineLoad:
+        samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
+        return EngineLoad(
+            num_steps=self._num_steps,
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting,
+            kv_tokens_used=self._blocks.num_used_tokens,
+            kv_tokens_total=self._blocks.num_blocks * self._settings.block_size_tokens,
+            prefill_tokens_waiting=sum(
+                request.num_missing
+                for request in self._requests.values()
+                if request.num_missing > 1
+            ),
+            samples=samples,
+        )
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._die("the engine was stopped")
+        for live in list(self._requests.values()):
+            self._forget(live)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    def preempt(self, request_id: str) -> bool:
+        """Preempts a running request, as a lack of blocks would; for tests.
+
+        Returns:
+            Whether it was running.
+        """
+        live = self._requests.get(request_id)
+        if live is None or live not in self._scheduler.running:
+            return False
+        self._scheduler.preempt(live)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError when blocks are lost, or held although no request lives."""
+        self._blocks.check_integrity()
+        if not self._requests and self._blocks.num_used_blocks:
+            raise RuntimeError(f"{self._blocks.num_used_blocks} KV blocks are held by nobody")
+
+    def _validated(self, request: EngineRequest, vocabulary: Vocabulary) -> int:
+        """How many output tokens a request may have. Raises RequestRejected."""
+        num_prompt, limit = len(request.prompt_token_ids), self._settings.max_model_len
+        if request.request_id in self._requests:
+            raise RequestRejected(f"request {request.request_id} is running already")
+        if not 0 < num_prompt < limit:
+            raise RequestRejected(f"prompt has {num_prompt} tokens; must be 1 to {limit - 1}")
+        if max(request.prompt_token_ids) >= vocabulary.size or min(request.prompt_token_ids) < 0:
+            raise RequestRejected(f"prompt has a token id outside 0 to {vocabulary.size - 1}")
+        if (request.send or request.receive) and self._port is None:
+            raise RequestRejected("this engine has no transfer service")
+        sampling, most = request.sampling, limit - num_prompt
+        wanted = sampling.max_tokens if sampling.HasField("max_tokens") else most
+        if len(request.known_token_ids) >= min(wanted, most):
+            raise RequestRejected(
+                f"{len(request.known_token_ids)} known tokens; max_tokens is {min(wanted, most)}"
+            )
+        return min(wanted, most)
+
+    def _die(self, message: str) -> None:
+        if self._dead is None:
+            self._dead = message
+        self._has_steps.set()
+
+    def _forget(self, live: LiveRequest) -> None:
+        """Ends a request: its blocks and its handoff are free from here on."""
+        del self._requests[live.id]
+        self._scheduler.remove(live)
+        if live.receive_deadline is not None and live.request.receive and self._port is not None:
+            self._port.release(live.request.receive.handoff_id)
+
+    # ---- The step loop.
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._has_room.wait()
+                self._has_work.clear()
+                if self._port is not None:
+                    self._port.poll()
+                work = self._scheduler.schedule()
+                if work:
+                    await self._compute(work)
+                elif self._early:
+                    self._publish([])
+                else:
+                    await self._wait_for_work()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._die(f"the simulated engine failed: {type(error).__name__}: {error}")
+
+    async def _wait_for_work(self) -> None:
+        """Until something is submitted or aborted; with handoffs awaited, a moment at most."""
+        awaits_handoff = any(
+            request.receive_deadline is not None for request in self._scheduler.waiting
+        )
+        timeout_s = _POLL_S if awaits_handoff else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_work.wait()
+
+    async def _compute(self, work: Sequence[Work]) -> None:
+        started_at = monotonic()
+        for item in work:
+            if item.request.first_run_at is None:
+                item.request.first_run_at = started_at
+        chunks = [
+            PrefillChunk(item.request.num_computed_here, item.num_tokens)
+            for item in work
+            if not item.is_decode
+        ]
+        kv_tokens = [len(item.request.tokens) for item in work if item.is_decode]
+        duration_s = self._latency.step_s(chunks, len(kv_tokens), sum(kv_tokens))
+        duration_s *= self._settings.time_scale
+        await self._pass_layers(work, started_at, duration_s)
+        outputs = [output for item in work if (output := self._advance(item)) is not None]
+        self._num_steps += 1
+        self._samples.append(
+            StepSample(
+                num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks),
+                num_decodes=len(kv_tokens),
+                num_kv_tokens=sum(kv_tokens),
+                duration_s=monotonic() - started_at,
+            )
+        )
+        self._publish(outputs)
+
+    async def _pass_layers(
+        self, work: Sequence[Work], started_at: float, duration_s: float
+    ) -> None:
+        """Lets the step's time pass; each layer's finished blocks leave as it is computed."""
+        sending = [item for item in work if item.request.send is not None]
+        if not sending:
+            await _sleep_until(started_at + duration_s)
+            return
+        for layer in range(self._layout.num_layers):
+            share = (layer + 1) / self._layout.num_layers
+            await _sleep_until(started_at + duration_s * share)
+            for item in sending:
+                send = item.request.send
+                if item.valid and send is not None:
+                    send.write(layer, item.request.num_computed + item.num_tokens)
+
+    def _advance(self, item: Work) -> EngineOutput | None:
+        """Counts what a step computed; the next token, when the request has caught up."""
+        live = item.request
+        if not item.valid:
+            return None
+        live.num_computed += item.num_tokens
+        live.num_computed_here += item.num_tokens
+        return self._sample(live) if live.num_missing == 0 else None
+
+    def _sample(self, live: LiveRequest) -> EngineOutput:
+        sampling, token = live.request.sampling, live.chain.next()
+        live.tokens.append(token)
+        live.chain.advance((token,))
+        count = live.num_output_tokens
+        finish: Finish | None = None
+        stop = ""
+        is_stop_token = token in sampling.stop_token_ids and count >= sampling.min_tokens
+        if is_stop_token:
+            finish, stop = Finish.STOP, str(token)
+        elif count >= live.max_output_tokens:
+            finish = Finish.LENGTH
+        if not is_stop_token or sampling.include_stop_str_in_output:
+            matched = live.text.add(token, may_stop=count > sampling.min_tokens)
+            if matched:
+                finish, stop = Finish.STOP, matched
+        if finish is None and live.request.prefill_only:
+            finish = Finish.CUT
+        text_is_final = finish is not None and finish is not Finish.CUT
+        output = EngineOutput(
+            request_id=live.id,
+            token_ids=(token,),
+            text=live.text.take(finished=text_is_final),
+            logprobs=self._logprobs([token], sampling, "logprobs"),
+            finish=finish,
+            stop=stop,
+        )
+        if not live.reported:
+            live.reported = True
+            self._describe_start(live, output)
+            output.prompt_logprobs = self._prompt_logprobs(live)
+        if finish is not None:
+            self._forget(live)
+        return output
+
+    def _describe_start(self, live: LiveRequest, output: EngineOutput) -> None:
+        now = monotonic()
+        first_run_at = live.first_run_at if live.first_run_at is not None else now
+        output.queue_s = first_run_at - live.submitted_at
+        output.run_s = now - first_run_at
+        output.handoff_wait_s = live.handoff_wait_s or 0.0
+        output.num_handoff_tokens = live.num_handoff_tokens
+
+    def _prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
+        prompt = live.request.prompt_token_ids
+        rest = self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")
+        wanted = live.request.sampling.HasField("prompt_logprobs")
+        return [(), *rest] if wanted and not live.request.known_token_ids else ()
+
+    def _logprobs(
+        self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str
+    ) -> Sequence[Sequence[Logprob]]:
+        """Made-up values: the chosen token has half of the probability, the next half of that."""
+        if not sampling.HasField(field):  # type: ignore[arg-type]
+            return ()
+        vocabulary, count = self._vocabulary, getattr(sampling, field)
+        assert vocabulary is not None
+        found = []
+        for token_id in token_ids:
+            others = (other for other in vocabulary.printable if other != token_id)
+            likeliest = [token_id, *itertools.islice(others, max(0, count - 1))]
+            entries = [
+                Logprob(one, _HALF * rank, rank, vocabulary.tokenizer.decode([one]))
+                for rank, one in enumerate(likeliest, start=1)
+            ]
+            # The chosen token, then the likeliest, of which it is the first.
+            found.append(tuple(entries[:1] + entries[:count]))
+        return found
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        outputs, self._early = [*self._early, *outputs], []
+        self._steps.append(EngineStep(outputs))
+        if len(self._steps) >= _MAX_STEPS_AHEAD:
+            self._has_room.clear()
+        self._has_steps.set()
+
+    # ---- The receiving side of handoffs.
+
+    def _is_ready(self, live: LiveRequest) -> bool:
+        receive = live.request.receive
+        if live.receive_deadline is None or receive is None or self._port is None:
+            return True
+        now = monotonic()
+        if not self._port.is_settled(receive.handoff_id) and now < live.receive_deadline:
+            return False
+        if live.handoff_wait_s is None:
+            live.handoff_wait_s = now - live.submitted_at
+        return True
+
+    def _on_start(self, live: LiveRequest) -> None:
+        """Loads the baton, once per request; without it the prompt is computed here."""
+        receive = live.request.receive
+        if live.receive_deadline is None or receive is None or self._port is None:
+            return
+        live.receive_deadline = None
+        try:
+            loaded = self._port.load(receive, live.request.prompt_token_ids)
+        except WrongBaton as error:
+            live.live = False
+            del self._requests[live.id]
+            self._early.append(EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
+            return
+        # The last token is always computed here: its logits are what the next one comes from.
+        live.num_computed = min(loaded, len(live.tokens) - 1)
+        live.num_handoff_tokens = loaded
+
+
+async def _sleep_until(at: float) -> None:
+    await asyncio.sleep(max(0.0, at - monotonic()))

@@ -1,0 +1,324 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish, RequestRejected
+from baton.engine.sim_blocks import BlockPool
+from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.engine.simulated import SimulatedEngine
+from baton.runtime.config import SimulatedConfig
+from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.v1 import common_pb2
+
+INSTANT = SimulatedConfig(time_scale=0, max_model_len=512, kv_tokens=1024, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: str) -> Vocabulary:
+    return Vocabulary.load(model)
+
+
+async def started(model: str, settings: SimulatedConfig) -> SimulatedEngine:
+    engine = SimulatedEngine(model, "m", settings, "")
+    await engine.start()
+    return engine
+
+
+@pytest.fixture
+async def engine(model: str) -> AsyncIterator[SimulatedEngine]:
+    engine = await started(model, INSTANT)
+    yield engine
+    await engine.stop()
+    engine.check_integrity()
+    assert engine.load().kv_tokens_used == 0
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    *,
+    known: tuple[int, ...] = (),
+    known_chars: int = 0,
+    prefill_only: bool = False,
+    **sampling: object,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=common_pb2.SamplingParams(**sampling),
+        known_token_ids=known,
+        known_text_chars=known_chars,
+        prefill_only=prefill_only,
+    )
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.outputs: list[EngineOutput] = []
+
+    @property
+    def last(self) -> EngineOutput:
+        return self.outputs[-1]
+
+
+async def answers(engine: SimulatedEngine, *requests: EngineRequest) -> dict[str, Answer]:
+    found = {one.request_id: Answer() for one in requests}
+    for one in requests:
+        await engine.submit(one)
+    open_ids = set(found)
+    async with asyncio.timeout(10):
+        while open_ids:
+            for output in (await engine.next_step()).outputs:
+                answer = found[output.request_id]
+                answer.tokens += output.token_ids
+                answer.text += output.text
+                answer.outputs.append(output)
+                if output.finish is not None:
+                    open_ids.remove(output.request_id)
+    engine.check_integrity()
+    return found
+
+
+async def test_tokens_are_the_hash_chain_whatever_runs_beside(
+    engine: SimulatedEngine, vocabulary: Vocabulary
+) -> None:
+    prompts = {f"r{index}": list(range(2, 3 + index * 7)) for index in range(30)}
+    found = await answers(
+        engine, *(request(name, prompt, max_tokens=20) for name, prompt in prompts.items())
+    )
+    for name, prompt in prompts.items():
+        expected = expected_tokens(vocabulary, prompt, 20)
+        assert found[name].tokens == expected
+        assert found[name].text == vocabulary.tokenizer.decode(expected)
+        assert found[name].last.finish is Finish.LENGTH
+    assert engine.load().kv_tokens_used == 0
+
+
+async def test_a_prompt_longer_than_a_step_is_computed_in_chunks(
+    model: str, vocabulary: Vocabulary
+) -> None:
+    engine = await started(model, INSTANT.model_copy(update={"max_num_batched_tokens": 64}))
+    prompt = [index % 200 for index in range(300)]
+    found = await answers(engine, request("a", prompt, max_tokens=2))
+    assert found["a"].tokens == expected_tokens(vocabulary, prompt, 2)
+    samples = engine.load().samples
+    assert [sample.num_prefill_tokens for sample in samples] == [64, 64, 64, 64, 44, 0]
+    assert [sample.num_decodes for sample in samples] == [0, 0, 0, 0, 0, 1]
+    await engine.stop()
+
+
+async def test_prefill_only_reports_one_token_and_the_rest_continues_elsewhere(
+    engine: SimulatedEngine, vocabulary: Vocabulary
+) -> None:
+    prompt = list(range(10, 60))
+    first = (await answers(engine, request("a", prompt, max_tokens=9, prefill_only=True)))["a"]
+    assert first.last.finish is Finish.CUT
+    assert first.last.queue_s is not None
+    rest = (
+        await answers(
+            engine,
+            request(
+                "b",
+                prompt,
+                known=tuple(first.tokens),
+                known_chars=len(first.text),
+                max_tokens=9,
+            ),
+        )
+    )["b"]
+    expected = expected_tokens(vocabulary, prompt, 9)
+    assert first.tokens + rest.tokens == expected
+    assert first.text + rest.text == vocabulary.tokenizer.decode(expected)
+
+
+async def test_prefill_only_ends_a_request_of_one_token(engine: SimulatedEngine) -> None:
+    found = await answers(engine, request("a", [5, 6], max_tokens=1, prefill_only=True))
+    assert found["a"].last.finish is Finish.LENGTH
+
+
+async def test_a_stop_string_across_the_split_ends_the_text_before_it(
+    engine: SimulatedEngine, vocabulary: Vocabulary
+) -> None:
+    prompt = list(range(10, 40))
+    text = vocabulary.tokenizer.decode(expected_tokens(vocabulary, prompt, 8))
+    stop = text[0:3]
+    first = (
+        await answers(engine, request("a", prompt, max_tokens=8, stop=[stop], prefill_only=True))
+    )["a"]
+    assert first.text == ""
+    rest = await answers(
+        engine, request("b", prompt, known=tuple(first.tokens), max_tokens=8, stop=[stop])
+    )
+    assert (rest["b"].text, rest["b"].last.finish, rest["b"].last.stop) == ("", Finish.STOP, stop)
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_strings_and_min_tokens(
+    engine: SimulatedEngine, vocabulary: Vocabulary, include: bool
+) -> None:
+    prompt = [9, 8, 7]
+    tokens = expected_tokens(vocabulary, prompt, 30)
+    text = vocabulary.tokenizer.decode(tokens)
+    stop = text[10:13]
+    at = text.index(stop)
+    found = await answers(
+        engine,
+        request("a", prompt, max_tokens=30, stop=[stop], include_stop_str_in_output=include),
+        request("b", prompt, max_tokens=30, stop=[text[0]], min_tokens=30),
+        request("c", prompt, max_tokens=30, stop_token_ids=[tokens[4]]),
+    )
+    assert found["a"].text == (text[: at + 3] if include else text[:at])
+    assert found["a"].last.stop == stop
+    assert found["b"].tokens == tokens
+    assert found["c"].last.stop == str(tokens[4])
+    assert found["c"].tokens == tokens[: tokens.index(tokens[4]) + 1]
+
+
+async def test_logprobs_name_the_chosen_token_first(engine: SimulatedEngine) -> None:
+    found = await answers(engine, request("a", [4, 5, 6], max_tokens=2, logprobs=2))
+    rows = [row for output in found["a"].outputs for row in output.logprobs]
+    assert [row[0].token_id for row in rows] == found["a"].tokens
+    assert [len(row) for row in rows] == [3, 3]
+    found = await answers(engine, request("b", [4, 5, 6], max_tokens=2, prompt_logprobs=0))
+    rows = [row for output in found["b"].outputs for row in output.prompt_logprobs]
+    assert [[entry.token_id for entry in row] for row in rows] == [[], [5], [6]]
+
+
+async def test_without_room_requests_are_preempted_and_still_right(
+    model: str, vocabulary: Vocabulary
+) -> None:
+    settings = INSTANT.model_copy(
+        update={"max_model_len": 128, "kv_tokens": 256, "max_num_seqs": 16}
+    )
+    engine = await started(model, settings)
+    prompts = {f"r{index}": [index + 2] * 30 for index in range(12)}
+    found = await answers(
+        engine, *(request(name, prompt, max_tokens=90) for name, prompt in prompts.items())
+    )
+    for name, prompt in prompts.items():
+        assert found[name].tokens == expected_tokens(vocabulary, prompt, 90)
+    assert engine.load().kv_tokens_used == 0
+    await engine.stop()
+
+
+async def test_abort_frees_blocks_and_silences_queued_outputs(engine: SimulatedEngine) -> None:
+    await engine.submit(request("a", [3] * 40, max_tokens=400))
+    await engine.submit(request("b", [4] * 40, max_tokens=400))
+    async with asyncio.timeout(5):
+        await engine.next_step()
+        await engine.abort(["a", "nobody"])
+        for _ in range(5):
+            step = await engine.next_step()
+            assert {output.request_id for output in step.outputs} <= {"b"}
+    assert engine.load().num_running == 1
+    await engine.abort(["b"])
+    load = engine.load()
+    assert (load.kv_tokens_used, load.num_running, load.num_waiting) == (0, 0, 0)
+
+
+async def test_a_preempted_prefill_starts_over(model: str, vocabulary: Vocabulary) -> None:
+    settings = INSTANT.model_copy(
+        update={"time_scale": 1.0, "prefill_base_ms": 30.0, "max_num_batched_tokens": 64}
+    )
+    engine = await started(model, settings)
+    prompt = [7] * 200
+    await engine.submit(request("a", prompt, max_tokens=1))
+    async with asyncio.timeout(5):
+        await engine.next_step()
+        assert engine.preempt("a")
+        tokens: list[int] = []
+        while not tokens:
+            for output in (await engine.next_step()).outputs:
+                tokens += output.token_ids
+    assert tokens == expected_tokens(vocabulary, prompt, 1)
+    assert engine.load().kv_tokens_used == 0
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "named"),
+    [
+        ([], {}, "prompt has 0 tokens"),
+        ([1] * 512, {}, "must be 1 to 511"),
+        ([10**6], {}, "token id"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_bad_requests_are_rejected_by_name(
+    engine: SimulatedEngine, prompt: list[int], sampling: dict[str, int], named: str
+) -> None:
+    with pytest.raises(RequestRejected, match=named):
+        await engine.submit(request("a", prompt, **sampling))
+
+
+async def test_max_tokens_defaults_to_the_context(engine: SimulatedEngine) -> None:
+    found = await answers(engine, request("a", [3] * 500))
+    assert len(found["a"].tokens) == 12
+
+
+async def test_start_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineDead, match=r"tokenizer\.json"):
+        await SimulatedEngine(str(tmp_path), "m", INSTANT, "").start()
+
+
+async def test_a_stopped_engine_says_so_to_whoever_waits(model: str) -> None:
+    engine = await started(model, INSTANT)
+    waiting = asyncio.create_task(engine.next_step())
+    await engine.stop()
+    with pytest.raises(EngineDead):
+        await waiting
+
+
+async def test_time_passes_as_the_latency_model_says(model: str) -> None:
+    settings = INSTANT.model_copy(
+        update={"time_scale": 0.5, "prefill_base_ms": 40.0, "step_base_ms": 20.0}
+    )
+    engine = await started(model, settings)
+    await answers(engine, request("a", [5] * 100, max_tokens=3))
+    latency, samples = LatencyModel.from_config(settings), engine.load().samples
+    assert samples[0].duration_s >= 0.5 * latency.prefill_s(100)
+    assert samples[1].duration_s >= 0.5 * latency.decode_step_s(1, 101)
+    await engine.stop()
+
+
+def test_chunks_of_a_prompt_cost_their_sum() -> None:
+    model = LatencyModel(0.0, 1e-3, 1e-6, 5e-3, 1e-3, 1e-6)
+    whole = model.prefill_s(100)
+    parts = model.step_s([PrefillChunk(0, 60)], 0, 0) + model.step_s([PrefillChunk(60, 40)], 0, 0)
+    assert parts == pytest.approx(whole)
+    assert model.step_s([PrefillChunk(0, 100)], 4, 1000) == pytest.approx(
+        whole + model.decode_step_s(4, 1000)
+    )
+
+
+def test_a_block_pool_gives_out_each_block_once() -> None:
+    pool = BlockPool(4, 16)
+    assert pool.grow("a", 17)
+    assert pool.grow("b", 32)
+    assert not pool.grow("c", 1)
+    pool.check_integrity()
+    pool.free("a")
+    assert pool.grow("c", 1)
+    assert pool.num_used_blocks == 3
+    pool.check_integrity()
