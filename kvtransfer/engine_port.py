@@ -60,10 +60,9 @@ def filled_frame(
 ) -> kv_transfer_pb2.LocalFrame:
     """The notification that a run of blocks was written to staging.
 
-    Args:
-        data: the bytes, num_blocks * block_bytes of them, best as they were in the cache rather
-            than as they are in staging: then no other writer of staging can go unnoticed.
-        last: nothing more follows from this rank.
+    `data` is the num_blocks * block_bytes bytes, best as they were in the cache rather than as they
+    are in staging: then no other writer of staging can go unnoticed. `last` says that nothing more
+    follows from this rank; a frame of 0 blocks may say it alone.
     """
     return kv_transfer_pb2.LocalFrame(
         handoff_id=handoff_id,

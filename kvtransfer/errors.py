@@ -38,7 +38,7 @@ class MalformedFrame(TransferError):
     def __init__(
         self,
         message: str,
-        reason: kv_transfer_pb2.RefusalReason = kv_transfer_pb2.REFUSAL_REASON_MALFORMED,
+        reason: kv_transfer_pb2.RefusalReason.ValueType = kv_transfer_pb2.REFUSAL_REASON_MALFORMED,
     ) -> None:
         super().__init__(message)
         self.reason = reason

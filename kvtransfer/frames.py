@@ -20,6 +20,7 @@ import xxhash
 
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.layout import PROTOCOL_VERSION
+from baton.runtime.rpc import MAX_FRAME_BYTES
 from baton.v1 import kv_transfer_pb2
 
 HANDOFF_ID_BYTES = 16
@@ -27,6 +28,8 @@ MAGIC = b"BTKV"
 # Of one frame's payload, where blocks allow it: large enough to cost little per byte, small enough
 # to leave while the next is filled.
 FRAME_TARGET_BYTES = 2 * 2**20
+# Of one frame's payload, whatever the blocks.
+MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - 2**20
 
 _FIELDS = struct.Struct("<4sBBHIIIIIQ16s")
 _CHECKSUM = struct.Struct("<Q")
@@ -34,6 +37,7 @@ _POSITION = struct.Struct("<IIIIQ")
 _TOTALS = struct.Struct("<QQQ")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MODULUS = 2**64
+_NOTHING = memoryview(b"")
 
 
 class FrameKind(IntEnum):
@@ -61,7 +65,7 @@ class Frame:
     first_block: int = 0
     num_blocks: int = 0
     checksum: int = 0
-    payload: memoryview = memoryview(b"")
+    payload: memoryview = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)

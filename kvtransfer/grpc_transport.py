@@ -1,0 +1,196 @@
+"""Frames over gRPC: the stream `/baton.v1.KvTransfer/Push`, whose messages up are raw bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.sender import Outgoing
+from baton.kvtransfer.transport import PushHandler, PushLost
+from baton.runtime import rpc
+from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+
+SERVICE = "baton.v1.KvTransfer"
+PUSH_METHOD = f"/{SERVICE}/Push"
+# To peers that nothing is pushed to at the moment.
+MAX_IDLE_CHANNELS = 64
+# For a stream that carries no handoff: one that does has the handoff's deadlines.
+UNUSED_STREAM_TIMEOUT_S = 5.0
+
+_CALL_ENDED = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+
+class GrpcPush:
+    """The sending end. It holds the call: gRPC cancels one that nobody refers to, silently."""
+
+    def __init__(self, target: str, call: Any, on_end: Callable[[], None]) -> None:
+        self._target, self._call = target, call
+        call.add_done_callback(lambda _: on_end())
+
+    async def send(self, batch: Sequence[Outgoing]) -> None:
+        parts = [part for frame in batch for part in (frame.header, frame.payload)]
+        message = b"".join(parts)
+        try:
+            await self._call.write(message)
+        except _CALL_ENDED as error:
+            raise self._lost(error) from None
+
+    async def receive(self) -> kv_transfer_pb2.PushReply | None:
+        try:
+            reply = await self._call.read()
+        except _CALL_ENDED as error:
+            raise self._lost(error) from None
+        return reply if isinstance(reply, kv_transfer_pb2.PushReply) else None
+
+    async def finish(self) -> None:
+        try:
+            await self._call.done_writing()
+        except _CALL_ENDED as error:
+            raise self._lost(error) from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def _lost(self, error: BaseException) -> PushLost:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return PushLost(f"{self._target}: {error.code().name}: {error.details()}")
+        return PushLost(f"{self._target}: the call has ended")
+
+
+class GrpcTransport:
+    """Opens pushes; keeps one channel per target while it is used, and some beyond."""
+
+    def __init__(self) -> None:
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._num_pushes: dict[str, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open_push(self, target: str) -> GrpcPush:
+        channel = self._channels.get(target)
+        if channel is None:
+            channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES)
+            self._channels[target] = channel
+        self._channels.move_to_end(target)
+        self._num_pushes[target] = self._num_pushes.get(target, 0) + 1
+        call = channel.stream_stream(
+            PUSH_METHOD,
+            request_serializer=None,
+            response_deserializer=kv_transfer_pb2.PushReply.FromString,
+        )()
+        return GrpcPush(target, call, lambda: self._ended(target))
+
+    async def close(self) -> None:
+        channels = list(self._channels.values())
+        self._channels.clear()
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
+
+    def _ended(self, target: str) -> None:
+        self._num_pushes[target] -= 1
+        if not self._num_pushes[target]:
+            del self._num_pushes[target]
+        idle = [each for each in self._channels if each not in self._num_pushes]
+        for each in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
+            task = asyncio.ensure_future(self._channels.pop(each).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+class GrpcIncomingPush:
+    """The receiving end of one stream: replies are written by the stream's own task."""
+
+    def __init__(self) -> None:
+        self._replies: deque[kv_transfer_pb2.PushReply] = deque()
+        self._changed = asyncio.Event()
+        self._ending = False
+
+    def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
+        self._replies.append(reply)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ending = True
+        self._changed.set()
+
+    async def replies(self) -> AsyncIterator[kv_transfer_pb2.PushReply]:
+        """Every reply in its order, until the end."""
+        while True:
+            while self._replies:
+                yield self._replies.popleft()
+            if self._ending:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
+    """Serves Describe and Push for a handler.
+
+    Args:
+        describe: None while the service is not configured.
+    """
+
+    def __init__(
+        self,
+        handler: PushHandler,
+        describe: Callable[[], kv_transfer_pb2.DescribeResponse | None],
+    ) -> None:
+        self._handler, self._describe = handler, describe
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Before the server starts."""
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self, server)
+        push = grpc.stream_stream_rpc_method_handler(
+            self._push,
+            request_deserializer=None,
+            response_serializer=kv_transfer_pb2.PushReply.SerializeToString,
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Push": push}),)
+        )
+
+    async def Describe(  # noqa: N802
+        self,
+        request: kv_transfer_pb2.DescribeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.DescribeResponse:
+        response = self._describe()
+        if response is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
+        return response
+
+    async def _push(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        if self._describe() is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
+        push = GrpcIncomingPush()
+        stream = self._handler.push_started(push)
+        reader = asyncio.create_task(self._read(stream, messages, push))
+        try:
+            async for reply in push.replies():
+                await context.write(reply)
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([reader])
+            self._handler.push_ended(stream)
+
+    async def _read(
+        self, stream: int, messages: AsyncIterator[bytes], push: GrpcIncomingPush
+    ) -> None:
+        try:
+            async for message in messages:
+                try:
+                    for frame in frames.decode(message):
+                        self._handler.push_frame(stream, frame)
+                except MalformedFrame as error:
+                    self._handler.push_malformed(stream, error)
+        finally:
+            push.end()

@@ -1,0 +1,673 @@
+"""The receiving state machine: what may land in staging, and what may be loaded from it.
+
+Pure and synchronous: time is a parameter, and everything to be told to somebody is returned. The
+network never touches anything but the extent that belongs to one (handoff, epoch), and only a
+handoff of which every block of every rank arrived exactly once, verified, can be claimed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from google.protobuf.message import DecodeError
+
+from baton.kvtransfer.arena import Arena, Extent
+from baton.kvtransfer.errors import MalformedFrame, NoRoom, TransferRefused
+from baton.kvtransfer.frames import Frame, FrameKind, Totals, position_digest, verify
+from baton.kvtransfer.layout import KvLayout, mismatch
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+class ReceiveState(Enum):
+    """States of a handoff at its receiver; the values are the contract's."""
+
+    QUEUED = pb.HANDOFF_STATE_QUEUED
+    RECEIVING = pb.HANDOFF_STATE_RECEIVING
+    COMMITTED = pb.HANDOFF_STATE_COMMITTED
+    CLAIMED = pb.HANDOFF_STATE_CLAIMED
+    RELEASED = pb.HANDOFF_STATE_RELEASED
+    FAILED = pb.HANDOFF_STATE_FAILED
+
+
+_S = ReceiveState
+# To the same state, or back: a newer epoch.
+TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
+    _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
+    _S.RECEIVING: frozenset({_S.QUEUED, _S.RECEIVING, _S.COMMITTED, _S.RELEASED, _S.FAILED}),
+    _S.COMMITTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.CLAIMED, _S.RELEASED, _S.FAILED}),
+    _S.CLAIMED: frozenset({_S.CLAIMED, _S.RELEASED, _S.FAILED}),
+    _S.RELEASED: frozenset(),
+    _S.FAILED: frozenset(),
+}
+_NO_TOTALS = Totals()
+_SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING})
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverLimits:
+    """How long each state may last, and how much is remembered.
+
+    Attributes:
+        max_wait_s: for room, whatever a sender is willing to wait.
+        idle_timeout_s: RECEIVING without a frame.
+        commit_ttl_s: COMMITTED without a claim.
+        claim_timeout_s: CLAIMED, from each rank's claim.
+        max_queued: handoffs that wait for room.
+        max_tombstones: ended handoffs that are remembered.
+    """
+
+    max_wait_s: float = 60.0
+    idle_timeout_s: float = 10.0
+    commit_ttl_s: float = 30.0
+    claim_timeout_s: float = 10.0
+    max_queued: int = 1024
+    max_tombstones: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Effect: write this to a stream. A refusal of what the stream carries also ends it."""
+
+    stream: int
+    kind: pb.PushReply.Kind.ValueType
+    handoff_id: bytes
+    epoch: int
+    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Effect: tell subscribers of a handoff's new state."""
+
+    handoff_id: bytes
+    epoch: int
+    state: ReceiveState
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
+    detail: str = ""
+
+
+Effect = Reply | Changed
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrame:
+    """Place and checksum of a frame in staging."""
+
+    layer: int
+    first_block: int
+    num_blocks: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a claim gives one rank; offset is of this rank's bytes in the segment."""
+
+    handoff_id: bytes
+    epoch: int
+    offset: int
+    num_blocks: int
+    num_tokens: int
+    frames: tuple[ReceivedFrame, ...]
+
+
+@dataclass(slots=True)
+class ReceiverStatistics:
+    """Counts since the start."""
+
+    num_bytes: int = 0
+    num_frames: int = 0
+    num_committed: int = 0
+    num_failed: int = 0
+    refusals: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What arrived of one rank in the current epoch; `seen` has a byte per layer and block."""
+
+    seen: bytearray
+    num_seen: int = 0
+    frames: list[ReceivedFrame] = field(default_factory=list)
+    totals: Totals = _NO_TOTALS
+    committed: bool = False
+    claimed: bool = False
+    released: bool = False
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """One live handoff. It owns its extent from RECEIVING on; `stream` is None once that ended."""
+
+    handoff_id: bytes
+    epoch: int
+    stream: int | None
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    state: ReceiveState
+    deadline: float
+    ranks: list[_Rank]
+    extent: Extent | None = None
+
+
+class Receiver:
+    """Every handoff on its way to this worker.
+
+    Streams are numbers that the caller gives out, never twice; one stream carries one handoff.
+
+    Args:
+        arena: of the receiving half of the segment; this object is its only user.
+        memory: the whole segment, indexed by the arena's offsets.
+    """
+
+    def __init__(self, arena: Arena, memory: memoryview, limits: ReceiverLimits) -> None:
+        self._arena, self._memory, self._limits = arena, memory, limits
+        self._layout: KvLayout | None = None
+        self._live: dict[bytes, _Handoff] = {}
+        # First come, first served; the value is not used.
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._ended: OrderedDict[bytes, Changed] = OrderedDict()
+        self._streams: dict[int, bytes] = {}
+        self._effects: list[Effect] = []
+        self.statistics = ReceiverStatistics()
+
+    def configure(self, layout: KvLayout) -> None:
+        """What handoffs must look like; before anything else, once."""
+        self._layout = layout
+
+    def handle_frame(self, stream: int, frame: Frame, now: float) -> list[Effect]:
+        """One frame that a stream carried."""
+        if frame.kind is FrameKind.OPEN:
+            self._open(stream, frame, now)
+        elif (handoff := self._addressed(stream, frame)) is not None:
+            if frame.kind is FrameKind.DATA:
+                self._data(handoff, frame, now)
+            elif frame.kind is FrameKind.COMMIT:
+                self._commit(handoff, frame, now)
+            elif handoff.state is not _S.CLAIMED:
+                self._fail(handoff, pb.REFUSAL_REASON_CANCELLED, "the sender gave it up", now)
+        return self._taken()
+
+    def handle_malformed(self, stream: int, error: MalformedFrame, now: float) -> list[Effect]:
+        """A stream carried something that is no frame: nothing it says can be trusted."""
+        handoff = self._live.get(self._streams.get(stream, b""))
+        if handoff is not None and handoff.state in _SENDER_AT_WORK:
+            self._fail(handoff, error.reason, str(error), now)
+        else:
+            self._refuse(stream, b"", 0, error.reason, str(error))
+        return self._taken()
+
+    def handle_stream_lost(self, stream: int, now: float) -> list[Effect]:
+        """A stream ended, whyever; before the commit that is the end of its handoff."""
+        handoff = self._live.get(self._streams.pop(stream, b""))
+        if handoff is not None:
+            handoff.stream = None
+            if handoff.state in _SENDER_AT_WORK:
+                detail = "the sender's stream ended before the commit"
+                self._fail(handoff, pb.REFUSAL_REASON_INCOMPLETE, detail, now)
+        return self._taken()
+
+    def serves(self, stream: int) -> bool:
+        """Whether a stream carries a handoff that still wants its frames."""
+        handoff = self._live.get(self._streams.get(stream, b""))
+        return handoff is not None and handoff.state in _SENDER_AT_WORK
+
+    def claim(self, handoff_id: bytes, rank: int, now: float) -> tuple[Grant, list[Effect]]:
+        """Lets one rank read its part of a committed handoff until it releases it.
+
+        Raises:
+            TransferRefused: not committed (any more), no such rank, or released by it.
+        """
+        handoff = self._live.get(handoff_id)
+        if handoff is None or handoff.extent is None:
+            raise TransferRefused(
+                f"handoff {handoff_id.hex()} is {self._state_in_words(handoff_id)}"
+            )
+        if handoff.state not in (_S.COMMITTED, _S.CLAIMED):
+            raise TransferRefused(f"handoff {handoff_id.hex()} is {handoff.state.name}")
+        if not 0 <= rank < len(handoff.ranks) or handoff.ranks[rank].released:
+            raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
+        part = handoff.ranks[rank]
+        if not part.claimed:
+            part.claimed = True
+            handoff.deadline = now + self._limits.claim_timeout_s
+        if handoff.state is _S.COMMITTED:
+            self._advance(handoff, _S.CLAIMED)
+        layout = self._known_layout()
+        grant = Grant(
+            handoff_id,
+            handoff.epoch,
+            handoff.extent.offset + layout.offset(rank, 0, 0, handoff.num_blocks),
+            handoff.num_blocks,
+            handoff.num_tokens,
+            tuple(sorted(part.frames, key=lambda frame: (frame.layer, frame.first_block))),
+        )
+        return grant, self._taken()
+
+    def release(
+        self, handoff_id: bytes, rank: int, now: float, *, all_ranks: bool = False
+    ) -> list[Effect]:
+        """One rank, or all, has loaded its part or has nothing to load. Idempotent."""
+        handoff = self._live.get(handoff_id)
+        if handoff is None:
+            if all_ranks and handoff_id not in self._ended:
+                self._bury(Changed(handoff_id, 0, _S.RELEASED, detail="released before its open"))
+            return self._taken()
+        if 0 <= rank < len(handoff.ranks):
+            handoff.ranks[rank].released = True
+        if all_ranks or all(part.released for part in handoff.ranks):
+            self._end(handoff, _S.RELEASED, pb.REFUSAL_REASON_CANCELLED, "released", now)
+        return self._taken()
+
+    def drop(self, handoff_id: bytes, now: float) -> list[Effect]:
+        """No longer wanted; an open that comes later is refused.
+
+        A claimed one ends with its release or the claim's time: somebody is reading it.
+        """
+        handoff = self._live.get(handoff_id)
+        reason, detail = pb.REFUSAL_REASON_CANCELLED, "dropped by the receiving worker"
+        if handoff is not None and handoff.state is not _S.CLAIMED:
+            self._fail(handoff, reason, detail, now)
+        elif handoff is None and handoff_id not in self._ended:
+            self._bury(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))
+        return self._taken()
+
+    def expire(self, now: float) -> list[Effect]:
+        """Ends every handoff whose state has lasted too long."""
+        for handoff in [each for each in self._live.values() if each.deadline <= now]:
+            if handoff.state is _S.QUEUED and handoff.handoff_id in self._queue:
+                detail = "no room in the receiver's staging in time"
+                self._fail(handoff, pb.REFUSAL_REASON_NO_ROOM, detail, now)
+            elif handoff.deadline <= now:
+                detail = f"{handoff.state.name} for too long"
+                self._fail(handoff, pb.REFUSAL_REASON_EXPIRED, detail, now)
+        return self._taken()
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, at the earliest."""
+        return min((handoff.deadline for handoff in self._live.values()), default=None)
+
+    def known(self) -> Iterator[Changed]:
+        """The state of every handoff that is live or remembered."""
+        yield from self._ended.values()
+        for handoff in self._live.values():
+            yield _changed(handoff)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless exactly the live handoffs hold what they should."""
+        self._arena.check_integrity()
+        holding = [handoff for handoff in self._live.values() if handoff.extent is not None]
+        assert self._arena.statistics().num_extents == len(holding)
+        for handoff in self._live.values():
+            assert (handoff.state is _S.QUEUED) == (handoff.extent is None), handoff
+            assert (handoff.state is _S.QUEUED) == (handoff.handoff_id in self._queue), handoff
+            assert handoff.handoff_id not in self._ended, handoff
+            if handoff.stream is not None:
+                assert self._streams[handoff.stream] == handoff.handoff_id, handoff
+        assert all(handoff_id in self._live for handoff_id in self._queue)
+        assert len(self._ended) <= self._limits.max_tombstones
+
+    def _open(self, stream: int, frame: Frame, now: float) -> None:
+        layout = self._known_layout()
+        handoff_id, epoch = frame.handoff_id, frame.epoch
+        carried = self._streams.get(stream, handoff_id)
+        if carried != handoff_id:
+            detail = f"the stream carries handoff {carried.hex()}; one stream carries one handoff"
+            self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_MALFORMED, detail)
+            return
+        if (ended := self._ended.get(handoff_id)) is not None:
+            self._refuse(stream, handoff_id, epoch, *_why_ended(ended))
+            return
+        live = self._live.get(handoff_id)
+        if live is not None:
+            if live.state is _S.CLAIMED:
+                detail = "it is being loaded"
+                self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_UNKNOWN_HANDOFF, detail)
+                return
+            if epoch <= live.epoch:
+                detail = f"epoch is {epoch}; epoch {live.epoch} is open"
+                if live.stream == stream and epoch == live.epoch and live.state in _SENDER_AT_WORK:
+                    self._fail(live, pb.REFUSAL_REASON_MALFORMED, detail, now)
+                else:
+                    self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail)
+                return
+        try:
+            opened = _parse_open(frame)
+        except MalformedFrame as error:
+            self._reject(stream, frame, live, error.reason, str(error), now)
+            return
+        num_bytes = layout.handoff_bytes(opened.num_blocks)
+        if (differing := mismatch(layout.fingerprint(), opened.fingerprint)) is not None:
+            detail = f"KV caches differ: {differing}"
+            self._reject(stream, frame, live, pb.REFUSAL_REASON_FINGERPRINT, detail, now)
+        elif not 1 <= opened.num_tokens <= opened.num_blocks * layout.block_size_tokens:
+            detail = (
+                f"num_tokens is {opened.num_tokens}; must be 1 to "
+                f"{opened.num_blocks * layout.block_size_tokens} for {opened.num_blocks} blocks"
+            )
+            self._reject(stream, frame, live, pb.REFUSAL_REASON_MALFORMED, detail, now)
+        elif not self._arena.fits_ever(num_bytes):
+            total = self._arena.statistics().total_bytes
+            detail = f"handoff of {num_bytes} bytes; the receiver's staging has {total}"
+            self._reject(stream, frame, live, pb.REFUSAL_REASON_TOO_LARGE, detail, now)
+        elif live is None and len(self._queue) >= self._limits.max_queued:
+            detail = f"{len(self._queue)} handoffs wait for room already"
+            self._reject(stream, frame, live, pb.REFUSAL_REASON_NO_ROOM, detail, now)
+        else:
+            self._begin(stream, opened, num_bytes, live, now)
+
+    def _begin(
+        self, stream: int, opened: pb.PushOpen, num_bytes: int, live: _Handoff | None, now: float
+    ) -> None:
+        """Starts an epoch of a handoff: a new one, or one that voids what came before it."""
+        layout = self._known_layout()
+        ranks = [
+            _Rank(bytearray(layout.num_layers * opened.num_blocks)) for _ in range(layout.tp_size)
+        ]
+        if live is None:
+            live = _Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks)
+            self._live[live.handoff_id] = live
+        elif live.stream is not None and live.stream != stream:
+            if live.state in _SENDER_AT_WORK:
+                detail = f"superseded by epoch {opened.epoch}"
+                self._refuse(
+                    live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
+                )
+            del self._streams[live.stream]
+        live.epoch, live.ranks, live.stream = opened.epoch, ranks, stream
+        self._streams[stream] = live.handoff_id
+        if live.extent is not None and live.num_bytes != num_bytes:
+            self._arena.free(live.extent)
+            live.extent = None
+        live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
+        live.num_bytes = num_bytes
+        if live.extent is not None:
+            self._receive(live, now)
+            return
+        wait_s = min(opened.wait_ms / 1000, self._limits.max_wait_s)
+        live.deadline = now + wait_s
+        self._queue.setdefault(live.handoff_id)
+        self._admit(now)
+        if live.extent is None:
+            self._advance(live, _S.QUEUED)
+
+    def _admit(self, now: float) -> None:
+        """Gives room to those that wait, in their order: a large one is not overtaken."""
+        while self._queue:
+            handoff = self._live[next(iter(self._queue))]
+            try:
+                handoff.extent = self._arena.allocate(handoff.num_bytes)
+            except NoRoom:
+                return
+            del self._queue[handoff.handoff_id]
+            self._receive(handoff, now)
+
+    def _receive(self, handoff: _Handoff, now: float) -> None:
+        handoff.deadline = now + self._limits.idle_timeout_s
+        self._advance(handoff, _S.RECEIVING)
+        self._reply(handoff, pb.PushReply.KIND_OPENED)
+
+    def _addressed(self, stream: int, frame: Frame) -> _Handoff | None:
+        """The live handoff that a frame may act on; otherwise the frame is refused.
+
+        A frame for somebody else's handoff, or for an older epoch, must not harm what it names.
+        """
+        handoff_id, epoch = frame.handoff_id, frame.epoch
+        live = self._live.get(handoff_id)
+        if live is None:
+            if (ended := self._ended.get(handoff_id)) is not None:
+                self._refuse(stream, handoff_id, epoch, *_why_ended(ended))
+            else:
+                detail = "this handoff was never opened here"
+                self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_UNKNOWN_HANDOFF, detail)
+        elif epoch < live.epoch:
+            detail = f"epoch is {epoch}; epoch {live.epoch} is open"
+            self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail)
+        elif live.stream != stream or epoch != live.epoch:
+            detail = f"epoch {epoch} of this handoff was not opened on this stream"
+            self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_UNKNOWN_HANDOFF, detail)
+        else:
+            return live
+        return None
+
+    def _data(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+        layout = self._known_layout()
+        if handoff.state in (_S.COMMITTED, _S.CLAIMED):
+            detail = "a data frame after the commit"
+            self._refuse(
+                handoff.stream, handoff.handoff_id, frame.epoch, pb.REFUSAL_REASON_MALFORMED, detail
+            )
+            return
+        if (problem := self._problem(handoff, frame)) is not None:
+            self._fail(handoff, pb.REFUSAL_REASON_MALFORMED, problem, now)
+            return
+        if not verify(frame):
+            detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
+            self._fail(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
+            return
+        assert handoff.extent is not None
+        part = handoff.ranks[frame.rank]
+        start = handoff.extent.offset + layout.offset(
+            frame.rank, frame.layer, frame.first_block, handoff.num_blocks
+        )
+        self._memory[start : start + len(frame.payload)] = frame.payload
+        first = frame.layer * handoff.num_blocks + frame.first_block
+        part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
+        part.num_seen += frame.num_blocks
+        part.frames.append(
+            ReceivedFrame(frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
+        )
+        digest = position_digest(
+            frame.rank, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
+        )
+        part.totals = part.totals.plus(len(frame.payload), digest)
+        handoff.deadline = now + self._limits.idle_timeout_s
+        self.statistics.num_bytes += len(frame.payload)
+        self.statistics.num_frames += 1
+
+    def _problem(self, handoff: _Handoff, frame: Frame) -> str | None:
+        """What is wrong with a data frame's place or size, in words."""
+        layout = self._known_layout()
+        if handoff.state is not _S.RECEIVING:
+            return "a data frame before the handoff was opened"
+        if frame.rank >= layout.tp_size:
+            return f"rank is {frame.rank}; must be below {layout.tp_size}"
+        if frame.layer >= layout.num_layers:
+            return f"layer is {frame.layer}; must be below {layout.num_layers}"
+        end = frame.first_block + frame.num_blocks
+        if frame.num_blocks < 1 or end > handoff.num_blocks:
+            return f"blocks {frame.first_block} to {end}; the handoff has {handoff.num_blocks}"
+        if len(frame.payload) != frame.num_blocks * layout.block_bytes:
+            return (
+                f"{len(frame.payload)} bytes for {frame.num_blocks} blocks; "
+                f"must be {frame.num_blocks * layout.block_bytes}"
+            )
+        part = handoff.ranks[frame.rank]
+        if part.committed:
+            return f"a data frame after rank {frame.rank}'s commit"
+        row = frame.layer * handoff.num_blocks
+        if part.seen.find(1, row + frame.first_block, row + end) != -1:
+            return f"layer {frame.layer}, blocks {frame.first_block} to {end}: came twice"
+        return None
+
+    def _commit(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+        layout = self._known_layout()
+        if handoff.state in (_S.COMMITTED, _S.CLAIMED):
+            detail = "a second commit"
+            self._refuse(
+                handoff.stream, handoff.handoff_id, frame.epoch, pb.REFUSAL_REASON_MALFORMED, detail
+            )
+            return
+        try:
+            if handoff.state is not _S.RECEIVING or frame.rank >= layout.tp_size:
+                raise MalformedFrame(f"a commit of rank {frame.rank} while {handoff.state.name}")
+            part = handoff.ranks[frame.rank]
+            if part.committed:
+                raise MalformedFrame(f"rank {frame.rank} was committed before")
+            if not verify(frame):
+                raise MalformedFrame("the commit was altered", pb.REFUSAL_REASON_CHECKSUM)
+            totals = Totals.decode(frame.payload)
+            expected = layout.num_layers * handoff.num_blocks
+            if totals != part.totals or part.num_seen != expected:
+                raise MalformedFrame(
+                    f"rank {frame.rank}: the commit says {totals}; {part.totals} arrived, "
+                    f"{part.num_seen} of {expected} blocks",
+                    pb.REFUSAL_REASON_INCOMPLETE,
+                )
+        except MalformedFrame as error:
+            self._fail(handoff, error.reason, str(error), now)
+            return
+        part.committed = True
+        handoff.deadline = now + self._limits.idle_timeout_s
+        if all(each.committed for each in handoff.ranks):
+            handoff.deadline = now + self._limits.commit_ttl_s
+            self.statistics.num_committed += 1
+            self._advance(handoff, _S.COMMITTED)
+            self._reply(handoff, pb.PushReply.KIND_COMMITTED)
+
+    def _fail(
+        self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
+    ) -> None:
+        self.statistics.num_failed += 1
+        self._end(handoff, _S.FAILED, reason, detail, now)
+
+    def _end(
+        self,
+        handoff: _Handoff,
+        state: ReceiveState,
+        reason: pb.RefusalReason.ValueType,
+        detail: str,
+        now: float,
+    ) -> None:
+        """The one way out: gives back everything, tells everybody, lets the next ones in."""
+        if handoff.state in _SENDER_AT_WORK and handoff.stream is not None:
+            self._refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
+        if handoff.stream is not None:
+            del self._streams[handoff.stream]
+        self._advance(handoff, state, quiet=True)
+        if handoff.extent is not None:
+            self._arena.free(handoff.extent)
+            handoff.extent = None
+        self._queue.pop(handoff.handoff_id, None)
+        del self._live[handoff.handoff_id]
+        if state is _S.RELEASED:
+            reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, ""
+        self._bury(_changed(handoff, reason, detail))
+        self._admit(now)
+
+    def _reject(
+        self,
+        stream: int,
+        frame: Frame,
+        live: _Handoff | None,
+        reason: pb.RefusalReason.ValueType,
+        detail: str,
+        now: float,
+    ) -> None:
+        """An open that cannot be: the handoff is over, also as it was in an older epoch."""
+        self._refuse(stream, frame.handoff_id, frame.epoch, reason, detail)
+        if live is not None:
+            if live.stream == stream:
+                del self._streams[stream]
+                live.stream = None
+            self._fail(live, reason, detail, now)
+        else:
+            self.statistics.num_failed += 1
+            self._bury(
+                Changed(frame.handoff_id, frame.epoch, _S.FAILED, reason=reason, detail=detail)
+            )
+
+    def _bury(self, ended: Changed) -> None:
+        self._ended[ended.handoff_id] = ended
+        if len(self._ended) > self._limits.max_tombstones:
+            self._ended.popitem(last=False)
+        self._effects.append(ended)
+
+    def _advance(self, handoff: _Handoff, state: ReceiveState, *, quiet: bool = False) -> None:
+        if state not in TRANSITIONS[handoff.state]:
+            raise AssertionError(f"{handoff.state.name} to {state.name} is not in the table")
+        handoff.state = state
+        if not quiet:
+            self._effects.append(_changed(handoff))
+
+    def _reply(self, handoff: _Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
+        if handoff.stream is not None:
+            self._effects.append(Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch))
+
+    def _refuse(
+        self,
+        stream: int | None,
+        handoff_id: bytes,
+        epoch: int,
+        reason: pb.RefusalReason.ValueType,
+        detail: str,
+    ) -> None:
+        self.statistics.refusals[reason] += 1
+        if stream is not None:
+            kind = pb.PushReply.KIND_REFUSED
+            self._effects.append(Reply(stream, kind, handoff_id, epoch, reason, detail))
+
+    def _state_in_words(self, handoff_id: bytes) -> str:
+        ended = self._ended.get(handoff_id)
+        if ended is None:
+            return "not known" if handoff_id not in self._live else "waiting for room"
+        return f"{ended.state.name}{': ' if ended.detail else ''}{ended.detail}"
+
+    def _known_layout(self) -> KvLayout:
+        if self._layout is None:
+            raise TransferRefused("the transfer service is not configured yet")
+        return self._layout
+
+    def _taken(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _changed(
+    handoff: _Handoff,
+    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
+    detail: str = "",
+) -> Changed:
+    return Changed(
+        handoff.handoff_id,
+        handoff.epoch,
+        handoff.state,
+        handoff.num_blocks,
+        handoff.num_tokens,
+        handoff.num_bytes,
+        reason,
+        detail,
+    )
+
+
+def _why_ended(ended: Changed) -> tuple[pb.RefusalReason.ValueType, str]:
+    if ended.state is _S.RELEASED:
+        return pb.REFUSAL_REASON_UNKNOWN_HANDOFF, "it was loaded or released already"
+    return ended.reason, f"it has failed already: {ended.detail}"
+
+
+def _parse_open(frame: Frame) -> pb.PushOpen:
+    """Raises MalformedFrame."""
+    if not verify(frame):
+        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
+    try:
+        opened = pb.PushOpen.FromString(bytes(frame.payload))
+    except DecodeError as error:
+        raise MalformedFrame(f"the open's payload is no PushOpen: {error}") from None
+    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
+        raise MalformedFrame("the open's payload names another handoff than its header")
+    if opened.num_blocks < 1:
+        raise MalformedFrame("num_blocks is 0; must be at least 1")
+    return opened

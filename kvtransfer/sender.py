@@ -1,0 +1,531 @@
+"""The sending state machine: which bytes of staging may leave, and when they are free again.
+
+Pure and synchronous like the receiver's. Engine ranks fill a handoff's extent and say so; what was
+filled waits here until the receiver has opened the handoff, and is then handed out in batches of
+frames. A restart forgets everything handed in under the older epoch in the same instant in which it
+raises the epoch, so that no old byte can leave under the new one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena, Extent
+from baton.kvtransfer.errors import NoRoom, TransferRefused
+from baton.kvtransfer.frames import FrameKind, Totals, position_digest
+from baton.kvtransfer.layout import KvLayout
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+class SendState(Enum):
+    """States of a handoff at its sender."""
+
+    # For room in the sender's own staging.
+    WAITING = "waiting"
+    # Until the receiver has reserved the whole size.
+    OPENING = "opening"
+    SENDING = "sending"
+    # Everything has been handed to the transport; the receiver verifies.
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_S = SendState
+TRANSITIONS: dict[SendState, frozenset[SendState]] = {
+    _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
+    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.FAILED, _S.ABORTED}),
+    _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
+    _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
+    _S.COMMITTED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.ABORTED: frozenset(),
+}
+_OVER = frozenset({_S.COMMITTED, _S.FAILED, _S.ABORTED})
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLimits:
+    """How long each state may last.
+
+    Attributes:
+        max_wait_s: for room, whatever the caller is willing to wait.
+        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
+        idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
+        linger_s: how long the extent of a send that ended early stays reserved: the engine may be in
+            the middle of writing to it, and learns only later that nobody wants it.
+        max_sends: at a time.
+    """
+
+    max_wait_s: float = 60.0
+    reply_grace_s: float = 5.0
+    idle_timeout_s: float = 15.0
+    linger_s: float = 0.5
+    max_sends: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Effect: answer the caller of `open`: its staging is at offset."""
+
+    handoff_id: bytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotReserved:
+    """Effect: answer the caller of `open`: no staging."""
+
+    handoff_id: bytes
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPush:
+    """Effect: dial the target; then take batches."""
+
+    handoff_id: bytes
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Effect: there is something for `next_batch`."""
+
+    handoff_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StopPush:
+    """Effect: the push is over; write `farewell` first when there is one."""
+
+    handoff_id: bytes
+    farewell: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Effect: tell the main process how a send ended."""
+
+    handoff_id: bytes
+    epoch: int
+    committed: bool
+    reason: pb.RefusalReason.ValueType
+    detail: str
+    num_bytes: int
+    exposed_s: float
+
+
+Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A frame to be sent now: the payload is staging, to be copied before anything else happens."""
+
+    header: bytes
+    payload: memoryview
+
+
+@dataclass(slots=True)
+class SenderStatistics:
+    """Counts since the start."""
+
+    num_bytes: int = 0
+    num_frames: int = 0
+    num_committed: int = 0
+    num_failed: int = 0
+    refusals: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A run of blocks that waits to be sent, or (num_blocks 0) a rank's commit."""
+
+    rank: int
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    checksum: int = 0
+
+
+@dataclass(slots=True)
+class _Send:
+    """One send. It owns its extent from OPENING until it is over, or has lingered."""
+
+    handoff_id: bytes
+    target: str
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    epoch: int
+    state: SendState
+    deadline: float
+    # Until when the receiver may take to find room.
+    wait_until: float
+    totals: list[Totals]
+    last: list[bool]
+    open_due: bool = False
+    num_commits: int = 0
+    filled: deque[_Filled] = field(default_factory=deque)
+    last_filled_at: float = 0.0
+    extent: Extent | None = None
+
+
+class Sender:
+    """Every handoff on its way from this worker.
+
+    Args:
+        arena: of the sending half of the segment; this object is its only user.
+        memory: the whole segment, indexed by the arena's offsets.
+    """
+
+    def __init__(self, arena: Arena, memory: memoryview, limits: SenderLimits) -> None:
+        self._arena, self._memory, self._limits = arena, memory, limits
+        self._layout: KvLayout | None = None
+        # Those that are over stay while their extents linger.
+        self._sends: dict[bytes, _Send] = {}
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._effects: list[Effect] = []
+        self.statistics = SenderStatistics()
+
+    def configure(self, layout: KvLayout) -> None:
+        """What handoffs look like; before anything else, once."""
+        self._layout = layout
+
+    def open(
+        self,
+        handoff_id: bytes,
+        target: str,
+        num_blocks: int,
+        num_tokens: int,
+        wait_s: float,
+        epoch: int,
+        now: float,
+    ) -> list[Effect]:
+        """Reserves staging, or waits for it; then begins to open the handoff at the target.
+
+        Raises:
+            TransferRefused: it cannot be, whatever the wait.
+        """
+        layout = self._known_layout()
+        if len(handoff_id) != frames.HANDOFF_ID_BYTES:
+            raise TransferRefused(f"handoff_id has {len(handoff_id)} bytes; must have 16")
+        if not 1 <= num_tokens <= num_blocks * layout.block_size_tokens:
+            raise TransferRefused(
+                f"num_tokens is {num_tokens}; must be 1 to "
+                f"{num_blocks * layout.block_size_tokens} for {num_blocks} blocks"
+            )
+        if handoff_id in self._sends:
+            raise TransferRefused(f"handoff {handoff_id.hex()} is being sent already")
+        if len(self._sends) >= self._limits.max_sends:
+            raise TransferRefused(f"{len(self._sends)} handoffs are being sent already")
+        num_bytes = layout.handoff_bytes(num_blocks)
+        if not self._arena.fits_ever(num_bytes):
+            total = self._arena.statistics().total_bytes
+            raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
+        until = now + min(wait_s, self._limits.max_wait_s)
+        totals, last = [Totals()] * layout.tp_size, [False] * layout.tp_size
+        self._sends[handoff_id] = _Send(
+            handoff_id, target, num_blocks, num_tokens, num_bytes, epoch or 1, _S.WAITING, until,
+            until, totals, last,
+        )  # fmt: skip
+        self._queue[handoff_id] = None
+        self._admit(now)
+        return self._taken()
+
+    def fill(self, filled: pb.LocalFrame, now: float) -> list[Effect]:
+        """A rank has filled blocks of staging. Ones of unknown sends and older epochs are ignored.
+
+        A newer epoch than known is a restart that the sending rank heard of first.
+        """
+        send = self._sends.get(filled.handoff_id)
+        if send is None or send.state in _OVER or filled.epoch < send.epoch:
+            return self._taken()
+        if (problem := self._problem(send, filled)) is not None:
+            self._fail(send, pb.REFUSAL_REASON_MALFORMED, problem, now)
+            return self._taken()
+        if filled.epoch > send.epoch:
+            self._restart(send, filled.epoch, now)
+        if filled.num_blocks:
+            send.filled.append(
+                _Filled(
+                    filled.rank,
+                    filled.layer,
+                    filled.first_block,
+                    filled.num_blocks,
+                    filled.checksum,
+                )
+            )
+        if filled.last:
+            send.last[filled.rank] = True
+            send.filled.append(_Filled(filled.rank))
+        send.last_filled_at = now
+        if send.state is _S.SENDING:
+            send.deadline = now + self._limits.idle_timeout_s
+            self._effects.append(Wake(send.handoff_id))
+        return self._taken()
+
+    def restart(self, handoff_id: bytes, epoch: int, now: float) -> list[Effect]:
+        """Everything filled so far is void. Idempotent; older epochs and unknown ids are ignored."""
+        send = self._sends.get(handoff_id)
+        if send is not None and send.state not in _OVER and epoch > send.epoch:
+            self._restart(send, epoch, now)
+        return self._taken()
+
+    def abort(self, handoff_id: bytes, now: float) -> list[Effect]:
+        """Nobody wants it any more. Idempotent; unknown ids are ignored."""
+        send = self._sends.get(handoff_id)
+        if send is not None and send.state not in _OVER:
+            farewell = frames.encode(FrameKind.ABORT, handoff_id, send.epoch)
+            self._end(send, _S.ABORTED, now, "aborted", farewell)
+        return self._taken()
+
+    def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
+        """The receiver of a send has answered. Answers to older epochs are ignored."""
+        send = self._sends.get(handoff_id)
+        if send is None or send.state in _OVER:
+            return self._taken()
+        if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
+            self.statistics.refusals[reply.reason] += 1
+            self._fail(send, reply.reason, reply.detail, now)
+        elif reply.epoch != send.epoch:
+            pass
+        elif reply.kind == pb.PushReply.KIND_OPENED and send.state is _S.OPENING:
+            self._advance(send, _S.SENDING)
+            send.deadline = now + self._limits.idle_timeout_s
+            self._effects.append(Wake(handoff_id))
+        elif reply.kind == pb.PushReply.KIND_COMMITTED and send.state is _S.COMMITTING:
+            self._end(send, _S.COMMITTED, now, "", None)
+        return self._taken()
+
+    def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
+        """The stream of a send ended; before the commit that is the end of it."""
+        send = self._sends.get(handoff_id)
+        if send is not None and send.state not in _OVER:
+            self._fail(send, pb.REFUSAL_REASON_UNSPECIFIED, detail, now)
+        return self._taken()
+
+    def next_batch(self, handoff_id: bytes, max_bytes: int, now: float) -> list[Outgoing]:
+        """Frames to be sent now, as one message of about max_bytes; empty: wait for a Wake.
+
+        The caller copies the payloads before it lets anything else happen.
+        """
+        send, batch = self._sends.get(handoff_id), list[Outgoing]()
+        if send is None or send.state in _OVER or send.extent is None:
+            return batch
+        if send.open_due:
+            send.open_due = False
+            batch.append(self._open_frame(send, now))
+            return batch
+        room = max_bytes
+        while send.state is _S.SENDING and send.filled and room > 0:
+            outgoing = self._frame(send, send.filled.popleft(), send.extent)
+            batch.append(outgoing)
+            room -= len(outgoing.header) + len(outgoing.payload)
+            if send.num_commits == len(send.last):
+                self._advance(send, _S.COMMITTING)
+        if batch:
+            send.deadline = now + self._limits.idle_timeout_s
+        return batch
+
+    def handle_written(self, handoff_id: bytes, now: float) -> None:
+        """The transport has taken a batch."""
+        send = self._sends.get(handoff_id)
+        if send is not None and send.state in (_S.SENDING, _S.COMMITTING):
+            send.deadline = now + self._limits.idle_timeout_s
+
+    def expire(self, now: float) -> list[Effect]:
+        """Ends every send whose state has lasted too long, and frees what has lingered."""
+        for send in [each for each in self._sends.values() if each.deadline <= now]:
+            if send.state in _OVER:
+                self._forget(send, now)
+            elif send.deadline > now:
+                continue
+            elif send.state is _S.WAITING:
+                self._fail(send, pb.REFUSAL_REASON_NO_ROOM, "no room in the sender's staging", now)
+            else:
+                detail = f"{send.state.value} for too long"
+                farewell = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
+                self._fail(send, pb.REFUSAL_REASON_EXPIRED, detail, now, farewell)
+        return self._taken()
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, at the earliest."""
+        return min((send.deadline for send in self._sends.values()), default=None)
+
+    @property
+    def num_live(self) -> int:
+        return sum(send.state not in _OVER for send in self._sends.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless exactly the known sends hold what they should."""
+        self._arena.check_integrity()
+        holding = [send for send in self._sends.values() if send.extent is not None]
+        assert self._arena.statistics().num_extents == len(holding)
+        for send in self._sends.values():
+            assert (send.state is _S.WAITING) == (send.extent is None), send
+            assert (send.state is _S.WAITING) == (send.handoff_id in self._queue), send
+        assert all(handoff_id in self._sends for handoff_id in self._queue)
+
+    def _admit(self, now: float) -> None:
+        while self._queue:
+            send = self._sends[next(iter(self._queue))]
+            try:
+                send.extent = self._arena.allocate(send.num_bytes)
+            except NoRoom:
+                return
+            del self._queue[send.handoff_id]
+            self._effects.append(Reserved(send.handoff_id, send.extent.offset))
+            self._effects.append(StartPush(send.handoff_id, send.target))
+            self._reopen(send, now)
+
+    def _restart(self, send: _Send, epoch: int, now: float) -> None:
+        send.epoch = epoch
+        if send.state is _S.WAITING:
+            return
+        send.filled.clear()
+        send.totals = [Totals()] * len(send.totals)
+        send.last = [False] * len(send.last)
+        send.num_commits = 0
+        self._reopen(send, now)
+
+    def _reopen(self, send: _Send, now: float) -> None:
+        self._advance(send, _S.OPENING)
+        send.open_due = True
+        send.deadline = max(send.wait_until, now) + self._limits.reply_grace_s
+        self._effects.append(Wake(send.handoff_id))
+
+    def _open_frame(self, send: _Send, now: float) -> Outgoing:
+        message = pb.PushOpen(
+            handoff_id=send.handoff_id,
+            epoch=send.epoch,
+            fingerprint=self._known_layout().fingerprint(),
+            num_blocks=send.num_blocks,
+            num_tokens=send.num_tokens,
+            wait_ms=max(0, round((send.wait_until - now) * 1000)),
+        )
+        return Outgoing(frames.encode_open(message), memoryview(b""))
+
+    def _frame(self, send: _Send, filled: _Filled, extent: Extent) -> Outgoing:
+        if not filled.num_blocks:
+            send.num_commits += 1
+            totals = send.totals[filled.rank].encode()
+            commit = frames.encode(
+                FrameKind.COMMIT, send.handoff_id, send.epoch, totals, rank=filled.rank
+            )
+            return Outgoing(commit, memoryview(b""))
+        layout = self._known_layout()
+        num_bytes = filled.num_blocks * layout.block_bytes
+        start = extent.offset + layout.offset(
+            filled.rank, filled.layer, filled.first_block, send.num_blocks
+        )
+        digest = position_digest(
+            filled.rank, filled.layer, filled.first_block, filled.num_blocks, filled.checksum
+        )
+        send.totals[filled.rank] = send.totals[filled.rank].plus(num_bytes, digest)
+        self.statistics.num_bytes += num_bytes
+        self.statistics.num_frames += 1
+        header = frames.encode_header(
+            FrameKind.DATA,
+            send.handoff_id,
+            send.epoch,
+            rank=filled.rank,
+            layer=filled.layer,
+            first_block=filled.first_block,
+            num_blocks=filled.num_blocks,
+            payload_bytes=num_bytes,
+            payload_checksum=filled.checksum,
+        )
+        return Outgoing(header, self._memory[start : start + num_bytes])
+
+    def _problem(self, send: _Send, filled: pb.LocalFrame) -> str | None:
+        """What is wrong with a rank's notification: it must not name bytes outside its extent."""
+        layout = self._known_layout()
+        if send.state is _S.WAITING:
+            return "filled before its staging was reserved"
+        if filled.rank >= layout.tp_size or filled.layer >= layout.num_layers:
+            return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
+        end = filled.first_block + filled.num_blocks
+        if end > send.num_blocks:
+            return f"blocks up to {end} were filled; the handoff has {send.num_blocks}"
+        if filled.num_blocks * layout.block_bytes > frames.MAX_PAYLOAD_BYTES:
+            return (
+                f"a frame of {filled.num_blocks * layout.block_bytes} bytes was filled; "
+                f"at most {frames.MAX_PAYLOAD_BYTES}"
+            )
+        if filled.epoch == send.epoch and send.last[filled.rank]:
+            return f"rank {filled.rank} filled more after its last frame"
+        return None
+
+    def _fail(
+        self,
+        send: _Send,
+        reason: pb.RefusalReason.ValueType,
+        detail: str,
+        now: float,
+        farewell: bytes | None = None,
+    ) -> None:
+        self._end(send, _S.FAILED, now, detail, farewell, reason)
+
+    def _end(
+        self,
+        send: _Send,
+        state: SendState,
+        now: float,
+        detail: str,
+        farewell: bytes | None,
+        reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
+    ) -> None:
+        """The one way out; what it holds is freed now, or after the linger."""
+        if send.state is _S.WAITING:
+            del self._queue[send.handoff_id]
+            self._effects.append(NotReserved(send.handoff_id, detail))
+        else:
+            self._effects.append(StopPush(send.handoff_id, farewell))
+            if state is not _S.ABORTED:
+                committed = state is _S.COMMITTED
+                exposed_s = now - send.last_filled_at if committed else 0.0
+                self._effects.append(
+                    Ended(
+                        send.handoff_id,
+                        send.epoch,
+                        committed,
+                        reason,
+                        detail,
+                        send.num_bytes,
+                        exposed_s,
+                    )
+                )
+        self.statistics.num_committed += state is _S.COMMITTED
+        self.statistics.num_failed += state is _S.FAILED
+        self._advance(send, state)
+        send.filled.clear()
+        send.deadline = now + self._limits.linger_s
+        if send.extent is None or all(send.last):
+            self._forget(send, now)
+
+    def _forget(self, send: _Send, now: float) -> None:
+        if send.extent is not None:
+            self._arena.free(send.extent)
+            send.extent = None
+        del self._sends[send.handoff_id]
+        self._admit(now)
+
+    def _advance(self, send: _Send, state: SendState) -> None:
+        if state not in TRANSITIONS[send.state]:
+            raise AssertionError(f"{send.state.name} to {state.name} is not in the table")
+        send.state = state
+
+    def _known_layout(self) -> KvLayout:
+        if self._layout is None:
+            raise TransferRefused("the transfer service is not configured yet")
+        return self._layout
+
+    def _taken(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
