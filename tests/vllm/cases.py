@@ -1,0 +1,108 @@
+"""Requests whose outputs through the cluster must equal those of one plain vLLM.
+
+Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids) and
+`sampling` (by vLLM's names, `json_schema` and `choice` for grammars).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+BLOCK_SIZE = 32
+CHUNK = 256
+MAX_MODEL_LEN = 1024
+# Of the demo model, at least.
+VOCAB_SIZE = 430
+# Beginning-of-sequence, end-of-sequence and the chat roles.
+NUM_SPECIAL = 5
+
+JSON_SCHEMA = (
+    '{"type":"object","properties":{"a":{"type":"string","maxLength":6},'
+    '"n":{"type":"integer","minimum":0,"maximum":99}},"required":["a","n"],'
+    '"additionalProperties":false}'
+)
+
+Case = dict[str, Any]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids, the same for the same arguments."""
+    source = random.Random(f"{length}-{seed}")
+    return [source.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(length)]
+
+
+def greedy(name: str, ids: list[int], max_tokens: int = 24, **sampling: Any) -> Case:
+    sampling = {"temperature": 0, "max_tokens": max_tokens, **sampling}
+    return {"name": name, "prompt": ids, "sampling": sampling}
+
+
+def length_cases() -> list[Case]:
+    """Prompts around every boundary: block, several blocks, prefill chunk, context."""
+    lengths = [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 5 * BLOCK_SIZE - 1]
+    lengths += [5 * BLOCK_SIZE + 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 33]
+    lengths += [3 * CHUNK + 5, MAX_MODEL_LEN - 24]
+    return [greedy(f"length-{n}-{seed}", prompt(n, seed)) for n in lengths for seed in (1, 2)]
+
+
+def concurrent_cases() -> list[Case]:
+    """Sent eight at once, of mixed lengths."""
+    return [
+        greedy(f"concurrent-{index}", prompt(17 + 41 * index, 7), max_tokens=16 + index)
+        for index in range(16)
+    ]
+
+
+def prefix_cases() -> list[Case]:
+    """The same prompt twice, and prompts that share a prefix of whole and of broken blocks."""
+    base = prompt(6 * BLOCK_SIZE, 11)
+    shared = [
+        base,
+        base,
+        base + prompt(20, 12),
+        base + prompt(20, 13),
+        base[: 3 * BLOCK_SIZE] + prompt(50, 14),
+        base[: 3 * BLOCK_SIZE + 5] + prompt(50, 15),
+        base + prompt(CHUNK, 16),
+        base + prompt(CHUNK, 16),
+    ]
+    return [greedy(f"prefix-{index}", ids) for index, ids in enumerate(shared)]
+
+
+def sampling_cases() -> list[Case]:
+    """Parameters whose meaning must survive the split."""
+    ids = [prompt(40 + 9 * index, 21) for index in range(6)]
+    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+    cases = [
+        greedy("max-tokens-1", ids[0], max_tokens=1),
+        greedy("max-tokens-2", ids[0], max_tokens=2),
+        greedy("min-tokens", ids[1], min_tokens=8, max_tokens=12),
+        greedy("ignore-eos", ids[2], ignore_eos=True, max_tokens=40),
+        greedy("logprobs", ids[3], logprobs=3, max_tokens=10),
+        greedy("prompt-logprobs", ids[3], prompt_logprobs=2, max_tokens=4),
+        greedy("penalties", ids[4], **penalties),
+        greedy("repetition-penalty", ids[5], repetition_penalty=1.4),
+        greedy("bad-words", ids[5], bad_words=["the", "st"]),
+        greedy("logit-bias", ids[5], logit_bias={"40": 4.0, "41": -3.0}),
+        greedy("json", ids[0], json_schema=JSON_SCHEMA, max_tokens=48),
+        # Every character is split across tokens, the first one across prefill and decode.
+        greedy("multi-byte", ids[1], choice=["żółw", "été 🐢"], max_tokens=32),
+        greedy("multi-byte-2", ids[2], choice=["日本語"], max_tokens=32),
+    ]
+    for seed in (1, 2, 3, 4):
+        base = {"temperature": 1.0, "seed": seed, "max_tokens": 20}
+        cases.append(greedy(f"seed-{seed}", ids[seed], **base))
+        cases.append(greedy(f"seed-penalties-{seed}", ids[seed], **base, **penalties))
+    cases.append(greedy("seed-top", ids[0], temperature=0.8, seed=5, top_p=0.9, top_k=40))
+    cases.append(
+        greedy("seed-json", ids[0], temperature=1.0, seed=9, json_schema=JSON_SCHEMA, max_tokens=48)
+    )
+    cases.append(
+        greedy("seed-min-tokens", ids[3], temperature=1.0, seed=6, min_tokens=10, logprobs=2)
+    )
+    return cases
+
+
+def stop_candidates() -> list[Case]:
+    """Greedy runs out of whose text the reference makes stop strings across tokens."""
+    return [greedy(f"stop-{index}", prompt(30 + index, 31), max_tokens=20) for index in range(24)]

@@ -1,0 +1,92 @@
+"""One plain vLLM without any connector, run as a process: cases in on stdin, outputs out to a file.
+
+`python reference.py MODEL OUTPUT < cases.json`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import cases
+from vllm import LLM, SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import StructuredOutputsParams
+
+ENGINE_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": cases.BLOCK_SIZE,
+    "max_num_batched_tokens": cases.CHUNK,
+    "max_model_len": cases.MAX_MODEL_LEN,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 32 * 2**20,
+}
+
+
+def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
+    arguments = dict(sampling)
+    grammar = {}
+    if schema := arguments.pop("json_schema", None):
+        grammar["json"] = schema
+    if choice := arguments.pop("choice", None):
+        grammar["choice"] = choice
+    if grammar:
+        arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
+    if bias := arguments.pop("logit_bias", None):
+        arguments["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return SamplingParams(**arguments)
+
+
+def run(llm: LLM, case: cases.Case) -> dict[str, Any]:
+    prompt = {"prompt_token_ids": case["prompt"]}
+    (made,) = llm.generate([prompt], sampling_params(case["sampling"]), use_tqdm=False)
+    output = made.outputs[0]
+    return {
+        "token_ids": list(output.token_ids),
+        "text": output.text,
+        "finish": output.finish_reason,
+        "stop": "" if output.stop_reason is None else str(output.stop_reason),
+        "logprobs": logprobs(output.logprobs),
+        "prompt_logprobs": logprobs(made.prompt_logprobs),
+    }
+
+
+def logprobs(positions: Any) -> list[list[tuple[int, float]]]:
+    return [
+        [(token, entry.logprob) for token, entry in (position or {}).items()]
+        for position in positions or []
+    ]
+
+
+def stop_cases(llm: LLM, candidates: list[cases.Case]) -> list[cases.Case]:
+    """Stop strings that begin in one token and end in the next, out of what greedy really says."""
+    tokenizer, found = llm.get_tokenizer(), []
+    for case in candidates:
+        ids = run(llm, case)["token_ids"]
+        for split in (1, 2, 5):
+            before, through = tokenizer.decode(ids[:split]), tokenizer.decode(ids[: split + 1])
+            if "\ufffd" in through or not before or len(through) == len(before):
+                continue
+            stop = through[len(before) - 1 : len(before) + 1]
+            for include in (False, True):
+                sampling = {**case["sampling"], "stop": [stop, "never said, but long"]}
+                sampling["include_stop_str_in_output"] = include
+                name = f"{case['name']}-at-{split}-{'kept' if include else 'cut'}"
+                found.append({**case, "name": name, "sampling": sampling})
+    return found
+
+
+def main() -> None:
+    model, output = sys.argv[1:]
+    given = json.load(sys.stdin)
+    llm = LLM(model=model, **ENGINE_ARGS)
+    all_cases = given["cases"] + stop_cases(llm, given["stop_candidates"])
+    results = [{**case, "expected": run(llm, case)} for case in all_cases]
+    with open(output, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
