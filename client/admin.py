@@ -52,14 +52,14 @@ class AdminClient:
     async def list_pools(self) -> admin_pb2.ListPoolsResponse:
         """Pools, lanes, the model, and since when."""
         request = admin_pb2.ListPoolsRequest()
-        return await _answer(self._stub.ListPools(request, timeout=self._timeout_s))
+        return await self._answer(self._stub.ListPools(request, timeout=self._timeout_s))
 
     async def list_workers(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
     ) -> list[admin_pb2.WorkerInfo]:
         """Workers of a role; of both by default."""
         request = admin_pb2.ListWorkersRequest(role=role)
-        answer = await _answer(self._stub.ListWorkers(request, timeout=self._timeout_s))
+        answer = await self._answer(self._stub.ListWorkers(request, timeout=self._timeout_s))
         return list(answer.workers)
 
     async def list_requests(
@@ -67,18 +67,18 @@ class AdminClient:
     ) -> list[admin_pb2.RequestInfo]:
         """Requests that run, and those that ended recently when asked for; limit 0 is no limit."""
         request = admin_pb2.ListRequestsRequest(include_ended=include_ended, limit=limit)
-        answer = await _answer(self._stub.ListRequests(request, timeout=self._timeout_s))
+        answer = await self._answer(self._stub.ListRequests(request, timeout=self._timeout_s))
         return list(answer.requests)
 
     async def get_request(self, request_id: str) -> admin_pb2.RequestInfo:
         """One request, running or recently ended. NotFoundError when there is none."""
         request = admin_pb2.GetRequestRequest(request_id=request_id)
-        return await _answer(self._stub.GetRequest(request, timeout=self._timeout_s))
+        return await self._answer(self._stub.GetRequest(request, timeout=self._timeout_s))
 
     async def cancel_request(self, request_id: str) -> None:
         """Cancels a request. NotFoundError when it is not running."""
         request = admin_pb2.CancelRequestRequest(request_id=request_id)
-        await _answer(self._stub.CancelRequest(request, timeout=self._timeout_s))
+        await self._answer(self._stub.CancelRequest(request, timeout=self._timeout_s))
 
     @property
     def _stub(self) -> admin_pb2_grpc.AdminAsyncStub:
@@ -86,9 +86,8 @@ class AdminClient:
             raise RuntimeError("the client is not open: use `async with AdminClient(...)`")
         return admin_pb2_grpc.AdminStub(self._channel)
 
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise errors.from_rpc_error(error) from None
+    async def _answer(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error, self.address) from None

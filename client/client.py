@@ -113,7 +113,7 @@ class BatonClient:
         try:
             return await stub.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise errors.from_rpc_error(error) from None
+            raise errors.from_rpc_error(error, self.address) from None
 
     def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:

@@ -136,9 +136,13 @@ def from_message(message: common_pb2.RequestError) -> RemoteError:
     return from_baton(errors.from_message(message))
 
 
-def from_rpc_error(error: grpc.RpcError) -> RemoteError:
-    """Of a whole call."""
-    return from_baton(errors.from_rpc_error(error))
+def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
+    """Of a whole call to the coordinator at an address."""
+    found = errors.from_rpc_error(error)
+    if found.code == code_pb2.UNAVAILABLE and str(found).startswith("failed to connect"):
+        reason = str(found).rpartition(": ")[2]
+        return make(found.code, f"cannot reach the coordinator at {address}: {reason}")
+    return from_baton(found)
 
 
 def invalid(field: str, value: object, allowed: str) -> RemoteError:

@@ -36,7 +36,7 @@ async def wait_serving(
                             return
                 except grpc.RpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        raise errors.from_rpc_error(error) from None
+                        raise errors.from_rpc_error(error, address) from None
                 seen = "unreachable"
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:

@@ -130,7 +130,10 @@ class Session:
 
     async def _read(self) -> RemoteError:
         """Hands out events until the stream ends; returns why it did."""
+        reached = False
         try:
+            await self._call.wait_for_connection()
+            reached = True
             while True:
                 batch = await self._call.read()
                 if not isinstance(batch, inference_pb2.SessionEvents):  # grpc.aio.EOF
@@ -143,8 +146,9 @@ class Session:
                     if state.ended:
                         self._requests.pop(event.stream, None)
         except grpc.RpcError as error:
-            cause = errors.from_rpc_error(error)
-            return cause if cause.code in _TELLING_CODES else self._lost(str(cause))
+            cause = errors.from_rpc_error(error, self._address)
+            telling = cause.code in _TELLING_CODES or not reached
+            return cause if telling else self._lost(str(cause))
 
     def _lost(self, why: str) -> RemoteError:
         message = f"the session with the coordinator at {self._address} is lost: {why}"

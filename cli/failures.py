@@ -1,0 +1,28 @@
+"""What went wrong, as a line and an exit code."""
+
+from __future__ import annotations
+
+from google.rpc import code_pb2
+
+from baton.runtime.config import ConfigError
+from baton.runtime.errors import BatonError, RemoteError
+
+FAILED, USAGE, UNAVAILABLE = 1, 2, 3
+
+_BY_CODE = {code_pb2.INVALID_ARGUMENT: USAGE, code_pb2.UNAVAILABLE: UNAVAILABLE}
+
+
+def exit_code(error: Exception) -> int | None:
+    """The command's exit code; None for an error that is a bug."""
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, BatonError):
+        return _BY_CODE.get(error.code, FAILED)
+    return None
+
+
+def message(error: Exception) -> str:
+    """The error in words, with when to come back if it says so."""
+    if isinstance(error, RemoteError) and error.retry_after_s is not None:
+        return f"{error} (try again in {error.retry_after_s:.1f} s)"
+    return str(error) or type(error).__name__

@@ -1,0 +1,80 @@
+"""The `baton` command.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage, configuration or request; 3 unavailable (no coordinator
+there, or none that can serve); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from baton.cli import config, generate, processes, state
+
+app = typer.Typer(
+    name="baton",
+    help="Disaggregated prefill/decode serving for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("up")(processes.up)
+app.command("coordinator")(processes.coordinator)
+app.command("worker")(processes.worker)
+app.command("generate")(generate.generate)
+app.command("pools")(state.pools)
+app.command("workers")(state.workers)
+app.command("requests")(state.requests)
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from baton import __version__
+
+        print(f"baton {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
+    # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of a pipe left. Nothing more can be written, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        from baton.cli import failures
+
+        code = failures.exit_code(error)
+        if code is None:
+            raise
+        for line in failures.message(error).splitlines():
+            print(f"baton: {line}", file=sys.stderr)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

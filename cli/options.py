@@ -1,0 +1,121 @@
+"""Options that several commands share, and the configuration they give."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.runtime.config import BatonConfig
+
+
+class EngineName(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="YAML; - is standard input.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help='Local directory, hub id, or "demo": made on first use.'),
+]
+ServedModelName = Annotated[
+    str | None, typer.Option("--served-model-name", help="What requests call the model.")
+]
+Engine = Annotated[EngineName | None, typer.Option("--engine", help="Default: vllm.")]
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        help="The engine's own argument, value in YAML; repeatable.",
+    ),
+]
+Level = Annotated[LogLevel | None, typer.Option("--log-level")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        envvar="BATON_ADDRESS",
+        metavar="HOST:PORT",
+        help="The coordinator's; left out: where one listens by default.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def load_config(
+    path: str | None,
+    *,
+    model: str | None = None,
+    served_model_name: str | None = None,
+    engine: EngineName | None = None,
+    engine_args: list[str] | None = None,
+    log_level: LogLevel | None = None,
+    listen: str | None = None,
+    num_prefill: int | None = None,
+    num_decode: int | None = None,
+) -> BatonConfig:
+    """The file's configuration with the command line's options over it.
+
+    Raises:
+        ConfigError: the file or an option is wrong.
+    """
+    from baton.runtime.config import load
+
+    return load(
+        path,
+        {
+            "model": model,
+            "served_model_name": served_model_name,
+            "engine": engine and engine.value,
+            "engine_args": parse_engine_args(engine_args or []),
+            "log_level": log_level and log_level.value,
+            "coordinator": {"listen": listen},
+            "prefill": {"workers": num_prefill},
+            "decode": {"workers": num_decode},
+        },
+    )
+
+
+def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs; a key may be spelled with hyphens, as on vLLM's own command line."""
+    import yaml
+
+    values = {}
+    for argument in arguments:
+        key, separator, text = argument.partition("=")
+        if not separator or not key:
+            raise typer.BadParameter(f"{argument!r} is not KEY=VALUE", param_hint="--engine-arg")
+        try:
+            values[key.removeprefix("--").replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise typer.BadParameter(
+                f"{key}: value is not YAML: {reason}", param_hint="--engine-arg"
+            ) from None
+    return values
+
+
+def resolve_address(address: str | None) -> str:
+    """The coordinator's address.
+
+    Raises:
+        ConfigError: it is not host:port.
+    """
+    from baton.runtime.config import CoordinatorConfig, split_address
+
+    address = address or CoordinatorConfig().listen
+    split_address(address, "--address")
+    return address

@@ -1,0 +1,138 @@
+"""`baton pools`, `baton workers`, `baton requests`: the state of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.client import AdminClient
+
+T = TypeVar("T")
+
+
+def pools(address: options.Address = None, as_json: options.Json = False) -> None:
+    """Show the two pools and the lanes."""
+    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.v1 import common_pb2
+
+    answer = _ask(address, lambda admin: admin.list_pools())
+    if as_json:
+        return print_json(plain(answer))
+    print_table(
+        ("POOL", ">SERVING", ">STARTING", ">DRAINING", ">RUNNING", ">WAITING", ">KV USED"),
+        [
+            (
+                enum_name(common_pb2.Role.DESCRIPTOR, pool.role),
+                str(pool.num_serving),
+                str(pool.num_starting),
+                str(pool.num_draining),
+                str(pool.num_running),
+                str(pool.num_waiting),
+                _share(pool.kv_tokens_used, pool.kv_tokens_total),
+            )
+            for pool in answer.pools
+        ],
+        "no pools",
+    )
+    print()
+    return print_table(
+        ("LANE", ">QUEUED", ">RUNNING", ">LIMIT", ">OLDEST"),
+        [
+            (
+                enum_name(common_pb2.Lane.DESCRIPTOR, lane.lane),
+                str(lane.num_queued),
+                str(lane.num_running),
+                str(lane.max_queued),
+                _seconds(lane.oldest_wait.ToNanoseconds() / 1e9) if lane.num_queued else "-",
+            )
+            for lane in answer.lanes
+        ],
+        "no lanes",
+    )
+
+
+def workers(address: options.Address = None, as_json: options.Json = False) -> None:
+    """List the workers."""
+    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.v1 import cluster_pb2, common_pb2
+
+    found = _ask(address, lambda admin: admin.list_workers())
+    if as_json:
+        return print_json([plain(worker) for worker in found])
+    return print_table(
+        ("WORKER", "ROLE", "STATE", ">REQUESTS", ">WAITING", ">KV USED", "ENGINE", ">PID"),
+        [
+            (
+                worker.worker_id,
+                enum_name(common_pb2.Role.DESCRIPTOR, worker.role),
+                enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                str(worker.num_requests),
+                str(worker.load.num_waiting),
+                _share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
+                f"{worker.engine} {worker.engine_version}".strip(),
+                str(worker.pid),
+            )
+            for worker in found
+        ],
+        "no workers",
+    )
+
+
+def requests(
+    address: options.Address = None,
+    as_json: options.Json = False,
+    ended: Annotated[
+        bool, typer.Option("--all", help="Also those that ended recently, with their budgets.")
+    ] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="0 for no limit.")] = 0,
+) -> None:
+    """List the requests that run."""
+    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.v1 import admin_pb2, common_pb2
+
+    found = _ask(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
+    if as_json:
+        return print_json([plain(request) for request in found])
+    return print_table(
+        ("REQUEST", "STATE", "LANE", ">PROMPT", ">OUTPUT", ">AGE", "PREFILL", "DECODE", "ERROR"),
+        [
+            (
+                request.request_id,
+                enum_name(admin_pb2.RequestState.DESCRIPTOR, request.state),
+                enum_name(common_pb2.Lane.DESCRIPTOR, request.lane),
+                str(request.prompt_tokens),
+                str(request.completion_tokens),
+                _seconds(request.age.ToNanoseconds() / 1e9),
+                request.prefill_worker_id or "-",
+                request.decode_worker_id or "-",
+                request.error,
+            )
+            for request in found
+        ],
+        "no requests" if ended else "no requests running",
+    )
+
+
+def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    import asyncio
+
+    from baton.client import AdminClient
+
+    async def ask() -> T:
+        async with AdminClient(options.resolve_address(address)) as admin:
+            return await question(admin)
+
+    return asyncio.run(ask())
+
+
+def _share(used: int, total: int) -> str:
+    return f"{100 * used / total:.0f} %" if total else "-"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min"
