@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
+_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
@@ -127,7 +129,7 @@ class VllmEngine:
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
         }
-        self._config = config
+        _bind_threads(config)
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
@@ -435,6 +437,19 @@ def _refuse_unsupported(config: Any) -> None:
     for what in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(config.parallel_config, what)) != 1:
             raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
+
+
+def _bind_threads(config: Any) -> None:
+    """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
+
+    vLLM's own choice keeps two cores free for itself, which small machines do not have. It reads
+    this setting from the environment only.
+    """
+    if config.device_config.device_type != "cpu" or _BIND_THREADS in os.environ:
+        return
+    cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
+    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+    os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
 
 
 def _layout(config: Any, served_name: str) -> KvLayout:

@@ -1,0 +1,104 @@
+"""Outputs through the cluster equal those of one plain vLLM, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import cases
+import pytest
+from conftest import Cluster
+
+from baton.client.client import BatonClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CONCURRENCY = 8
+
+
+async def answer(client: BatonClient, case: cases.Case) -> dict[str, Any]:
+    sampling = dict(case["sampling"])
+    if bias := sampling.pop("logit_bias", None):
+        sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
+    made = await client.complete(case["prompt"], timeout_s=60, **sampling)
+    return {
+        "token_ids": list(made.token_ids),
+        "text": made.text,
+        "finish": made.finish_reason,
+        "stop": made.finished.stop,
+        "logprobs": logprobs(made.logprobs),
+        "prompt_logprobs": logprobs(made.finished.prompt_logprobs),
+    }
+
+
+def logprobs(positions: Any) -> list[list[list[Any]]]:
+    return [
+        [[entry.token_id, pytest.approx(entry.logprob, abs=2e-4)] for entry in position]
+        for position in positions
+    ]
+
+
+def select(reference: list[cases.Case], *names: str) -> list[cases.Case]:
+    found = [case for case in reference if case["name"].startswith(names)]
+    assert found
+    return found
+
+
+async def differing(client: BatonClient, chosen: list[cases.Case]) -> list[str]:
+    return [
+        f"{case['name']}: {made} is not {case['expected']}"
+        for case in chosen
+        if (made := await answer(client, case)) != case["expected"]
+    ]
+
+
+async def test_one_at_a_time(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    assert not await differing(client, select(reference, "length-"))
+    await cluster.assert_idle()
+
+
+async def test_eight_at_once(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    chosen = select(reference, "concurrent-", "length-1", "length-3", "length-5")
+    room = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(case: cases.Case) -> list[str]:
+        async with room:
+            return await differing(client, [case])
+
+    found = await asyncio.gather(*(one(case) for case in chosen))
+    assert not [line for lines in found for line in lines]
+    await cluster.assert_idle()
+
+
+async def test_prefix_caching(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    # The second round hits the caches of both workers, whole prompts and parts of them.
+    for _ in range(2):
+        assert not await differing(client, select(reference, "prefix-"))
+    await cluster.assert_idle()
+
+
+async def test_sampling_parameters(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    # Every case that was not another test's.
+    taken = ("length-", "concurrent-", "prefix-", "stop-")
+    chosen = [case for case in reference if not case["name"].startswith(taken)]
+    assert len(chosen) >= 20
+    assert not await differing(client, chosen)
+    await cluster.assert_idle()
+
+
+async def test_stop_strings_across_the_split(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    chosen = select(reference, "stop-")
+    # At 1: begins in the prefill worker's token, ends in the decode worker's first.
+    assert sum("-at-1-" in case["name"] for case in chosen) >= 8
+    assert not await differing(client, chosen)
+    await cluster.assert_idle()
