@@ -1,0 +1,389 @@
+"""The requests that have not ended, those that ended recently, and every way a request ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.rpc import code_pb2
+
+from baton.coordinator import events as ev
+from baton.coordinator.budget import latency_budget
+from baton.coordinator.dispatch import Lanes, Placement
+from baton.coordinator.request import (
+    EndedRequest,
+    Request,
+    RequestState,
+    StateLimits,
+    StreamKey,
+    Submission,
+    WorkerKey,
+)
+from baton.coordinator.stats import CoreStats
+from baton.coordinator.timers import Timers
+from baton.coordinator.workers import WorkerRegistry
+from baton.runtime import errors
+from baton.runtime.config import BatonConfig
+from baton.v1 import cluster_pb2, common_pb2
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """What the core needs of the configuration; times in seconds."""
+
+    model_name: str
+    max_queued_requests: int
+    max_running_requests: int
+    max_request_s: float
+    max_queue_s: float
+    worker_timeout_s: float
+    handoff_timeout_s: float
+    max_prefill_requests: int
+    max_decode_requests: int
+    max_ended_requests: int = 1024
+
+    @classmethod
+    def of(cls, config: BatonConfig) -> CoreConfig:
+        coordinator = config.coordinator
+        return cls(
+            model_name=config.model_name,
+            max_queued_requests=coordinator.max_queued_requests,
+            max_running_requests=coordinator.max_running_requests,
+            max_request_s=coordinator.max_request_s,
+            max_queue_s=coordinator.max_queue_s,
+            worker_timeout_s=coordinator.worker_timeout_s,
+            handoff_timeout_s=coordinator.handoff_timeout_s,
+            max_prefill_requests=config.prefill.max_requests_per_worker,
+            max_decode_requests=config.decode.max_requests_per_worker,
+        )
+
+
+class RequestBook:
+    """Owns every request from admission to its end.
+
+    Effects are appended to `out`, which the core empties; `room_made` says that something ended or
+    arrived, so that dispatching is worth a try.
+
+    Args:
+        random_bytes: of handoff ids; injected so that a simulation repeats.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        workers: WorkerRegistry,
+        timers: Timers[str | WorkerKey],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._config, self._workers, self._timers = config, workers, timers
+        self._random_bytes = random_bytes
+        self._limits = StateLimits(queued_s=config.max_queue_s)
+        self._requests: dict[str, Request] = {}
+        self._by_session: dict[int, dict[int, Request]] = {}
+        self._num_dispatches = 0
+        self.lanes = Lanes()
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self.stats = CoreStats()
+        self.out: list[ev.Effect] = []
+        self.room_made = False
+        self.closing = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def by_stream(self, to: StreamKey) -> Request | None:
+        return self._by_session.get(to.session, {}).get(to.stream)
+
+    def of_session(self, session: int) -> list[Request]:
+        return list(self._by_session.get(session, {}).values())
+
+    def all(self) -> list[Request]:
+        return list(self._requests.values())
+
+    # ---- In
+
+    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
+        """Why a request would not be admitted now; None when it would."""
+        if self.closing:
+            return errors.Unavailable("the coordinator is stopping")
+        if len(self._requests) >= self._config.max_running_requests:
+            return errors.ResourceExhausted(
+                f"{len(self._requests)} requests are running; "
+                f"at most {self._config.max_running_requests}",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        if self.lanes.num_queued(lane) >= self._config.max_queued_requests:
+            return errors.ResourceExhausted(
+                f"{self.lanes.num_queued(lane)} requests wait in the "
+                f"{common_pb2.Lane.Name(lane).removeprefix('LANE_').lower()} lane; "
+                f"at most {self._config.max_queued_requests}",
+                reason="QUEUE_FULL",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        return None
+
+    def admit(self, submission: Submission, now: float) -> None:
+        """Queues a submission, or fails it."""
+        refused = self.admission_error(submission.lane)
+        if refused is None and submission.request_id in self._requests:
+            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
+        if refused is not None:
+            if isinstance(refused, errors.ResourceExhausted):
+                self.stats.sheds[refused.reason.lower()] += 1
+            self.out.append(ev.SendFailed(submission.to, refused))
+            return
+        life_s = self._config.max_request_s
+        if submission.timeout_s is not None:
+            life_s = min(life_s, submission.timeout_s)
+        request = Request(
+            submission=submission,
+            submitted_at=now,
+            deadline=submission.arrived_at + life_s,
+            state_since=now,
+            token_ids=array("I", submission.known_token_ids),
+            text_chars=submission.known_text_chars,
+        )
+        self._requests[request.id] = request
+        self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
+        self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
+        self.lanes.push(request)
+        self._timers.set(request.id, request.due(self._limits))
+        self.room_made = True
+
+    def dispatch(self, request: Request, placement: Placement, now: float) -> None:
+        """Sends the next attempt of a queued request to its workers."""
+        self.lanes.remove(request)
+        self._advance(request, RequestState.PREFILLING, now)
+        self._num_dispatches += 1
+        request.attempt += 1
+        request.dispatched_at = now
+        request.prefill = placement.prefill.key if placement.prefill is not None else None
+        request.decode = placement.decode.key if placement.decode is not None else None
+        request.handoff_id = self._random_bytes(16) if placement.handoff else b""
+        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        for worker in (placement.prefill, placement.decode):
+            if worker is not None:
+                worker.assign(request.id, num_tokens)
+                worker.last_dispatch = self._num_dispatches
+        if placement.prefill is not None:
+            command = cluster_pb2.PrefillCommand(spec=self._spec(request, now))
+            if placement.handoff:
+                command.handoff.CopyFrom(self._handoff_plan(request))
+            self.out.append(ev.SendCommand(placement.prefill.key, command))
+        else:
+            self._send_decode(request, now)
+        self.stats.dispatched(request, now)
+
+    def begin_decode(self, request: Request, now: float) -> None:
+        """The first token is known: its decode worker continues after it."""
+        self.prefill_over(request)
+        self._advance(request, RequestState.HANDING_OFF, now)
+        self._send_decode(request, now)
+
+    def prefill_over(self, request: Request) -> None:
+        """Nothing more is wanted of the prefill worker but the end of the handoff."""
+        request.prefill_done = True
+        self._release(request.prefill, request)
+
+    def decoding(self, request: Request, now: float) -> None:
+        self._advance(request, RequestState.DECODING, now)
+        request.decoding_at = now
+
+    # ---- Out
+
+    def finish(
+        self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
+    ) -> None:
+        """The request came to its natural end."""
+        self._advance(request, RequestState.FINISHED, now)
+        budget = self._end(request, now, finish_reason=reason)
+        self._send_finished(request, reason, stop, budget)
+
+    def cancel(self, request: Request, now: float, *, tell: bool = True) -> None:
+        """Ends a request, whatever it is doing.
+
+        Args:
+            request: not ended.
+            now: by the core's clock.
+            tell: False when nobody listens any more.
+        """
+        self._advance(request, RequestState.CANCELLED, now)
+        self._cancel_workers(request)
+        budget = self._end(request, now, finish_reason=common_pb2.FINISH_REASON_CANCELLED)
+        if tell:
+            self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
+
+    def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
+        self._advance(request, RequestState.FAILED, now)
+        self._cancel_workers(request)
+        self._end(request, now, error=error)
+        self.out.append(ev.SendFailed(request.submission.to, error))
+
+    def fail_worker(self, request_id: str, error: errors.BatonError, now: float) -> None:
+        """A worker that this request needs is lost."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.fail(request, error, now)
+
+    def expire(self, request: Request, error: Callable[[], errors.BatonError], now: float) -> None:
+        """A timer of the request went off: it fails, or the timer is set again.
+
+        Args:
+            request: not ended.
+            error: of one that waited in its lane for too long.
+            now: by the core's clock.
+        """
+        due = request.due(self._limits)
+        if due > now:
+            self._timers.set(request.id, due)
+        elif request.deadline <= now:
+            age_s = request.deadline - request.submission.arrived_at
+            self.fail(
+                request,
+                errors.DeadlineExceeded(
+                    f"request {request.id} did not end within {age_s:g} s; "
+                    f"it was {request.state.name.lower()}"
+                ),
+                now,
+            )
+        else:
+            self.fail(request, error(), now)
+
+    def cancel_decode(self, request: Request) -> None:
+        """The decode worker is not needed after all: it forgets the handoff."""
+        self._send_cancel(request.decode, request)
+
+    # ---- Inside
+
+    def _advance(self, request: Request, state: RequestState, now: float) -> None:
+        request.advance(state, now)
+        if not request.ended:
+            self._timers.set(request.id, request.due(self._limits))
+
+    def _end(
+        self,
+        request: Request,
+        now: float,
+        *,
+        finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED,
+        error: errors.BatonError | None = None,
+    ) -> common_pb2.LatencyBudget:
+        """Gives back everything a request holds and remembers it; its state is terminal."""
+        self.lanes.remove(request)
+        self._timers.cancel(request.id)
+        self._release(request.prefill, request)
+        self._release(request.decode, request)
+        del self._requests[request.id]
+        session = self._by_session[request.submission.to.session]
+        del session[request.submission.to.stream]
+        if not session:
+            del self._by_session[request.submission.to.session]
+        self.room_made = True
+        budget = latency_budget(request, now)
+        record = EndedRequest(
+            request_id=request.id,
+            state=request.state,
+            lane=request.submission.lane,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.token_ids),
+            attempt=request.attempt,
+            prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
+            decode_worker_id=request.decode[0] if request.decode is not None else "",
+            arrived_at=request.submission.arrived_at,
+            ended_at=now,
+            budget=budget,
+            finish_reason=finish_reason,
+            error_code=error.code if error is not None else 0,
+            error=str(error) if error is not None else "",
+        )
+        self.ended.pop(request.id, None)
+        self.ended[request.id] = record
+        while len(self.ended) > self._config.max_ended_requests:
+            self.ended.popitem(last=False)
+        if error is not None:
+            outcome = code_pb2.Code.Name(error.code).lower()
+        else:
+            name = common_pb2.FinishReason.Name(finish_reason)
+            outcome = name.removeprefix("FINISH_REASON_").lower()
+        self.stats.ended(request, record, outcome)
+        return budget
+
+    def _send_finished(
+        self,
+        request: Request,
+        reason: common_pb2.FinishReason.ValueType,
+        stop: str,
+        budget: common_pb2.LatencyBudget,
+    ) -> None:
+        timings = request.prefill_timings or request.decode_timings
+        usage = common_pb2.Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=len(request.token_ids),
+            cached_prompt_tokens=timings.num_cached_tokens if timings is not None else 0,
+        )
+        self.out.append(
+            ev.SendFinished(
+                request.submission.to, reason, stop, usage, budget, tuple(request.prompt_logprobs)
+            )
+        )
+
+    def _send_decode(self, request: Request, now: float) -> None:
+        assert request.decode is not None
+        command = cluster_pb2.DecodeCommand(spec=self._spec(request, now))
+        command.spec.known_token_ids.extend(request.token_ids)
+        command.spec.known_text_chars = request.text_chars
+        if request.handoff_id:
+            command.handoff.CopyFrom(self._handoff_plan(request))
+        self.out.append(ev.SendCommand(request.decode, command))
+
+    def _cancel_workers(self, request: Request) -> None:
+        """Both legs, in every state: each ignores what it does not know."""
+        self._send_cancel(request.prefill, request)
+        self._send_cancel(request.decode, request)
+
+    def _send_cancel(self, key: WorkerKey | None, request: Request) -> None:
+        if key is None or self._workers.get(key) is None:
+            return
+        command = cluster_pb2.CancelCommand(
+            request_id=request.id, attempt=request.attempt, handoff_id=request.handoff_id
+        )
+        self.out.append(ev.SendCommand(key, command))
+
+    def _release(self, key: WorkerKey | None, request: Request) -> None:
+        worker = self._workers.get(key)
+        if worker is not None and worker.release(request.id):
+            self.room_made = True
+
+    def _spec(self, request: Request, now: float) -> cluster_pb2.RequestSpec:
+        submission = request.submission
+        spec = cluster_pb2.RequestSpec(
+            request_id=request.id,
+            attempt=request.attempt,
+            prompt_token_ids=submission.prompt_token_ids,
+            sampling=submission.sampling,
+            lane=submission.lane,
+            # Smaller first: when KV runs out, the engine's victim is a batch request.
+            priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+            traceparent=submission.traceparent,
+        )
+        spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
+        return spec
+
+    def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
+        decoder = self._workers.get(request.decode)
+        plan = cluster_pb2.HandoffPlan(
+            handoff_id=request.handoff_id,
+            epoch=1,
+            target=decoder.hello.kv_address if decoder is not None else "",
+            num_tokens=request.num_prompt_tokens,
+        )
+        plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
+        return plan

@@ -1,0 +1,115 @@
+"""Where a request's time went: coordinator's clock between stages, workers' durations inside."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from baton.coordinator.request import Request
+from baton.v1 import common_pb2
+
+_Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
+
+
+class _Ledger:
+    """Stages end to end, in whole microseconds since the request's arrival."""
+
+    def __init__(self, request: Request) -> None:
+        self._arrived_at = request.submission.arrived_at
+        self.stages: list[common_pb2.StageTime] = []
+        self.now_us = 0
+
+    def us(self, at: float) -> int:
+        return max(0, round((at - self._arrived_at) * 1e6))
+
+    def span(
+        self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
+    ) -> None:
+        """Divides the time up to `end_us` among parts, in order; `rest` is what they leave.
+
+        Parts come from other clocks and other events: what would not fit the span is cut.
+        """
+        for stage, duration_us, worker_id in parts:
+            self._add(stage, min(duration_us, end_us - self.now_us), worker_id)
+        self._add(rest, end_us - self.now_us, worker)
+
+    def _add(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
+        if duration_us <= 0:
+            return
+        last = self.stages[-1] if self.stages else None
+        if last is not None and last.stage == stage and last.worker_id == worker_id:
+            last.duration_us += duration_us
+        else:
+            self.stages.append(
+                common_pb2.StageTime(
+                    stage=stage,
+                    start_us=self.now_us,
+                    duration_us=duration_us,
+                    worker_id=worker_id,
+                )
+            )
+        self.now_us += duration_us
+
+
+def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
+    """The stages in order, not overlapping, with durations that sum to the total.
+
+    Between two moments that the coordinator saw (dispatch, first token, second token, end), the
+    workers' own durations come first and the remainder is STAGE_NETWORK; a span that no worker
+    reported on counts whole for the stage it was in.
+    """
+    ledger = _Ledger(request)
+    prefill = request.prefill[0] if request.prefill is not None else ""
+    decode = request.decode[0] if request.decode is not None else ""
+    total_us = ledger.us(ended_at)
+
+    def moment(at: float | None) -> int:
+        return total_us if at is None else min(ledger.us(at), total_us)
+
+    ledger.span(moment(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
+    ledger.span(moment(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
+    if request.dispatched_at is not None:
+        _first_token(ledger, request, prefill, decode, moment(request.first_token_at))
+    if request.first_token_at is not None:
+        if request.handoff_id and request.decode is not None:
+            _handoff(ledger, request, decode, moment(request.decoding_at))
+        ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
+    return common_pb2.LatencyBudget(
+        stages=ledger.stages,
+        ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
+        total_us=total_us,
+        itl_p50_us=request.gaps.p50_us,
+        itl_max_us=request.gaps.max_us,
+    )
+
+
+def _first_token(ledger: _Ledger, request: Request, prefill: str, decode: str, end_us: int) -> None:
+    """From dispatch to the first token: on the prefill worker, or on the decode worker alone."""
+    if request.prefill is not None:
+        timings, worker, queue = request.prefill_timings, prefill, common_pb2.STAGE_PREFILL_QUEUE
+    else:
+        timings, worker, queue = request.decode_timings, decode, common_pb2.STAGE_DECODE_QUEUE
+    if timings is None:
+        ledger.span(end_us, [], common_pb2.STAGE_PREFILL, worker)
+        return
+    parts = [
+        (queue, timings.queue_us, worker),
+        (common_pb2.STAGE_PREFILL, timings.run_us, worker),
+    ]
+    ledger.span(end_us, parts, common_pb2.STAGE_NETWORK, "")
+
+
+def _handoff(ledger: _Ledger, request: Request, decode: str, end_us: int) -> None:
+    """From the first token to the decode worker's first output."""
+    timings = request.decode_timings
+    if timings is None:
+        ledger.span(end_us, [], common_pb2.STAGE_HANDOFF, decode)
+        return
+    exposed_us = request.exposed_us if request.exposed_us is not None else timings.handoff_wait_us
+    parts = [
+        (common_pb2.STAGE_HANDOFF, exposed_us, decode),
+        (common_pb2.STAGE_DECODE_QUEUE, max(0, timings.queue_us - timings.handoff_wait_us), decode),
+    ]
+    # The network's share goes before the decode worker's run, which joins the rest of STAGE_DECODE.
+    run_from_us = max(ledger.now_us, end_us - timings.run_us)
+    ledger.span(run_from_us, parts, common_pb2.STAGE_NETWORK, "")
+    ledger.span(end_us, [], common_pb2.STAGE_DECODE, decode)

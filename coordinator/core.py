@@ -1,0 +1,357 @@
+"""The coordinator's synchronous core: events in, effects out.
+
+It does no I/O, awaits nothing and holds no clock: time is a parameter, timers are data. The asyncio
+server is one shell around it; a simulator can be another.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+
+from baton.coordinator import events as ev
+from baton.coordinator.book import CoreConfig, RequestBook
+from baton.coordinator.dispatch import needs_exact_state, place
+from baton.coordinator.outputs import apply_output
+from baton.coordinator.request import EndedRequest, Request, WorkerKey
+from baton.coordinator.stats import CoreStats
+from baton.coordinator.timers import Timers
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+_POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
+_MAX_REMEMBERED_HANDOFFS = 4096
+
+
+class Core:
+    """Request states, deadlines, dispatch, and the cluster's members.
+
+    Args:
+        config: limits and times.
+        random_bytes: of handoff ids; injected so that a simulation repeats.
+
+    Attributes:
+        workers: attached ones; read only outside the core.
+        stats: counters; read only outside the core.
+    """
+
+    def __init__(
+        self, config: CoreConfig, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
+        self._config = config
+        self._timers: Timers[str | WorkerKey] = Timers()
+        self.workers = WorkerRegistry(config.model_name)
+        self._book = RequestBook(config, self.workers, self._timers, random_bytes)
+        # Both ends report a handoff; each counts once.
+        self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.Submitted: self._submitted,
+            ev.StreamCancelled: self._stream_cancelled,
+            ev.RequestCancelled: self._request_cancelled,
+            ev.StreamFailed: self._stream_failed,
+            ev.SessionLost: self._session_lost,
+            ev.WorkerAttached: self._worker_attached,
+            ev.WorkerHeard: self._worker_heard,
+            ev.WorkerLoad: self._worker_load,
+            ev.WorkerStep: self._worker_step,
+            ev.WorkerHandoff: self._worker_handoff,
+            ev.WorkerChanged: self._worker_changed,
+            ev.WorkerDetached: self._worker_detached,
+            ev.WorkerLost: self._worker_lost,
+            ev.AdmissionClosed: self._admission_closed,
+            ev.EverythingEnds: self._everything_ends,
+            ev.Tick: self._tick,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Applies one event.
+
+        Args:
+            event: what happened.
+            now: seconds by any clock that never goes back.
+
+        Returns:
+            What the shell must do, in order.
+        """
+        self._handlers[type(event)](event, now)
+        if self._book.room_made:
+            self._dispatch(now)
+        effects, self._book.out = self._book.out, []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When the next Tick is due; None while nothing is timed."""
+        return self._timers.next()
+
+    # ---- What the shell may look at
+
+    @property
+    def stats(self) -> CoreStats:
+        return self._book.stats
+
+    @property
+    def num_requests(self) -> int:
+        """Admitted and not ended."""
+        return len(self._book)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether both pools have a serving worker."""
+        return all(self.workers.serving(role) for role in _POOLS.values())
+
+    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
+        """Why a request of this lane would not be admitted now; None when it would."""
+        return self._book.admission_error(lane)
+
+    def request(self, request_id: str) -> Request | EndedRequest | None:
+        """One request: running, or recently ended."""
+        return self._book.get(request_id) or self._book.ended.get(request_id)
+
+    def running(self) -> list[Request]:
+        return self._book.all()
+
+    def recently_ended(self) -> list[EndedRequest]:
+        """Newest first."""
+        return list(reversed(self._book.ended.values()))
+
+    def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
+        return self._book.lanes.num_queued(lane)
+
+    def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
+        return self._book.lanes.oldest(lane)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a resource has no owner, or two."""
+        requests = {request.id: request for request in self._book.all()}
+        for worker in self.workers:
+            assert worker.assigned_tokens == sum(worker.assigned.values())
+            for request_id in worker.assigned:
+                request = requests[request_id]
+                assert worker.key in (request.prefill, request.decode)
+        queued = sum(request.attempt == 0 for request in requests.values())
+        assert queued == len(self._book.lanes)
+        assert len(self._timers) == len(requests) + len(self.workers)
+        assert not any(request.ended for request in requests.values())
+
+    # ---- Clients
+
+    def _submitted(self, event: ev.Submitted, now: float) -> None:
+        self._book.admit(event.submission, now)
+
+    def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
+        request = self._book.by_stream(event.to)
+        if request is not None:
+            self._book.cancel(request, now)
+
+    def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+        request = self._book.get(event.request_id)
+        if request is not None:
+            self._book.cancel(request, now)
+
+    def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
+        request = self._book.by_stream(event.to)
+        if request is not None:
+            self._book.fail(request, event.error, now)
+
+    def _session_lost(self, event: ev.SessionLost, now: float) -> None:
+        for request in self._book.of_session(event.session):
+            self._book.cancel(request, now, tell=False)
+
+    def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
+        self._book.closing = True
+
+    def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
+        self._book.closing = True
+        for request in self._book.all():
+            self._book.fail(request, errors.Unavailable(event.reason), now)
+
+    # ---- Dispatch
+
+    def _dispatch(self, now: float) -> None:
+        self._book.room_made = False
+        prefill = self.workers.serving(common_pb2.ROLE_PREFILL)
+        decode = self.workers.serving(common_pb2.ROLE_DECODE)
+        while (request := self._book.lanes.head()) is not None:
+            if self._settled(request, now):
+                continue
+            placement = place(
+                request,
+                prefill,
+                decode,
+                max_prefill_requests=self._config.max_prefill_requests,
+                max_decode_requests=self._config.max_decode_requests,
+            )
+            if placement is None:
+                break
+            decoder = placement.decode
+            if (
+                len(request.token_ids)
+                and decoder is not None
+                and not decoder.hello.capacity.supports_forced_tokens
+                and needs_exact_state(request.submission.sampling)
+            ):
+                self._book.fail(
+                    request,
+                    errors.FailedPrecondition(
+                        "this request cannot be resumed: its seed, penalties, bad words or grammar "
+                        f"need forced tokens, which worker {decoder.id} does not support"
+                    ),
+                    now,
+                )
+            else:
+                self._book.dispatch(request, placement, now)
+        # What ended on the way made no room on a worker.
+        self._book.room_made = False
+
+    def _settled(self, request: Request, now: float) -> bool:
+        """Ends a request that no worker need see, by the context length that workers have."""
+        sampling, model = request.submission.sampling, self.workers.model
+        num_known = len(request.token_ids)
+        max_len = model.max_model_len if model is not None else 0
+        if max_len and request.num_prompt_tokens >= max_len:
+            allowed = f"at most {max_len - 1} tokens, one less than the context"
+            error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
+            self._book.fail(request, error, now)
+            return True
+        # A caller resumes whose connection broke between the last token and Finished.
+        if num_known and (
+            (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
+            or (max_len and request.num_prompt_tokens + num_known >= max_len)
+        ):
+            self._book.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
+            return True
+        return False
+
+    def _queue_error(self) -> errors.BatonError:
+        """Why a request waited for too long."""
+        waited = f"waited {self._config.max_queue_s:g} s"
+        empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
+        if empty:
+            return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
+        idle = [name for name, role in _POOLS.items() if not self.workers.serving(role)]
+        if idle:
+            return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
+        return errors.ResourceExhausted(
+            f"every worker is busy: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
+        )
+
+    # ---- Workers
+
+    def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
+        hello = event.hello
+        key = (hello.worker_id, hello.incarnation)
+        refusal = self.workers.refusal(hello)
+        if refusal is not None:
+            self._book.out.append(ev.RefuseWorker(key, refusal))
+            return
+        worker = self.workers.by_id(hello.worker_id)
+        if worker is not None and worker.key != key:
+            self._lose(worker, f"was replaced by incarnation {hello.incarnation:016x}", now)
+            worker = None
+        if worker is None:
+            worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
+            self.workers.add(worker)
+        else:
+            worker.hello, worker.role, worker.state = hello, hello.role, hello.state
+        worker.connected, worker.heard_at = True, now
+        self._timers.set(key, now + self._config.worker_timeout_s)
+        self._book.out.append(ev.WelcomeWorker(key, worker.role))
+        self._book.room_made = True
+
+    def _heard(self, key: WorkerKey, now: float) -> Worker | None:
+        worker = self.workers.get(key)
+        if worker is not None:
+            worker.heard_at = now
+        return worker
+
+    def _worker_heard(self, event: ev.WorkerHeard, now: float) -> None:
+        self._heard(event.worker, now)
+
+    def _worker_load(self, event: ev.WorkerLoad, now: float) -> None:
+        worker = self._heard(event.worker, now)
+        if worker is not None:
+            worker.load = event.load
+
+    def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
+        if self._heard(event.worker, now) is None:
+            return
+        for output in event.step.outputs:
+            apply_output(self._book, event.worker, output, now)
+
+    def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
+        report = event.report
+        committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+        failed = report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED
+        if self._heard(event.worker, now) is None or not (committed or failed):
+            return
+        request = self._book.get(report.request_id)
+        if request is not None and request.handoff_id == report.handoff_id and report.exposed_us:
+            request.exposed_us = report.exposed_us
+        if report.handoff_id in self._ended_handoffs:
+            return
+        self._ended_handoffs[report.handoff_id] = None
+        if len(self._ended_handoffs) > _MAX_REMEMBERED_HANDOFFS:
+            self._ended_handoffs.popitem(last=False)
+        if committed:
+            self.stats.num_handoffs += 1
+            self.stats.num_handoff_bytes += report.num_bytes
+            self.stats.handoff_exposed.observe(report.exposed_us / 1e6)
+        elif report.reason != kv_transfer_pb2.REFUSAL_REASON_CANCELLED:
+            self.stats.handoff_failed(report.reason)
+
+    def _worker_changed(self, event: ev.WorkerChanged, now: float) -> None:
+        worker = self._heard(event.worker, now)
+        if worker is None:
+            return
+        change = event.change
+        if change.state == cluster_pb2.WORKER_STATE_STOPPED:
+            reason = f"stopped: {change.reason}" if change.reason else "stopped"
+            self._lose(worker, reason, now)
+            return
+        if change.state:
+            worker.state = change.state
+        if change.role:
+            worker.role = change.role
+        self._book.room_made = True
+
+    def _worker_detached(self, event: ev.WorkerDetached, now: float) -> None:
+        worker = self._heard(event.worker, now)
+        if worker is not None:
+            worker.connected = False
+            self._timers.set(worker.key, now + self._config.worker_timeout_s)
+
+    def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        if worker is not None and event.incarnation in (None, worker.hello.incarnation):
+            self._lose(worker, event.reason, now)
+
+    def _lose(self, worker: Worker, reason: str, now: float) -> None:
+        """Takes a worker out; its requests fail, and their other workers are told."""
+        self.workers.remove(worker, reason)
+        self._timers.cancel(worker.key)
+        self.stats.num_workers_lost += 1
+        for request_id in list(worker.assigned):
+            error = errors.Unavailable(f"worker {worker.id} {reason}")
+            self._book.fail_worker(request_id, error, now)
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}")
+        self._book.out.append(ev.FenceWorker(worker.key, fence))
+
+    # ---- Time
+
+    def _tick(self, event: ev.Tick, now: float) -> None:
+        while (key := self._timers.pop_due(now)) is not None:
+            if isinstance(key, str):
+                request = self._book.get(key)
+                assert request is not None
+                self._book.expire(request, self._queue_error, now)
+                continue
+            worker = self.workers.get(key)
+            assert worker is not None
+            due = worker.heard_at + self._config.worker_timeout_s
+            if due > now:
+                self._timers.set(key, due)
+            else:
+                silent = "was silent" if worker.connected else "was gone"
+                self._lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)

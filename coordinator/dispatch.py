@@ -1,0 +1,161 @@
+"""Which request goes next, and to which workers.
+
+First come, first served in each lane, interactive first; the least loaded worker of each pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.coordinator.request import Request
+from baton.coordinator.workers import Worker
+from baton.v1 import common_pb2
+
+LANES: tuple[common_pb2.Lane.ValueType, ...] = (common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
+
+
+class Lanes:
+    """Requests that wait, in order of arrival per lane."""
+
+    def __init__(self) -> None:
+        self._queues: dict[common_pb2.Lane.ValueType, OrderedDict[str, Request]] = {
+            lane: OrderedDict() for lane in LANES
+        }
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
+        return len(self._queues[lane])
+
+    def oldest(self, lane: common_pb2.Lane.ValueType) -> Request | None:
+        return next(iter(tuple(self._queues[lane].values())[:1]), None)
+
+    def push(self, request: Request) -> None:
+        self._queues[request.submission.lane][request.id] = request
+
+    def remove(self, request: Request) -> None:
+        """Idempotent."""
+        self._queues[request.submission.lane].pop(request.id, None)
+
+    def head(self) -> Request | None:
+        """The request whose turn it is; it stays until removed."""
+        for queue in self._queues.values():
+            if queue:
+                return next(iter(queue.values()))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs.
+
+    Attributes:
+        prefill: None: the decode worker computes the prompt.
+        decode: None: nothing is left to decode after the first token.
+        handoff: whether the prefill worker hands its KV cache over to the decode worker.
+    """
+
+    prefill: Worker | None
+    decode: Worker | None
+
+    @property
+    def handoff(self) -> bool:
+        return self.prefill is not None and self.decode is not None
+
+
+def least_loaded(workers: Iterable[Worker], max_requests: int) -> Worker | None:
+    """The serving worker with the fewest tokens assigned; of equals the one not used longest.
+
+    Args:
+        workers: of one pool.
+        max_requests: a worker with so many assigned is full.
+
+    Returns:
+        None when all are full, or there are none.
+    """
+    free = [worker for worker in workers if len(worker.assigned) < max_requests]
+    return min(
+        free,
+        key=lambda worker: (
+            worker.assigned_tokens,
+            len(worker.assigned),
+            worker.last_dispatch,
+            worker.id,
+        ),
+        default=None,
+    )
+
+
+def handoff_bytes(worker: Worker, num_tokens: int) -> int:
+    """Bytes of a prompt's KV cache, all layers and ranks."""
+    fingerprint = worker.hello.fingerprint
+    block_tokens = fingerprint.block_size_tokens or worker.hello.capacity.block_size_tokens or 1
+    num_blocks = -(-num_tokens // block_tokens)
+    tp_size = fingerprint.tp_size or 1
+    return fingerprint.block_bytes * fingerprint.num_layers * tp_size * num_blocks
+
+
+def max_output_tokens(request: Request, max_model_len: int) -> int:
+    """How many tokens the whole output can have: max_tokens, or what the context leaves."""
+    sampling = request.submission.sampling
+    room = max_model_len - request.num_prompt_tokens
+    return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
+
+
+def needs_exact_state(sampling: common_pb2.SamplingParams) -> bool:
+    """Whether continuing after known tokens needs them forced through the sampler.
+
+    Seeded generators, penalties over the output, bad words and grammars carry state from token to
+    token; greedy and unseeded sampling depend on the tokens alone.
+    """
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    return (
+        (sampling.HasField("seed") and temperature > 0)
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
+        or bool(sampling.bad_words)
+        or sampling.HasField("structured_output")
+    )
+
+
+def place(
+    request: Request,
+    prefill: Iterable[Worker],
+    decode: Iterable[Worker],
+    *,
+    max_prefill_requests: int,
+    max_decode_requests: int,
+) -> Placement | None:
+    """Picks workers for the request whose turn it is.
+
+    A request runs unsplit, on the decode worker alone, when it resumes (the decode worker owns
+    replaying known tokens and their text), when its KV cache is larger than the staging of either
+    end, or when it needs forced tokens and the decode worker cannot force any. A request of one
+    output token runs on the prefill worker alone.
+
+    Returns:
+        None when a worker it needs is missing or full.
+    """
+    decoder = least_loaded(decode, max_decode_requests)
+    if len(request.submission.known_token_ids):
+        return Placement(None, decoder) if decoder is not None else None
+    prefiller = least_loaded(prefill, max_prefill_requests)
+    if prefiller is None:
+        return None
+    if max_output_tokens(request, prefiller.hello.model.max_model_len) == 1:
+        return Placement(prefiller, None)
+    if decoder is None:
+        return None
+    num_bytes = handoff_bytes(prefiller, request.num_prompt_tokens)
+    sampling = request.submission.sampling
+    if (
+        num_bytes > prefiller.hello.capacity.max_send_bytes
+        or num_bytes > decoder.hello.capacity.max_receive_bytes
+        or (needs_exact_state(sampling) and not decoder.hello.capacity.supports_forced_tokens)
+    ):
+        return Placement(None, decoder)
+    return Placement(prefiller, decoder)

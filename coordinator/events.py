@@ -1,0 +1,239 @@
+"""What goes into the core and what comes out of it.
+
+Protobuf messages inside are payloads that cross the process untouched, or what a worker said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.coordinator.request import StreamKey, Submission, WorkerKey
+from baton.runtime.errors import BatonError
+from baton.v1 import cluster_pb2, common_pb2
+
+# ---- Events
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A client's request, validated and tokenized."""
+
+    submission: Submission
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCancelled:
+    """The client cancels one of its requests; unknown ones are ignored."""
+
+    to: StreamKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """An operator cancels a request; unknown ones are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFailed:
+    """The shell cannot go on with one stream (a reader that is too slow)."""
+
+    to: StreamKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The client is gone: its requests are cancelled and nobody is told."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAttached:
+    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker."""
+
+    hello: cluster_pb2.Hello
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeard:
+    """A worker gave a sign of life and nothing else."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    worker: WorkerKey
+    load: cluster_pb2.LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStep:
+    """Everything one engine step of a worker produced."""
+
+    worker: WorkerKey
+    step: cluster_pb2.StepOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHandoff:
+    worker: WorkerKey
+    report: cluster_pb2.HandoffReport
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    worker: WorkerKey
+    change: cluster_pb2.WorkerStateChanged
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDetached:
+    """A worker's stream ended; it may come back."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The shell knows that a worker will not come back, or must not.
+
+    Attributes:
+        reason: in words, continuing "worker w1 ...".
+    """
+
+    worker_id: str
+    reason: str
+    incarnation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionClosed:
+    """The process is about to stop: no new requests, those admitted go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EverythingEnds:
+    """The process stops now: whatever has not ended fails.
+
+    Attributes:
+        reason: in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """`Core.next_deadline` has come."""
+
+
+Event = (
+    Submitted
+    | StreamCancelled
+    | RequestCancelled
+    | StreamFailed
+    | SessionLost
+    | WorkerAttached
+    | WorkerHeard
+    | WorkerLoad
+    | WorkerStep
+    | WorkerHandoff
+    | WorkerChanged
+    | WorkerDetached
+    | WorkerLost
+    | AdmissionClosed
+    | EverythingEnds
+    | Tick
+)
+
+# ---- Effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendAccepted:
+    to: StreamKey
+    request_id: str
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDelta:
+    """Its message now belongs to the stream, which may merge later ones into it."""
+
+    to: StreamKey
+    delta: common_pb2.TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class SendFinished:
+    """The stream's last event."""
+
+    to: StreamKey
+    reason: common_pb2.FinishReason.ValueType
+    stop: str
+    usage: common_pb2.Usage
+    budget: common_pb2.LatencyBudget
+    prompt_logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """The stream's last event."""
+
+    to: StreamKey
+    error: BatonError
+
+
+Command = (
+    cluster_pb2.PrefillCommand
+    | cluster_pb2.DecodeCommand
+    | cluster_pb2.CancelCommand
+    | cluster_pb2.SetRoleCommand
+    | cluster_pb2.DrainCommand
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommand:
+    worker: WorkerKey
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class WelcomeWorker:
+    """The worker is attached in this role."""
+
+    worker: WorkerKey
+    role: common_pb2.Role.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseWorker:
+    """The worker that just said hello is not let in."""
+
+    worker: WorkerKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class FenceWorker:
+    """A worker is no longer part of the cluster: end its stream, if it has one, with this."""
+
+    worker: WorkerKey
+    error: BatonError
+
+
+Effect = (
+    SendAccepted
+    | SendDelta
+    | SendFinished
+    | SendFailed
+    | SendCommand
+    | WelcomeWorker
+    | RefuseWorker
+    | FenceWorker
+)

@@ -1,0 +1,159 @@
+"""What a worker's outputs do to a request."""
+
+from __future__ import annotations
+
+from google.rpc import code_pb2
+
+from baton.coordinator import events as ev
+from baton.coordinator.book import RequestBook
+from baton.coordinator.request import Request, RequestState, WorkerKey
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+_NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+def apply_output(
+    book: RequestBook, worker: WorkerKey, output: cluster_pb2.RequestOutput, now: float
+) -> None:
+    """Applies one request's share of one engine step.
+
+    Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
+    serve this attempt.
+    """
+    request = book.get(output.request_id)
+    if request is None or output.attempt != request.attempt:
+        return
+    if worker == request.prefill:
+        _prefill_output(book, request, worker[0], output, now)
+    elif worker == request.decode and (request.prefill is None or request.prefill_done):
+        _decode_output(book, request, worker[0], output, now)
+
+
+def _prefill_output(
+    book: RequestBook,
+    request: Request,
+    worker_id: str,
+    output: cluster_pb2.RequestOutput,
+    now: float,
+) -> None:
+    if output.HasField("finished") and output.finished.prompt_logprobs:
+        request.prompt_logprobs = list(output.finished.prompt_logprobs)
+    if request.prefill_done:
+        return
+    if output.HasField("timings") and request.prefill_timings is None:
+        request.prefill_timings = _copied(output.timings)
+    if output.HasField("failed"):
+        book.fail(request, _worker_error(output.failed, worker_id), now)
+        return
+    if not _deliver(book, request, worker_id, output, now):
+        return
+    if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
+        book.prefill_over(request)
+        book.cancel_decode(request)
+        book.finish(request, output.finished.reason, output.finished.stop, now)
+    elif request.first_token_at is not None and request.decode is not None:
+        book.begin_decode(request, now)
+    elif output.HasField("finished"):
+        what = "without a first token" if request.first_token_at is None else "with no reason"
+        book.fail(
+            request, errors.Internal(f"prefill worker {worker_id} ended its part {what}"), now
+        )
+
+
+def _decode_output(
+    book: RequestBook,
+    request: Request,
+    worker_id: str,
+    output: cluster_pb2.RequestOutput,
+    now: float,
+) -> None:
+    if output.HasField("timings") and request.decode_timings is None:
+        request.decode_timings = _copied(output.timings)
+    if output.HasField("failed"):
+        book.fail(request, _worker_error(output.failed, worker_id), now)
+        return
+    if request.state is not RequestState.DECODING:
+        book.decoding(request, now)
+    if not _deliver(book, request, worker_id, output, now):
+        return
+    if output.HasField("finished"):
+        finished = output.finished
+        if finished.prompt_logprobs:
+            request.prompt_logprobs = list(finished.prompt_logprobs)
+        if finished.reason in _NATURAL_ENDS:
+            book.finish(request, finished.reason, finished.stop, now)
+        elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
+            book.fail(
+                request, errors.Unavailable(f"decode worker {worker_id} aborted the request"), now
+            )
+        else:
+            book.fail(
+                request, errors.Internal(f"decode worker {worker_id} ended with no reason"), now
+            )
+
+
+def _deliver(
+    book: RequestBook,
+    request: Request,
+    worker_id: str,
+    output: cluster_pb2.RequestOutput,
+    now: float,
+) -> bool:
+    """Sends an output's tokens on, each exactly once; False when the request failed instead."""
+    if not output.HasField("delta"):
+        return True
+    delta = output.delta
+    expected, num_tokens = len(request.token_ids), len(delta.token_ids)
+    if delta.offset > expected:
+        book.fail(
+            request,
+            errors.Internal(
+                f"worker {worker_id} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            ),
+            now,
+        )
+        return False
+    overlap = expected - delta.offset
+    if overlap:
+        if overlap >= num_tokens:
+            return True
+        # The text is new all the same: a worker leaves out text that was sent.
+        delta = common_pb2.TokenDelta(
+            offset=expected,
+            token_ids=delta.token_ids[overlap:],
+            text=delta.text,
+            logprobs=delta.logprobs[overlap:],
+        )
+        num_tokens -= overlap
+    if num_tokens:
+        request.token_ids.extend(delta.token_ids)
+        lane = book.stats.lanes[request.submission.lane]
+        if request.last_token_at is not None:
+            gap_s = now - request.last_token_at
+            request.gaps.add(round(gap_s * 1e6))
+            lane.itl.observe(gap_s)
+        else:
+            request.first_token_at = now
+            lane.ttft.observe(now - request.submission.arrived_at)
+        request.last_token_at = now
+        book.stats.num_output_tokens += num_tokens
+    elif not delta.text:
+        return True
+    request.text_chars += len(delta.text)
+    book.out.append(ev.SendDelta(request.submission.to, delta))
+    return True
+
+
+def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:
+    if failed.code == code_pb2.OK:
+        return errors.Internal(f"worker {worker_id} failed the request with no code")
+    return errors.from_message(failed)
+
+
+def _copied(timings: cluster_pb2.StageTimings) -> cluster_pb2.StageTimings:
+    # A part of a message keeps all of it alive; a request outlives the step it came in.
+    copy = cluster_pb2.StageTimings()
+    copy.CopyFrom(timings)
+    return copy

@@ -1,0 +1,196 @@
+"""What the coordinator knows of one request, and the states it goes through."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.coordinator.gaps import Gaps
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+WorkerKey = tuple[str, int]
+"""Worker id and incarnation: one process."""
+
+
+class RequestState(Enum):
+    """admin.proto's RequestState; the values are its numbers."""
+
+    QUEUED = admin_pb2.REQUEST_STATE_QUEUED
+    PREFILLING = admin_pb2.REQUEST_STATE_PREFILLING
+    HANDING_OFF = admin_pb2.REQUEST_STATE_HANDING_OFF
+    DECODING = admin_pb2.REQUEST_STATE_DECODING
+    FINISHED = admin_pb2.REQUEST_STATE_FINISHED
+    FAILED = admin_pb2.REQUEST_STATE_FAILED
+    CANCELLED = admin_pb2.REQUEST_STATE_CANCELLED
+    RECOVERING = admin_pb2.REQUEST_STATE_RECOVERING
+    PARKED = admin_pb2.REQUEST_STATE_PARKED
+
+
+_ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING},
+    # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
+    RequestState.PREFILLING: _ENDED | {RequestState.HANDING_OFF, RequestState.DECODING},
+    RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING},
+    RequestState.DECODING: _ENDED,
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+    RequestState.CANCELLED: frozenset(),
+    # Nothing recovers or parks a request yet, so nothing leads here.
+    RequestState.RECOVERING: frozenset(),
+    RequestState.PARKED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """How long a request may stay in each state, in seconds; its own deadline always counts too.
+
+    Beyond the queue a state has no bound of its own that would be right for every prompt and
+    output length, so it is the longest life of a request; workers' own time-outs (a handoff that
+    is not committed is recomputed) act sooner.
+    """
+
+    queued_s: float = math.inf
+    prefilling_s: float = math.inf
+    handing_off_s: float = math.inf
+    decoding_s: float = math.inf
+
+    def of(self, state: RequestState) -> float:
+        return {
+            RequestState.QUEUED: self.queued_s,
+            RequestState.PREFILLING: self.prefilling_s,
+            RequestState.HANDING_OFF: self.handing_off_s,
+            RequestState.DECODING: self.decoding_s,
+        }.get(state, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKey:
+    """Where a request's events go: a client session, and the request's number in it."""
+
+    session: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request that was validated and tokenized.
+
+    Attributes:
+        request_id: unique among the requests that have not ended.
+        known_token_ids: output the caller already has; the stream continues after it.
+        known_text_chars: code points of text that went with them.
+        arrived_at: when the request reached this process, by the core's clock, in seconds.
+        timeout_s: from `arrived_at`; None for none but the coordinator's limit.
+        traceparent: W3C trace context, handed on to workers.
+    """
+
+    to: StreamKey
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: common_pb2.SamplingParams
+    lane: common_pb2.Lane.ValueType
+    arrived_at: float
+    timeout_s: float | None = None
+    known_token_ids: Sequence[int] = ()
+    known_text_chars: int = 0
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class Request:
+    """One admitted request. Only the core changes it, and its state only through `advance`.
+
+    Attributes:
+        token_ids: the whole output so far, known tokens included.
+        text_chars: code points of text sent so far, known ones included.
+        deadline: of the whole request, by the core's clock.
+        attempt: counts dispatches; 0 until the first.
+        prefill: the prefill worker of this attempt; None when it runs unsplit.
+        decode: the decode worker of this attempt; None when nothing is to be decoded.
+        prefill_done: the prefill worker's part of this attempt is over.
+        handoff_id: of this attempt; empty when nothing is handed over.
+        handoff_ended: the handoff's end was reported (and counted).
+        exposed_us: exposed time of the handoff by its report; None until reported.
+        prefill_timings, decode_timings: as the workers reported them.
+    """
+
+    submission: Submission
+    submitted_at: float
+    deadline: float
+    state: RequestState = RequestState.QUEUED
+    state_since: float = 0.0
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    text_chars: int = 0
+    attempt: int = 0
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None
+    prefill_done: bool = False
+    handoff_id: bytes = b""
+    handoff_ended: bool = False
+    exposed_us: int | None = None
+    prefill_timings: cluster_pb2.StageTimings | None = None
+    decode_timings: cluster_pb2.StageTimings | None = None
+    prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    dispatched_at: float | None = None
+    first_token_at: float | None = None
+    decoding_at: float | None = None
+    last_token_at: float | None = None
+    gaps: Gaps = field(default_factory=Gaps)
+
+    @property
+    def id(self) -> str:
+        return self.submission.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submission.prompt_token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    def advance(self, state: RequestState, now: float) -> None:
+        """Moves to another state.
+
+        Raises:
+            ValueError: the table has no such move.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"request {self.id}: no move from {self.state.name} to {state.name}")
+        self.state, self.state_since = state, now
+
+    def due(self, limits: StateLimits) -> float:
+        """When something must be done about it, by the core's clock."""
+        since = self.submission.arrived_at if self.state is RequestState.QUEUED else None
+        limit = limits.of(self.state)
+        return min(self.deadline, (self.state_since if since is None else since) + limit)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is remembered of a request that has ended.
+
+    Attributes:
+        error_code: gRPC status code of a failed request, else 0.
+    """
+
+    request_id: str
+    state: RequestState
+    lane: common_pb2.Lane.ValueType
+    num_prompt_tokens: int
+    num_output_tokens: int
+    attempt: int
+    prefill_worker_id: str
+    decode_worker_id: str
+    arrived_at: float
+    ended_at: float
+    budget: common_pb2.LatencyBudget
+    finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+    error_code: int = 0
+    error: str = ""

@@ -1,0 +1,89 @@
+"""What the core counts, as plain numbers that a metrics endpoint may read at any time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+from baton.coordinator.dispatch import LANES
+from baton.coordinator.request import EndedRequest, Request
+from baton.v1 import common_pb2, kv_transfer_pb2
+
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+
+
+class Histogram:
+    """Counts by upper bound, as Prometheus has them, with one bisection per observation.
+
+    Attributes:
+        bounds: upper bounds in seconds, ascending; one more bucket holds the rest.
+        counts: per bucket, not cumulative.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class LaneStats:
+    """Of one lane: latencies in seconds, and how many of its requests are running."""
+
+    __slots__ = ("e2e", "itl", "num_running", "queue", "tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft, self.queue = Histogram(_TTFT_S), Histogram(_TTFT_S)
+        self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
+        self.num_running = 0
+
+
+class CoreStats:
+    """Totals since the coordinator started.
+
+    Attributes:
+        requests: by lane and outcome (finish reason, or error code's name; lower case).
+        sheds: submissions that were not admitted, by reason.
+        handoff_failures: by refusal reason.
+    """
+
+    def __init__(self) -> None:
+        self.lanes = {lane: LaneStats() for lane in LANES}
+        self.requests: Counter[tuple[common_pb2.Lane.ValueType, str]] = Counter()
+        self.sheds: Counter[str] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.num_handoffs = 0
+        self.num_handoff_bytes = 0
+        self.handoff_exposed = Histogram(_FAST_S)
+        self.handoff_failures: Counter[str] = Counter()
+        self.num_workers_lost = 0
+
+    def dispatched(self, request: Request, now: float) -> None:
+        lane = self.lanes[request.submission.lane]
+        lane.num_running += 1
+        lane.queue.observe(now - request.submitted_at)
+
+    def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
+        lane = self.lanes[record.lane]
+        if request.dispatched_at is not None:
+            lane.num_running -= 1
+        self.requests[record.lane, outcome] += 1
+        self.num_prompt_tokens += record.num_prompt_tokens
+        lane.e2e.observe(record.ended_at - record.arrived_at)
+        if request.first_token_at is not None and request.last_token_at is not None:
+            num_new = len(request.token_ids) - len(request.submission.known_token_ids)
+            if num_new > 1:
+                lane.tpot.observe((request.last_token_at - request.first_token_at) / (num_new - 1))
+
+    def handoff_failed(self, reason: kv_transfer_pb2.RefusalReason.ValueType) -> None:
+        name = kv_transfer_pb2.RefusalReason.Name(reason)
+        self.handoff_failures[name.removeprefix("REFUSAL_REASON_").lower()] += 1

@@ -1,0 +1,168 @@
+"""The workers of the cluster, and what the coordinator has running on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.coordinator.request import WorkerKey
+from baton.runtime.errors import Aborted, AlreadyExists, BatonError, FailedPrecondition
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+# Incarnations that must never come back; far more than workers die in a coordinator's life.
+_MAX_FENCED = 4096
+# Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
+_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
+
+
+@dataclass(slots=True)
+class Worker:
+    """One attached worker process.
+
+    Attributes:
+        hello: as it introduced itself last.
+        connected: whether its stream is up.
+        heard_at: when it last gave a sign of life, by the core's clock.
+        assigned: tokens by request that the coordinator has there: its own count of the load,
+            which is ahead of what the worker reports.
+    """
+
+    hello: cluster_pb2.Hello
+    role: common_pb2.Role.ValueType
+    state: cluster_pb2.WorkerState.ValueType
+    attached_at: float
+    heard_at: float
+    connected: bool = True
+    load: cluster_pb2.LoadReport | None = None
+    assigned: dict[str, int] = field(default_factory=dict)
+    assigned_tokens: int = 0
+    last_dispatch: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.hello.worker_id, self.hello.incarnation
+
+    @property
+    def serving(self) -> bool:
+        """Whether new work may be sent to it."""
+        return self.connected and self.state == cluster_pb2.WORKER_STATE_SERVING
+
+    def assign(self, request_id: str, num_tokens: int) -> None:
+        assert request_id not in self.assigned
+        self.assigned[request_id] = num_tokens
+        self.assigned_tokens += num_tokens
+
+    def release(self, request_id: str) -> bool:
+        """Whether the request was here."""
+        num_tokens = self.assigned.pop(request_id, None)
+        if num_tokens is None:
+            return False
+        self.assigned_tokens -= num_tokens
+        return True
+
+
+class WorkerRegistry:
+    """At most one incarnation per worker id.
+
+    Args:
+        model_name: what this coordinator serves; other workers are refused.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._workers: dict[str, Worker] = {}
+        # Insertion order is age; the value says what ended the incarnation.
+        self._fenced: dict[WorkerKey, str] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, key: WorkerKey | None) -> Worker | None:
+        """The worker, None when this incarnation of it is not attached."""
+        worker = self._workers.get(key[0]) if key is not None else None
+        return worker if worker is not None and worker.key == key else None
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def pool(self, role: common_pb2.Role.ValueType) -> list[Worker]:
+        """Every attached worker of a role, whatever its state."""
+        return [worker for worker in self._workers.values() if worker.role == role]
+
+    def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
+        return [
+            worker for worker in self._workers.values() if worker.role == role and worker.serving
+        ]
+
+    @property
+    def model(self) -> common_pb2.ModelDescription | None:
+        """What the attached workers serve; None without workers."""
+        for worker in self._workers.values():
+            return worker.hello.model
+        return None
+
+    def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
+        """Why a worker that says this may not attach; None when it may."""
+        key = (hello.worker_id, hello.incarnation)
+        current = self._workers.get(hello.worker_id)
+        if key in self._fenced:
+            reason = self._fenced[key]
+            if current is not None:
+                return AlreadyExists(
+                    f"worker {hello.worker_id}: a newer incarnation "
+                    f"{current.hello.incarnation:016x} is attached; this one {reason}"
+                )
+            return Aborted(f"worker {hello.worker_id} is fenced: this incarnation {reason}")
+        if hello.model.name != self._model_name:
+            return FailedPrecondition(
+                f"worker {hello.worker_id}: model.name is {hello.model.name!r}, "
+                f"here {self._model_name!r}"
+            )
+        for other in self._workers.values():
+            if other.id == hello.worker_id:
+                continue
+            differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+            differing += _differences(
+                "fingerprint",
+                other.hello.fingerprint,
+                hello.fingerprint,
+                [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
+            )
+            if differing:
+                return FailedPrecondition(
+                    f"worker {hello.worker_id} does not fit worker {other.id}: "
+                    + "; ".join(differing)
+                )
+        return None
+
+    def add(self, worker: Worker) -> None:
+        assert worker.id not in self._workers
+        self._workers[worker.id] = worker
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Takes out a worker that must not come back.
+
+        Args:
+            worker: attached.
+            reason: in words, continuing "this incarnation ...".
+        """
+        del self._workers[worker.id]
+        self._fenced[worker.key] = reason
+        while len(self._fenced) > _MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+
+
+def _differences(name: str, ours: Any, theirs: Any, fields: Iterable[str]) -> list[str]:
+    return [
+        f"{name}.{one} is {getattr(theirs, one)!r}, here {getattr(ours, one)!r}"
+        for one in fields
+        if getattr(ours, one) != getattr(theirs, one)
+    ]

@@ -1,0 +1,181 @@
+"""What the coordinator's tests share: a core under a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from baton.coordinator import events as ev
+from baton.coordinator.book import CoreConfig
+from baton.coordinator.core import Core
+from baton.coordinator.request import StreamKey, Submission
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+CONFIG = CoreConfig(
+    model_name="demo",
+    max_queued_requests=8,
+    max_running_requests=16,
+    max_request_s=600.0,
+    max_queue_s=60.0,
+    worker_timeout_s=10.0,
+    handoff_timeout_s=10.0,
+    max_prefill_requests=4,
+    max_decode_requests=4,
+)
+
+
+def hello(worker_id: str, role: int, incarnation: int = 1, **changes) -> cluster_pb2.Hello:
+    """What a worker of the demo model says; `changes` are fields of the Hello."""
+    message = cluster_pb2.Hello(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role=role,
+        state=cluster_pb2.WORKER_STATE_SERVING,
+        model=common_pb2.ModelDescription(
+            name="demo", revision="r1", max_model_len=1024, vocab_size=512
+        ),
+        fingerprint=kv_transfer_pb2.KvFingerprint(
+            protocol_version=1,
+            model="demo",
+            dtype="float32",
+            num_layers=4,
+            num_kv_heads=2,
+            head_size=16,
+            block_size_tokens=16,
+            block_bytes=1024,
+            layout="heads,tokens,content",
+            tp_size=1,
+        ),
+        capacity=cluster_pb2.Capacity(
+            kv_tokens=65536,
+            block_size_tokens=16,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            max_send_bytes=2**20,
+            max_receive_bytes=2**20,
+            supports_forced_tokens=True,
+        ),
+        kv_address=f"{worker_id}.test:1",
+        engine="scripted",
+    )
+    for name, value in changes.items():
+        if hasattr(value, "DESCRIPTOR"):
+            getattr(message, name).CopyFrom(value)
+        else:
+            setattr(message, name, value)
+    return message
+
+
+class World:
+    """A core, a clock, and everything the core asked for, sorted by whom it is for."""
+
+    def __init__(self, **changes) -> None:
+        self.now = 1000.0
+        self.core = Core(replace(CONFIG, **changes), lambda count: next(self._ids).to_bytes(count))
+        self._ids = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self.sent: dict[StreamKey, list] = defaultdict(list)
+        self.commands: dict[str, list] = defaultdict(list)
+        self.membership: list = []
+
+    def handle(self, event) -> list:
+        effects = self.core.handle(event, self.now)
+        for effect in effects:
+            if isinstance(effect, ev.SendCommand):
+                self.commands[effect.worker[0]].append(effect.command)
+            elif hasattr(effect, "to"):
+                self.sent[effect.to].append(effect)
+            else:
+                self.membership.append(effect)
+        self.core.check_integrity()
+        return effects
+
+    def attach(self, worker_id: str, role: int, incarnation: int = 1, **changes) -> list:
+        return self.handle(ev.WorkerAttached(hello(worker_id, role, incarnation, **changes)))
+
+    def pair(self) -> World:
+        self.attach("p", PREFILL)
+        self.attach("d", DECODE)
+        return self
+
+    def submit(self, session: int = 1, num_prompt: int = 20, **changes) -> StreamKey:
+        """Submits; `sampling` fields go by name with `sampling=dict(...)`."""
+        number = next(self._numbers)
+        to = StreamKey(session, number)
+        sampling = common_pb2.SamplingParams(**{"max_tokens": 8, **changes.pop("sampling", {})})
+        fields = {
+            "to": to,
+            "request_id": f"r{number}",
+            "prompt_token_ids": list(range(num_prompt)),
+            "sampling": sampling,
+            "lane": common_pb2.LANE_INTERACTIVE,
+            "arrived_at": self.now,
+            **changes,
+        }
+        self.handle(ev.Submitted(Submission(**fields)))
+        return to
+
+    def step(self, worker_id: str, *outputs, incarnation: int = 1) -> list:
+        return self.handle(
+            ev.WorkerStep((worker_id, incarnation), cluster_pb2.StepOutputs(outputs=outputs))
+        )
+
+    def after(self, seconds: float) -> None:
+        """Lets time pass, ticking whenever the core asked for it."""
+        end = self.now + seconds
+        while (due := self.core.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            self.handle(ev.Tick())
+        self.now = end
+
+    def kinds(self, to: StreamKey) -> list[str]:
+        return [type(effect).__name__.removeprefix("Send") for effect in self.sent[to]]
+
+    def tokens(self, to: StreamKey) -> list[int]:
+        deltas = [one.delta for one in self.sent[to] if isinstance(one, ev.SendDelta)]
+        return [token for delta in deltas for token in delta.token_ids]
+
+    def last(self, to: StreamKey):
+        return self.sent[to][-1]
+
+
+def output(
+    request: str,
+    tokens=(),
+    offset: int = 0,
+    text: str = "",
+    finish: int | None = None,
+    stop: str = "",
+    attempt: int = 1,
+    timings: dict | None = None,
+) -> cluster_pb2.RequestOutput:
+    """One request's share of a step; `finish` is a FinishReason (0: the prefill part is over)."""
+    message = cluster_pb2.RequestOutput(request_id=request, attempt=attempt)
+    if tokens or text:
+        message.delta.CopyFrom(common_pb2.TokenDelta(offset=offset, token_ids=tokens, text=text))
+    if finish is not None:
+        message.finished.CopyFrom(cluster_pb2.WorkerFinished(reason=finish, stop=stop))
+    if timings is not None:
+        message.timings.CopyFrom(cluster_pb2.StageTimings(**timings))
+    return message
+
+
+@pytest.fixture
+def world() -> World:
+    """A core with one serving worker in each pool: "p" and "d"."""
+    return World().pair()
+
+
+@pytest.fixture
+def new_world() -> type[World]:
+    return World
+
+
+@pytest.fixture
+def out():
+    return output

@@ -1,0 +1,144 @@
+"""Any interleaving: every request ends once, and nothing is left assigned."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.coordinator import events as ev
+from baton.coordinator.request import RequestState
+from baton.v1 import common_pb2
+
+
+def machine(World, output) -> type[RuleBasedStateMachine]:
+    class CoreMachine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World(max_queue_s=20.0, max_request_s=40.0)
+            self.incarnations: dict[str, int] = {}
+            self.sessions_lost: set[int] = set()
+            self.streams: list = []
+
+        @rule(
+            session=st.integers(1, 3),
+            known=st.sampled_from([(), (5,), (5, 6)]),
+            max_tokens=st.integers(1, 4),
+            lane=st.sampled_from([common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH]),
+            timeout_s=st.sampled_from([None, 3.0, 15.0]),
+        )
+        def submit(self, session, known, max_tokens, lane, timeout_s):
+            self.sessions_lost.discard(session)
+            to = self.world.submit(
+                session,
+                known_token_ids=known,
+                sampling={"max_tokens": max_tokens},
+                lane=lane,
+                timeout_s=timeout_s,
+            )
+            self.streams.append(to)
+
+        @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]), fresh=st.booleans())
+        def attach(self, worker, fresh):
+            if fresh or worker not in self.incarnations:
+                self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+            role = common_pb2.ROLE_PREFILL if worker[0] == "p" else common_pb2.ROLE_DECODE
+            self.world.attach(worker, role, self.incarnations[worker])
+
+        @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]), kind=st.integers(0, 2))
+        def lose(self, worker, kind):
+            key = (worker, self.incarnations.get(worker, 0))
+            if kind == 0:
+                self.world.handle(ev.WorkerLost(worker, "was killed"))
+            elif kind == 1:
+                self.world.handle(ev.WorkerDetached(key))
+            else:
+                self.world.handle(ev.WorkerHeard(key))
+
+        @precondition(lambda self: self.world.core.running())
+        @rule(
+            data=st.data(),
+            count=st.integers(0, 2),
+            shift=st.sampled_from([0, 0, 0, 0, -1, 1]),
+            finish=st.sampled_from([None, None, 0, 1, 2]),
+            side=st.booleans(),
+        )
+        def produce(self, data, count, shift, finish, side):
+            request = data.draw(st.sampled_from(self.world.core.running()))
+            worker = request.prefill if side else request.decode
+            if worker is None:
+                return
+            offset = max(0, len(request.token_ids) + shift)
+            tokens = list(range(offset, offset + count))
+            message = output(
+                request.id, tokens, offset, finish=finish, attempt=max(1, request.attempt)
+            )
+            self.world.step(worker[0], message, incarnation=worker[1])
+
+        @precondition(lambda self: self.streams)
+        @rule(data=st.data(), how=st.integers(0, 2))
+        def end(self, data, how):
+            to = data.draw(st.sampled_from(self.streams))
+            if how == 0:
+                self.world.handle(ev.StreamCancelled(to))
+            elif how == 1:
+                self.world.handle(ev.RequestCancelled(f"r{to.stream}"))
+            else:
+                self.sessions_lost.add(to.session)
+                self.world.handle(ev.SessionLost(to.session))
+
+        @rule(seconds=st.sampled_from([0.01, 1.0, 6.0]))
+        def wait(self, seconds):
+            self.world.after(seconds)
+
+        @invariant()
+        def tokens_are_each_sent_once(self):
+            for to, effects in self.world.sent.items():
+                offset = None
+                for effect in effects:
+                    if isinstance(effect, ev.SendDelta) and effect.delta.token_ids:
+                        assert offset in (None, effect.delta.offset)
+                        offset = effect.delta.offset + len(effect.delta.token_ids)
+                        assert list(effect.delta.token_ids) == list(
+                            range(effect.delta.offset, offset)
+                        ), to
+
+        def teardown(self):
+            world = self.world
+            world.after(100.0)
+            assert world.core.num_requests == 0
+            assert world.core.next_deadline() is None
+            assert all(not worker.assigned for worker in world.core.workers)
+            assert all(stats.num_running == 0 for stats in world.core.stats.lanes.values())
+            for to in self.streams:
+                kinds = world.kinds(to)
+                ends = kinds.count("Finished") + kinds.count("Failed")
+                record = world.core.request(f"r{to.stream}")
+                unheard = record is not None and record.state is RequestState.CANCELLED
+                assert ends == 1 or (ends == 0 and unheard), kinds
+                if ends:
+                    assert kinds[-1] in ("Finished", "Failed")
+                if record is not None:
+                    budget = record.budget
+                    assert sum(one.duration_us for one in budget.stages) == budget.total_us
+                    at = 0
+                    for one in budget.stages:
+                        assert one.start_us == at
+                        at += one.duration_us
+
+    return CoreMachine
+
+
+def test_every_request_ends_once(new_world, out):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine(new_world, out),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,351 @@
+"""A request's life in the core, from submission to every kind of end."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.coordinator import events as ev
+from baton.coordinator.request import RequestState
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+CANCELLED = common_pb2.FINISH_REASON_CANCELLED
+
+
+def begin(world, out, **changes):
+    """A request whose decode worker has its command; returns its stream key and id."""
+    to = world.submit(**changes)
+    request_id = world.sent[to][0].request_id
+    world.step("p", out(request_id, [7], text="é", finish=0))
+    return to, request_id
+
+
+def test_prefill_then_handoff_then_decode(world, out):
+    to = world.submit(num_prompt=20)
+    (prefill,) = world.commands["p"]
+    assert list(prefill.spec.prompt_token_ids) == list(range(20))
+    assert prefill.spec.attempt == 1
+    assert len(prefill.handoff.handoff_id) == 16
+    assert prefill.handoff.target == "d.test:1"
+    assert prefill.handoff.num_tokens == 20
+    assert world.commands["d"] == []
+
+    world.step("p", out("r1", [7], text="é", finish=0))
+    assert world.kinds(to) == ["Accepted", "Delta"]
+    (decode,) = world.commands["d"]
+    assert list(decode.spec.known_token_ids) == [7]
+    assert decode.spec.known_text_chars == 1
+    assert decode.handoff == prefill.handoff
+    assert world.core.request("r1").state is RequestState.HANDING_OFF
+
+    world.step("d", out("r1", [8], offset=1, text="x"))
+    assert world.core.request("r1").state is RequestState.DECODING
+    world.step("d", out("r1", [9], offset=2, finish=STOP, stop="."))
+    assert world.tokens(to) == [7, 8, 9]
+    finished = world.last(to)
+    assert (finished.reason, finished.stop) == (STOP, ".")
+    assert finished.usage.prompt_tokens == 20
+    assert finished.usage.completion_tokens == 3
+    assert world.core.request("r1").state is RequestState.FINISHED
+    assert len(world.commands["p"]) == 1
+
+
+def test_stop_at_the_first_token_drops_the_handoff(world, out):
+    to = world.submit()
+    handoff_id = world.commands["p"][0].handoff.handoff_id
+    world.step("p", out("r1", [7], finish=STOP))
+    assert world.kinds(to) == ["Accepted", "Delta", "Finished"]
+    (cancel,) = world.commands["d"]
+    assert isinstance(cancel, cluster_pb2.CancelCommand)
+    assert cancel.handoff_id == handoff_id
+
+
+def test_one_token_needs_no_decode_worker(new_world, out):
+    world = new_world()
+    world.attach("p", common_pb2.ROLE_PREFILL)
+    to = world.submit(sampling={"max_tokens": 1})
+    (prefill,) = world.commands["p"]
+    assert not prefill.HasField("handoff")
+    world.step("p", out("r1", [7], finish=LENGTH))
+    assert world.last(to).reason == LENGTH
+
+
+def test_resume_runs_on_the_decode_worker_alone(world, out):
+    to = world.submit(known_token_ids=[5, 6], known_text_chars=3)
+    assert world.commands["p"] == []
+    (decode,) = world.commands["d"]
+    assert not decode.HasField("handoff")
+    assert list(decode.spec.known_token_ids) == [5, 6]
+    assert decode.spec.known_text_chars == 3
+    world.step("d", out("r1", [7], offset=2, finish=LENGTH))
+    assert world.tokens(to) == [7]
+    assert world.last(to).usage.completion_tokens == 3
+
+
+def test_resume_with_everything_received_ends_at_once(world):
+    to = world.submit(known_token_ids=[5, 6], sampling={"max_tokens": 2})
+    assert world.kinds(to) == ["Accepted", "Finished"]
+    assert world.last(to).reason == LENGTH
+    assert world.commands["d"] == []
+
+
+@pytest.mark.parametrize("end", ["max_send_bytes", "max_receive_bytes"])
+def test_handoff_larger_than_staging_runs_unsplit(new_world, end):
+    world = new_world()
+    for worker_id, role in (("p", common_pb2.ROLE_PREFILL), ("d", common_pb2.ROLE_DECODE)):
+        capacity = cluster_pb2.Capacity(
+            max_send_bytes=2**20, max_receive_bytes=2**20, supports_forced_tokens=True
+        )
+        setattr(capacity, end, 4 * 1024 * 2)
+        world.attach(worker_id, role, capacity=capacity)
+    world.submit(num_prompt=32)
+    world.submit(num_prompt=33)
+    assert world.commands["p"][0].spec.request_id == "r1"
+    assert world.commands["d"][0].spec.request_id == "r2"
+    assert not world.commands["d"][0].spec.known_token_ids
+
+
+@pytest.mark.parametrize(
+    ("sampling", "split"),
+    [
+        ({"temperature": 0.0, "seed": 1}, True),
+        ({"temperature": 0.5}, True),
+        ({"seed": 1}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"bad_words": ["x"]}, False),
+        ({"structured_output": common_pb2.StructuredOutput(json_object=True)}, False),
+    ],
+)
+def test_without_forced_tokens_exact_state_runs_unsplit(new_world, sampling, split):
+    world = new_world()
+    capacity = cluster_pb2.Capacity(max_send_bytes=2**20, max_receive_bytes=2**20)
+    world.attach("p", common_pb2.ROLE_PREFILL, capacity=capacity)
+    world.attach("d", common_pb2.ROLE_DECODE, capacity=capacity)
+    world.submit(sampling=sampling)
+    assert (len(world.commands["p"]) == 1) is split
+    assert (len(world.commands["d"]) == 1) is not split
+
+
+def test_overlap_is_dropped_and_a_gap_fails(world, out):
+    to, request_id = begin(world, out)
+    world.step("d", out(request_id, [7, 8], offset=0, text="a"))
+    world.step("d", out(request_id, [8], offset=1, text="a"))
+    assert world.tokens(to) == [7, 8]
+    world.step("d", out(request_id, [10], offset=3))
+    assert isinstance(world.last(to).error, errors.Internal)
+    assert "1 are lost" in str(world.last(to).error)
+    assert isinstance(world.commands["p"][-1], cluster_pb2.CancelCommand)
+    assert isinstance(world.commands["d"][-1], cluster_pb2.CancelCommand)
+
+
+def test_outputs_of_another_attempt_or_worker_are_dropped(world, out):
+    to = world.submit()
+    world.attach("p2", common_pb2.ROLE_PREFILL)
+    world.step("p", out("r1", [7], attempt=2, finish=0))
+    world.step("p2", out("r1", [7], finish=0))
+    world.step("d", out("r1", [7], finish=STOP))
+    assert world.kinds(to) == ["Accepted"]
+
+
+def test_text_without_tokens_is_sent(world, out):
+    to, request_id = begin(world, out)
+    world.step("d", out(request_id, offset=1, text="late", finish=LENGTH))
+    assert world.sent[to][-2].delta.text == "late"
+
+
+@pytest.mark.parametrize("stage", ["queued", "prefilling", "handing off", "decoding"])
+@pytest.mark.parametrize("how", ["cancel", "operator", "session", "deadline"])
+def test_every_early_end_cancels_both_workers(new_world, out, stage, how):
+    world = new_world()
+    if stage != "queued":
+        world.pair()
+    to = world.submit(timeout_s=30.0)
+    if stage in ("handing off", "decoding"):
+        world.step("p", out("r1", [7], finish=0))
+    if stage == "decoding":
+        world.step("d", out("r1", [8], offset=1))
+    if how == "cancel":
+        world.handle(ev.StreamCancelled(to))
+    elif how == "operator":
+        world.handle(ev.RequestCancelled("r1"))
+    elif how == "session":
+        world.handle(ev.SessionLost(to.session))
+    else:
+        for _ in range(4):
+            world.after(7.6)
+            for worker_id in ("p", "d"):
+                world.handle(ev.WorkerHeard((worker_id, 1)))
+    assert world.core.num_requests == 0
+    if stage == "queued":
+        assert not world.commands["p"]
+        assert not world.commands["d"]
+    else:
+        handoff_id = world.commands["p"][0].handoff.handoff_id
+        for worker_id in ("p", "d"):
+            assert world.commands[worker_id][-1] == cluster_pb2.CancelCommand(
+                request_id="r1", attempt=1, handoff_id=handoff_id
+            )
+    if how == "session":
+        assert "Finished" not in world.kinds(to)
+    elif how == "deadline":
+        assert isinstance(world.last(to).error, errors.DeadlineExceeded)
+    else:
+        assert world.last(to).reason == CANCELLED
+
+
+@pytest.mark.parametrize("stage", ["prefilling", "decoding"])
+def test_lost_worker_fails_its_requests(world, out, stage):
+    to = world.submit()
+    lost, twin = ("p", "d")
+    if stage == "decoding":
+        world.step("p", out("r1", [7], finish=0))
+        lost, twin = ("d", "p")
+    world.handle(ev.WorkerLost(lost, "was killed"))
+    assert isinstance(world.last(to).error, errors.Unavailable)
+    assert str(world.last(to).error) == f"worker {lost} was killed"
+    assert isinstance(world.commands[twin][-1], cluster_pb2.CancelCommand)
+    assert world.kinds(to).count("Failed") == 1
+
+
+def test_prefill_worker_lost_after_its_part_does_not_matter(world, out):
+    to, request_id = begin(world, out)
+    world.handle(ev.WorkerLost("p", "was killed"))
+    world.step("d", out(request_id, [8], offset=1, finish=STOP))
+    assert world.tokens(to) == [7, 8]
+
+
+def test_queue_names_the_empty_pool(new_world):
+    world = new_world()
+    world.attach("p", common_pb2.ROLE_PREFILL)
+    to = world.submit()
+    for _ in range(8):
+        world.after(7.6)
+        world.handle(ev.WorkerHeard(("p", 1)))
+    assert isinstance(world.last(to).error, errors.Unavailable)
+    assert "no decode worker is attached" in str(world.last(to).error)
+
+
+def test_queue_is_served_when_workers_come(new_world):
+    world = new_world()
+    world.submit()
+    world.after(30.0)
+    world.pair()
+    assert len(world.commands["p"]) == 1
+
+
+def test_bounds_shed_with_a_time_to_retry(new_world):
+    world = new_world(max_queued_requests=2, max_running_requests=3)
+    first, _second, third = (world.submit() for _ in range(3))
+    assert world.kinds(first) == ["Accepted"]
+    assert world.last(third).error.reason == "QUEUE_FULL"
+    assert world.last(third).error.retry_after_s > 0
+    batch = world.submit(lane=common_pb2.LANE_BATCH)
+    assert world.kinds(batch) == ["Accepted"]
+    last = world.submit(lane=common_pb2.LANE_BATCH)
+    assert world.last(last).error.reason == "TOO_MANY_REQUESTS"
+
+
+def test_request_id_in_use(world):
+    world.submit(request_id="same")
+    again = world.submit(request_id="same")
+    assert isinstance(world.last(again).error, errors.AlreadyExists)
+
+
+def test_interactive_goes_first_then_order_of_arrival(new_world, out):
+    world = new_world(max_prefill_requests=1)
+    for lane in (common_pb2.LANE_BATCH, common_pb2.LANE_BATCH, common_pb2.LANE_INTERACTIVE):
+        world.submit(lane=lane)
+    world.pair()
+    for request_id in ("r3", "r1", "r2"):
+        assert world.commands["p"][-1].spec.request_id == request_id
+        world.step("p", out(request_id, [7], finish=STOP))
+
+
+def test_least_loaded_worker_of_each_pool(world, out):
+    world.attach("p2", common_pb2.ROLE_PREFILL)
+    world.attach("d2", common_pb2.ROLE_DECODE)
+    for _ in range(4):
+        world.submit()
+    assert len(world.commands["p"]) == len(world.commands["p2"]) == 2
+    targets = {
+        command.spec.request_id: command.handoff.target
+        for worker_id in ("p", "p2")
+        for command in world.commands[worker_id]
+    }
+    assert sorted(targets.values()) == ["d.test:1", "d.test:1", "d2.test:1", "d2.test:1"]
+
+
+def test_prompt_longer_than_the_workers_context(world):
+    to = world.submit(num_prompt=1024)
+    assert isinstance(world.last(to).error, errors.InvalidArgument)
+
+
+def test_worker_failure_reaches_the_client_with_its_code(world):
+    to = world.submit()
+    failed = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    failed.failed.CopyFrom(errors.to_message(errors.FailedPrecondition("no such grammar")))
+    world.step("p", failed)
+    assert world.last(to).error.name == "FAILED_PRECONDITION"
+    assert isinstance(world.commands["d"][-1], cluster_pb2.CancelCommand)
+
+
+def test_closing_admits_nothing_and_ends_what_remains(world):
+    running = world.submit()
+    world.handle(ev.AdmissionClosed())
+    refused = world.submit()
+    assert isinstance(world.last(refused).error, errors.Unavailable)
+    world.handle(ev.EverythingEnds("the coordinator stopped"))
+    assert isinstance(world.last(running).error, errors.Unavailable)
+    assert world.core.num_requests == 0
+
+
+def test_ended_requests_are_kept_up_to_a_bound(new_world):
+    world = new_world(max_ended_requests=2)
+    for _ in range(3):
+        world.handle(ev.StreamCancelled(world.submit()))
+    assert world.core.request("r1") is None
+    assert [one.request_id for one in world.core.recently_ended()] == ["r3", "r2"]
+
+
+def test_budget_stages_are_in_order_and_sum_to_the_total(world, out):
+    world.now += 1.0
+    to = world.submit(arrived_at=world.now - 0.010)
+    handoff_id = world.commands["p"][0].handoff.handoff_id
+    world.now += 0.150
+    world.step("p", out("r1", [7], finish=0, timings={"queue_us": 5_000, "run_us": 140_000}))
+    world.now += 0.010
+    world.handle(
+        ev.WorkerHandoff(
+            ("p", 1),
+            cluster_pb2.HandoffReport(
+                request_id="r1",
+                attempt=1,
+                handoff_id=handoff_id,
+                state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+                num_bytes=4096,
+                exposed_us=2_000,
+            ),
+        )
+    )
+    world.now += 0.030
+    timings = {"queue_us": 12_000, "run_us": 23_000, "handoff_wait_us": 9_000}
+    world.step("d", out("r1", [8], offset=1, timings=timings))
+    world.now += 0.020
+    world.step("d", out("r1", [9], offset=2, finish=LENGTH))
+    budget = world.last(to).budget
+    stages = [(one.stage, one.duration_us, one.worker_id) for one in budget.stages]
+    assert stages == [
+        (common_pb2.STAGE_TOKENIZE, 10_000, ""),
+        (common_pb2.STAGE_PREFILL_QUEUE, 5_000, "p"),
+        (common_pb2.STAGE_PREFILL, 140_000, "p"),
+        (common_pb2.STAGE_NETWORK, 5_000, ""),
+        (common_pb2.STAGE_HANDOFF, 2_000, "d"),
+        (common_pb2.STAGE_DECODE_QUEUE, 3_000, "d"),
+        (common_pb2.STAGE_NETWORK, 12_000, ""),
+        (common_pb2.STAGE_DECODE, 43_000, "d"),
+    ]
+    assert budget.ttft_us == 160_000
+    assert budget.total_us == 220_000
+    assert (budget.itl_p50_us, budget.itl_max_us) == (20_000, 40_000)
+    assert world.core.stats.num_handoff_bytes == 4096

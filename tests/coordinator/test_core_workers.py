@@ -1,0 +1,115 @@
+"""Who may attach, who is lost, and what that does."""
+
+from __future__ import annotations
+
+from baton.coordinator import events as ev
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+def test_silent_worker_is_lost_and_fenced(world):
+    to = world.submit()
+    world.after(5.0)
+    world.handle(ev.WorkerHeard(("d", 1)))
+    world.after(6.0)
+    assert str(world.last(to).error) == "worker p was silent for 10 s"
+    fence = world.membership[-1]
+    assert isinstance(fence, ev.FenceWorker)
+    assert fence.worker == ("p", 1)
+    (refusal,) = world.attach("p", PREFILL)
+    assert isinstance(refusal.error, errors.Aborted)
+
+
+def test_disconnected_worker_may_come_back(world, out):
+    to = world.submit()
+    world.handle(ev.WorkerDetached(("p", 1)))
+    assert not world.core.can_serve
+    world.after(9.0)
+    world.handle(ev.WorkerHeard(("d", 1)))
+    world.attach("p", PREFILL)
+    world.after(5.0)
+    world.step("p", out("r1", [7], finish=common_pb2.FINISH_REASON_STOP))
+    assert world.tokens(to) == [7]
+
+
+def test_nothing_is_dispatched_to_a_disconnected_or_draining_worker(world):
+    world.handle(ev.WorkerDetached(("p", 1)))
+    world.submit()
+    assert not world.commands["p"]
+    world.attach("p", PREFILL)
+    assert len(world.commands["p"]) == 1
+    change = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
+    world.handle(ev.WorkerChanged(("p", 1), change))
+    world.submit()
+    assert len(world.commands["p"]) == 1
+
+
+def test_restarted_worker_replaces_its_older_incarnation(world):
+    to = world.submit()
+    world.attach("p", PREFILL, incarnation=2)
+    assert isinstance(world.last(to).error, errors.Unavailable)
+    assert "worker p was replaced" in str(world.last(to).error)
+    (refusal,) = world.attach("p", PREFILL, incarnation=1)
+    assert isinstance(refusal.error, errors.AlreadyExists)
+    again = world.submit()
+    assert world.commands["p"][-1].spec.request_id == "r2"
+    assert world.kinds(again) == ["Accepted"]
+
+
+def test_stopped_worker_is_gone_at_once(world):
+    to = world.submit()
+    change = cluster_pb2.WorkerStateChanged(
+        state=cluster_pb2.WORKER_STATE_STOPPED, reason="engine died"
+    )
+    world.handle(ev.WorkerChanged(("p", 1), change))
+    assert str(world.last(to).error) == "worker p stopped: engine died"
+    assert [worker.id for worker in world.core.workers] == ["d"]
+
+
+def test_other_model_is_refused_with_both_values(world):
+    (refusal,) = world.attach("x", DECODE, model=common_pb2.ModelDescription(name="other"))
+    assert isinstance(refusal.error, errors.FailedPrecondition)
+    assert "model.name is 'other', here 'demo'" in str(refusal.error)
+
+
+def test_other_layout_is_refused_with_both_values(world):
+    fingerprint = kv_transfer_pb2.KvFingerprint()
+    fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
+    fingerprint.block_size_tokens = 32
+    (refusal,) = world.attach("x", DECODE, fingerprint=fingerprint)
+    assert isinstance(refusal.error, errors.FailedPrecondition)
+    assert "fingerprint.block_size_tokens is 32, here 16" in str(refusal.error)
+
+
+def test_a_flip_moves_a_worker_to_the_other_pool(world):
+    world.attach("p2", PREFILL)
+    change = cluster_pb2.WorkerStateChanged(
+        state=cluster_pb2.WORKER_STATE_SERVING, role=common_pb2.ROLE_DECODE
+    )
+    world.handle(ev.WorkerChanged(("p2", 1), change))
+    assert {worker.id for worker in world.core.workers.pool(DECODE)} == {"d", "p2"}
+
+
+def test_messages_of_a_lost_incarnation_change_nothing(world, out):
+    to = world.submit()
+    world.handle(ev.WorkerLost("p", "was killed"))
+    world.step("p", out("r1", [7]))
+    world.handle(ev.WorkerDetached(("p", 1)))
+    assert world.kinds(to) == ["Accepted", "Failed"]
+
+
+def test_both_ends_reports_count_one_handoff(world):
+    world.submit()
+    handoff_id = world.commands["p"][0].handoff.handoff_id
+    for worker_id in ("p", "d"):
+        report = cluster_pb2.HandoffReport(
+            request_id="r1",
+            attempt=1,
+            handoff_id=handoff_id,
+            state=kv_transfer_pb2.HANDOFF_STATE_FAILED,
+            reason=kv_transfer_pb2.REFUSAL_REASON_CHECKSUM,
+        )
+        world.handle(ev.WorkerHandoff((worker_id, 1), report))
+    assert dict(world.core.stats.handoff_failures) == {"checksum": 1}
