@@ -20,7 +20,7 @@ def print_timeline(budget: LatencyBudget) -> None:
                 f"{stage.duration_ms:.1f} ms",
                 f"{100 * stage.duration_ms / total_ms:.0f} %" if total_ms else "-",
                 bar(stage.start_ms, stage.duration_ms, total_ms),
-                stage.worker_id or "coordinator",
+                stage.worker_id or ("-" if stage.stage == "network" else "coordinator"),
             )
             for stage in budget.stages
         ],

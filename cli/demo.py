@@ -1,0 +1,156 @@
+"""`make demo`: one streamed completion through a whole cluster on vLLM, and where its time went.
+
+Starts `baton up` as a person would, asks it once through the Python client, stops it with Ctrl-C's
+signal and checks that no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import IO
+
+import psutil
+from google.rpc import code_pb2
+
+from baton.cli.timeline import print_timeline
+from baton.client import BatonClient, Finished, Tokens
+from baton.client.errors import make
+from baton.runtime.errors import BatonError, RemoteError
+
+START_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+# Of processes after the one that started them.
+EXIT_TIMEOUT_S = 5.0
+# Small enough for any laptop; eager, because compiling takes longer than the demo.
+ENGINE_ARGS = (
+    "dtype=float32",
+    "enforce_eager=true",
+    "max_model_len=2048",
+    "kv_cache_memory_bytes=67108864",
+)
+PROMPT = (
+    "A runner passes the baton to the next runner while both are running. "
+    "The prompt is read by a prefill worker, and its key value cache is handed to a decode worker "
+    "that streams the tokens one by one. "
+)
+
+
+class DemoFailed(BatonError):
+    code = code_pb2.INTERNAL
+
+
+async def demo(arguments: list[str]) -> None:
+    """Raises BatonError when anything is not as it should be."""
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            async with _cluster(arguments, log) as address:
+                await _complete(address)
+        except BatonError:
+            log.seek(0)
+            sys.stderr.writelines(log.readlines()[-20:])
+            raise
+    print("stopped; no process is left")
+
+
+@asynccontextmanager
+async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
+    """A running `baton up`; yields its address and stops all of it."""
+    command = [sys.executable, "-m", "baton.cli", "up", "--listen", "127.0.0.1:0"]
+    command += [part for argument in ENGINE_ARGS for part in ("--engine-arg", argument)]
+    print("starting a coordinator, one prefill and one decode worker", flush=True)
+    up = await asyncio.create_subprocess_exec(
+        *command,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=log,
+        # Ctrl-C reaches this process alone, which then stops the others in order.
+        start_new_session=True,
+    )
+    try:
+        yield await _ready_address(up)
+    except BaseException:
+        await _stop(up)
+        raise
+    if problem := await _stop(up):
+        raise DemoFailed(problem)
+
+
+async def _ready_address(up: Process) -> str:
+    assert up.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            async for line in up.stdout:
+                words = line.decode().split()
+                if words[:1] == ["ready"]:
+                    print(line.decode().strip(), flush=True)
+                    return next(word for word in words if word.startswith("grpc="))[len("grpc=") :]
+            raise DemoFailed(f"baton up ended with exit code {await up.wait()} before it served")
+    except TimeoutError:
+        raise DemoFailed(f"baton up was not ready within {START_TIMEOUT_S:g} s") from None
+
+
+async def _complete(address: str) -> None:
+    finished: Finished | None = None
+    async with BatonClient(address) as client:
+        stream = client.generate(
+            PROMPT, max_tokens=48, temperature=0.0, timeout_s=REQUEST_TIMEOUT_S, ignore_eos=True
+        )
+        print("\nPROMPT      ", PROMPT, "\nCOMPLETION   ", sep="", end="", flush=True)
+        async for event in stream:
+            if isinstance(event, Tokens):
+                print(event.text.replace("\n", " "), end="", flush=True)
+            elif isinstance(event, Finished):
+                finished = event
+    if finished is None or finished.usage.completion_tokens != 48:
+        raise make(code_pb2.DATA_LOSS, f"wanted 48 tokens, the stream ended with {finished}")
+    stages = {stage.stage: stage.worker_id for stage in finished.budget.stages}
+    print("\n(the demo model has random weights: its words mean nothing)\n")
+    print_timeline(finished.budget)
+    workers = {stages.get("prefill"), stages.get("decode")}
+    if len(workers) != 2 or None in workers:
+        raise DemoFailed(f"prefill and decode were not on two workers: {stages}")
+
+
+async def _stop(up: Process) -> str | None:
+    """Ends it as Ctrl-C would; says what did not go as it should."""
+    try:
+        started = psutil.Process(up.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    problem = None
+    if up.returncode is None:
+        up.send_signal(signal.SIGINT)
+    try:
+        if (code := await asyncio.wait_for(up.wait(), STOP_TIMEOUT_S)) != 0:
+            problem = f"baton up ended with exit code {code}"
+    except TimeoutError:
+        problem = f"baton up did not end within {STOP_TIMEOUT_S:g} s of SIGINT"
+        up.kill()
+        await up.wait()
+    _, left = await asyncio.to_thread(psutil.wait_procs, started, EXIT_TIMEOUT_S)
+    for process in left:
+        process.kill()
+        problem = f"left running: {', '.join(str(process.pid) for process in left)}"
+    return problem
+
+
+def main() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        asyncio.run(demo(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RemoteError, DemoFailed) as error:
+        sys.exit(f"demo: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""How state and budgets are printed."""
+
+import json
+
+from google.protobuf import duration_pb2
+
+from baton.cli import failures, output, timeline
+from baton.client import LatencyBudget, StageTime
+from baton.client.errors import make
+from baton.runtime.config import ConfigError
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+
+def test_messages_as_json():
+    worker = admin_pb2.WorkerInfo(
+        worker_id="w",
+        incarnation=0xABC,
+        role=common_pb2.ROLE_DECODE,
+        state=cluster_pb2.WORKER_STATE_SERVING,
+        silent_for=duration_pb2.Duration(nanos=500_000_000),
+        startup_ms={"engine": 2000},
+    )
+    worker.attached_at.FromSeconds(0)
+    values = output.plain(worker)
+    assert (values["role"], values["state"]) == ("decode", "serving")
+    assert values["incarnation"] == "0000000000000abc"
+    assert values["silent_for_s"] == 0.5
+    assert values["attached_at"] == "1970-01-01T00:00:00Z"
+    assert values["startup_ms"] == {"engine": 2000}
+    assert (values["model"], values["num_requests"]) == (None, 0)
+    json.dumps(values)
+    pools = output.plain(admin_pb2.ListPoolsResponse(pools=[admin_pb2.PoolInfo(num_serving=2)]))
+    assert pools["pools"][0]["num_serving"] == 2
+    assert pools["lanes"] == []
+
+
+def test_tables_are_plain_off_a_terminal(capsys):
+    output.print_table(("NAME", ">COUNT"), [("a", "1"), ("long", "12345")], "none")
+    assert capsys.readouterr().out == "NAME  COUNT\na         1\nlong  12345\n"
+    output.print_table(("NAME",), [], "none")
+    assert capsys.readouterr().out == "none\n"
+
+
+def test_the_timeline_adds_up(capsys):
+    budget = LatencyBudget(
+        (
+            StageTime("queue", 0, 10, ""),
+            StageTime("prefill", 10, 40, "p0"),
+            StageTime("decode", 50, 50, "d0"),
+        ),
+        ttft_ms=50,
+        total_ms=100,
+        itl_p50_ms=5,
+        itl_max_ms=9,
+    )
+    timeline.print_timeline(budget)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["queue", "prefill", "decode"]
+    assert "40 %" in lines[2]
+    assert lines[2].endswith("p0")
+    assert lines[4].startswith("first token 50.0 ms, total 100.0 ms")
+    for start_ms, duration_ms in ((0, 100), (99, 1), (100, 0), (50, 80), (0, 0)):
+        assert len(timeline.bar(start_ms, duration_ms, 100)) == 32
+
+
+def test_exit_codes():
+    assert failures.exit_code(ConfigError("x")) == 2
+    assert failures.exit_code(make(3, "wrong field")) == 2
+    assert failures.exit_code(make(14, "nobody")) == 3
+    assert failures.exit_code(make(13, "bug")) == 1
+    assert failures.exit_code(RuntimeError("bug")) is None
