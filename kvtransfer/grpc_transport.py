@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,14 +17,12 @@ from baton.kvtransfer.transport import PushHandler, PushLost
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
 SERVICE = "baton.v1.KvTransfer"
 PUSH_METHOD = f"/{SERVICE}/Push"
 # To peers that nothing is pushed to at the moment.
 MAX_IDLE_CHANNELS = 64
-# For a stream that carries no handoff: one that does has the handoff's deadlines.
-UNUSED_STREAM_TIMEOUT_S = 5.0
-
-_CALL_ENDED = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 
 class GrpcPush:
@@ -32,36 +30,40 @@ class GrpcPush:
 
     def __init__(self, target: str, call: Any, on_end: Callable[[], None]) -> None:
         self._target, self._call = target, call
+        self._cancelled = False
         call.add_done_callback(lambda _: on_end())
 
     async def send(self, batch: Sequence[Outgoing]) -> None:
         parts = [part for frame in batch for part in (frame.header, frame.payload)]
         message = b"".join(parts)
-        try:
-            await self._call.write(message)
-        except _CALL_ENDED as error:
-            raise self._lost(error) from None
+        await self._during(self._call.write(message))
 
     async def receive(self) -> kv_transfer_pb2.PushReply | None:
-        try:
-            reply = await self._call.read()
-        except _CALL_ENDED as error:
-            raise self._lost(error) from None
+        reply = await self._during(self._call.read())
         return reply if isinstance(reply, kv_transfer_pb2.PushReply) else None
 
     async def finish(self) -> None:
-        try:
-            await self._call.done_writing()
-        except _CALL_ENDED as error:
-            raise self._lost(error) from None
+        await self._during(self._call.done_writing())
 
     def cancel(self) -> None:
+        self._cancelled = True
         self._call.cancel()
 
-    def _lost(self, error: BaseException) -> PushLost:
-        if isinstance(error, grpc.aio.AioRpcError):
-            return PushLost(f"{self._target}: {error.code().name}: {error.details()}")
-        return PushLost(f"{self._target}: the call has ended")
+    async def _during(self, operation: Awaitable[Any]) -> Any:
+        """Maps every way in which gRPC says that a call is over to PushLost."""
+        try:
+            return await operation
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code().name, error.details()
+            raise PushLost(f"{self._target}: {code}: {details}") from None
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            raise PushLost(f"{self._target}: the call has ended") from None
+        except asyncio.CancelledError:
+            # gRPC raises it for a cancelled call too; a cancelled task is something else.
+            task = asyncio.current_task()
+            if not self._cancelled or (task is not None and task.cancelling()):
+                raise
+            raise PushLost(f"{self._target}: the call was cancelled") from None
 
 
 class GrpcTransport:
@@ -79,7 +81,7 @@ class GrpcTransport:
             self._channels[target] = channel
         self._channels.move_to_end(target)
         self._num_pushes[target] = self._num_pushes.get(target, 0) + 1
-        call = channel.stream_stream(
+        call: Any = channel.stream_stream(
             PUSH_METHOD,
             request_serializer=None,
             response_deserializer=kv_transfer_pb2.PushReply.FromString,
@@ -146,7 +148,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Before the server starts."""
         kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self, server)
-        push = grpc.stream_stream_rpc_method_handler(
+        push: Any = grpc.stream_stream_rpc_method_handler(
             self._push,
             request_deserializer=None,
             response_serializer=kv_transfer_pb2.PushReply.SerializeToString,
@@ -155,7 +157,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             (grpc.method_handlers_generic_handler(SERVICE, {"Push": push}),)
         )
 
-    async def Describe(  # noqa: N802
+    async def Describe(
         self,
         request: kv_transfer_pb2.DescribeRequest,
         context: grpc.aio.ServicerContext[Any, Any],
@@ -178,9 +180,10 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                 await context.write(reply)
         finally:
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([reader])
+            await asyncio.wait([reader])
             self._handler.push_ended(stream)
+            if not reader.cancelled() and (error := reader.exception()) is not None:
+                logger.error("push stream failed", exc_info=error)
 
     async def _read(
         self, stream: int, messages: AsyncIterator[bytes], push: GrpcIncomingPush

@@ -14,7 +14,7 @@ from enum import Enum
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer.arena import Arena, Extent
+from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import MalformedFrame, NoRoom, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, position_digest, verify
 from baton.kvtransfer.layout import KvLayout, mismatch
@@ -300,6 +300,10 @@ class Receiver:
         yield from self._ended.values()
         for handoff in self._live.values():
             yield _changed(handoff)
+
+    def arena_statistics(self) -> ArenaStatistics:
+        """Of this side's staging."""
+        return self._arena.statistics()
 
     @property
     def num_live(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.arena import Arena, Extent
+from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import NoRoom, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals, position_digest
 from baton.kvtransfer.layout import KvLayout
@@ -56,8 +56,8 @@ class SenderLimits:
         max_wait_s: for room, whatever the caller is willing to wait.
         reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
         idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
-        linger_s: how long the extent of a send that ended early stays reserved: the engine may be in
-            the middle of writing to it, and learns only later that nobody wants it.
+        linger_s: how long the extent of a send that ended early stays reserved: the engine may be
+            in the middle of writing to it, and learns only later that nobody wants it.
         max_sends: at a time.
     """
 
@@ -271,9 +271,15 @@ class Sender:
         return self._taken()
 
     def restart(self, handoff_id: bytes, epoch: int, now: float) -> list[Effect]:
-        """Everything filled so far is void. Idempotent; older epochs and unknown ids are ignored."""
+        """Everything filled so far is void. Idempotent; an older epoch is ignored.
+
+        Raises:
+            TransferRefused: the send is over or unknown; its staging is somebody else's.
+        """
         send = self._sends.get(handoff_id)
-        if send is not None and send.state not in _OVER and epoch > send.epoch:
+        if send is None or send.state in _OVER:
+            raise TransferRefused(f"handoff {handoff_id.hex()} is not being sent")
+        if epoch > send.epoch:
             self._restart(send, epoch, now)
         return self._taken()
 
@@ -357,6 +363,10 @@ class Sender:
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, at the earliest."""
         return min((send.deadline for send in self._sends.values()), default=None)
+
+    def arena_statistics(self) -> ArenaStatistics:
+        """Of this side's staging."""
+        return self._arena.statistics()
 
     @property
     def num_live(self) -> int:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections import OrderedDict, deque
 from types import TracebackType
 
-from baton.runtime.config import KvTransferConfig
-from baton.v1 import kv_transfer_pb2
+from google.protobuf.message import DecodeError
 
-HandoffEvent = kv_transfer_pb2.LocalHandoffState | kv_transfer_pb2.LocalSendState
+from baton.kvtransfer import local_wire
+from baton.kvtransfer.arena import SEGMENT_DIRECTORY
+from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
+from baton.runtime.config import KvTransferConfig
+from baton.v1 import kv_transfer_pb2 as pb
+
+HandoffEvent = pb.LocalHandoffState | pb.LocalSendState
+
+CALL_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+# Handoffs whose latest state nobody has asked for; beyond it the oldest is forgotten.
+MAX_UNREAD_EVENTS = 65_536
+_READ_BYTES = 2**18
+_MAX_LINE_BYTES = 2**16
 
 
 class TransferClient:
@@ -24,12 +41,34 @@ class TransferClient:
         gone: set once the service has ended, whoever ended it; `gone_reason` says why.
     """
 
-    socket_path: str
-    address: str
-    send_bytes: int
-    receive_bytes: int
-    gone: asyncio.Event
-    gone_reason: str
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        ready: dict[str, str],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Takes over a running service; use `start`."""
+        self.socket_path = ready["socket_path"]
+        self.address = ready["address"]
+        self.send_bytes = int(ready["send_bytes"])
+        self.receive_bytes = int(ready["receive_bytes"])
+        self.gone = asyncio.Event()
+        self.gone_reason = ""
+        self._shm_name = ready["shm_name"]
+        self._process, self._reader, self._writer = process, reader, writer
+        self._call_id = 0
+        self._calls: dict[int, asyncio.Future[pb.LocalReply]] = {}
+        self._events: OrderedDict[tuple[str, bytes], HandoffEvent] = OrderedDict()
+        self._has_events = asyncio.Event()
+        # The service's last words, for gone_reason.
+        self._stderr: deque[str] = deque(maxlen=1)
+        self._closing = False
+        self._tasks = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._forward_stderr()),
+            asyncio.create_task(self._watch()),
+        ]
 
     @classmethod
     async def start(
@@ -43,21 +82,64 @@ class TransferClient:
         """Starts the service's process and connects to it.
 
         Args:
+            config: of the service.
             socket_path: where the service makes its control socket; a short path in a directory
                 that only this user can enter.
+            log_level: of the service; its log goes to this process's stderr.
+            timeout_s: until it serves.
 
         Raises:
             ServiceGone: it did not start; the message is its one line of explanation.
         """
-        raise NotImplementedError
+        arguments = {
+            "socket_path": socket_path,
+            "log_level": log_level,
+            "kv_transfer": config.model_dump(mode="json"),
+        }
+        # A session of its own: Ctrl-C in a terminal is the worker's to answer.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "baton.kvtransfer.service",
+            json.dumps(arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                assert process.stdout is not None
+                line = await process.stdout.readline()
+                if not line:
+                    raise ServiceGone(await _last_words(process))
+                ready = json.loads(line)
+                reader, writer = await asyncio.open_unix_connection(socket_path)
+            client = cls(process, ready, reader, writer)
+        except BaseException as error:
+            await _kill(process)
+            if isinstance(error, TimeoutError):
+                detail = f"transfer service: did not serve within {timeout_s:g} s"
+                raise ServiceGone(detail) from None
+            if isinstance(error, OSError | ValueError):
+                raise ServiceGone(f"transfer service: {error}") from error
+            raise
+        try:
+            subscribe = pb.LocalSubscribe(main=True)
+            await client._call(pb.LocalRequest(subscribe=subscribe))
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
-    async def configure(self, fingerprint: kv_transfer_pb2.KvFingerprint) -> None:
+    async def configure(self, fingerprint: pb.KvFingerprint) -> None:
         """Says what the engine's cache is like; before that the service takes no handoffs.
 
         Raises:
             ServiceGone, TransferRefused.
         """
-        raise NotImplementedError
+        await self._call(pb.LocalRequest(configure=pb.LocalConfigure(fingerprint=fingerprint)))
 
     async def open_send(
         self,
@@ -74,32 +156,55 @@ class TransferClient:
         Cancelling the call aborts the send.
 
         Args:
+            handoff_id: 16 random bytes.
             target: host:port of the receiving worker's transfer service.
-            wait_s: how long to wait for room, here and at the receiver.
+            num_blocks: that hold the tokens.
+            num_tokens: prompt tokens to hand over, from the first.
+            wait_s: how long to wait for room, here and at the receiver together; at most the
+                service's open_timeout_s.
             epoch: of the first frames.
 
         Returns:
             The offset of the handoff's bytes in the segment (see LocalSendOpened). How it goes on
-            is told by `events`, always with exactly one LocalSendState unless it is aborted.
+            is told by `next_events`, always with one LocalSendState unless it is aborted.
 
         Raises:
             TransferRefused: no room in time, too large, or the id is in use: prefill without
                 handing over.
             ServiceGone: the same.
         """
-        raise NotImplementedError
+        wanted = pb.LocalOpenSend(
+            handoff_id=handoff_id,
+            target=target,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            wait_ms=round(wait_s * 1000),
+            epoch=epoch,
+        )
+        try:
+            reply = await self._call(
+                pb.LocalRequest(open_send=wanted), timeout_s=wait_s + CALL_TIMEOUT_S
+            )
+        except asyncio.CancelledError:
+            self.abort_send(handoff_id)
+            raise
+        return reply.send_opened.offset
 
     def abort_send(self, handoff_id: bytes) -> None:
-        """The send is over: cancelled, or finished with its first token. Idempotent."""
-        raise NotImplementedError
+        """The send is over: cancelled, or finished with its first token. Idempotent.
+
+        Abort the request in the engine first. Its staging is free half a second later, since the
+        engine may still be writing to it.
+        """
+        self._write(pb.LocalRequest(abort_send=pb.LocalAbortSend(handoff_id=handoff_id)))
 
     def drop(self, handoff_id: bytes) -> None:
         """A handoff to this worker is not wanted (any more), also before it was opened."""
-        raise NotImplementedError
+        self._write(pb.LocalRequest(drop=pb.LocalDrop(handoff_id=handoff_id)))
 
-    async def stats(self) -> kv_transfer_pb2.LocalStatistics:
+    async def stats(self) -> pb.LocalStatistics:
         """Raises ServiceGone."""
-        raise NotImplementedError
+        return (await self._call(pb.LocalRequest(stats=pb.LocalStats()))).statistics
 
     async def next_events(self) -> list[HandoffEvent]:
         """Waits for changes of handoffs' states; the latest of each since the last call.
@@ -110,11 +215,29 @@ class TransferClient:
         Raises:
             ServiceGone: the service has ended, and with it every handoff.
         """
-        raise NotImplementedError
+        while not self._events:
+            if self.gone.is_set():
+                raise ServiceGone(self.gone_reason)
+            self._has_events.clear()
+            await self._has_events.wait()
+        events = list(self._events.values())
+        self._events.clear()
+        return events
 
     async def close(self) -> None:
         """Ends the service and waits for its end; socket and segment are gone after. Idempotent."""
-        raise NotImplementedError
+        self._closing = True
+        self._writer.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            await _kill(self._process)
+            await asyncio.wait(self._tasks)
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
 
     async def __aenter__(self) -> TransferClient:
         return self
@@ -126,3 +249,103 @@ class TransferClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _call(
+        self, request: pb.LocalRequest, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> pb.LocalReply:
+        if self.gone.is_set():
+            raise ServiceGone(self.gone_reason)
+        self._call_id += 1
+        request.call_id = self._call_id
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[request.call_id] = answer
+        self._write(request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply: pb.LocalReply = await answer
+        except TimeoutError:
+            # It is stuck, and with it everything it holds.
+            self._lost(f"transfer service: no answer within {timeout_s:g} s")
+            raise ServiceGone(self.gone_reason) from None
+        finally:
+            self._calls.pop(request.call_id, None)
+        if reply.error:
+            raise TransferRefused(reply.error)
+        return reply
+
+    def _write(self, request: pb.LocalRequest) -> None:
+        if not self.gone.is_set() and not self._writer.is_closing():
+            self._writer.write(local_wire.encode(request))
+
+    async def _read(self) -> None:
+        unpacker = local_wire.Unpacker()
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for message in unpacker.feed(data):
+                    self._take(pb.LocalReply.FromString(message))
+        except (OSError, TransferError, DecodeError) as error:
+            self._lost(f"transfer service: {error}")
+        # Its process is ending; `_watch` says how.
+
+    def _take(self, reply: pb.LocalReply) -> None:
+        if reply.HasField("handoff"):
+            self._keep(("receive", reply.handoff.handoff_id), reply.handoff)
+        elif reply.HasField("send"):
+            self._keep(("send", reply.send.handoff_id), reply.send)
+        elif (answer := self._calls.get(reply.call_id)) is not None and not answer.done():
+            answer.set_result(reply)
+
+    def _keep(self, key: tuple[str, bytes], event: HandoffEvent) -> None:
+        self._events.pop(key, None)
+        self._events[key] = event
+        if len(self._events) > MAX_UNREAD_EVENTS:
+            self._events.popitem(last=False)
+        self._has_events.set()
+
+    async def _forward_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(ValueError):
+            while line := await self._process.stderr.readline():
+                text = line.decode(errors="replace").rstrip("\n")
+                self._stderr.append(text)
+                print(text, file=sys.stderr, flush=True)
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        said = f": {self._stderr[-1]}" if self._stderr and code > 0 else ""
+        self._lost(
+            "transfer service: closed"
+            if self._closing
+            else f"transfer service: ended with exit code {code}{said}"
+        )
+        # Of a service that was killed, nobody else removes what it owned.
+        for left in (self.socket_path, f"{SEGMENT_DIRECTORY}/{self._shm_name}"):
+            with contextlib.suppress(OSError):
+                os.unlink(left)
+
+    def _lost(self, reason: str) -> None:
+        if self.gone.is_set():
+            return
+        self.gone_reason = reason
+        self.gone.set()
+        self._has_events.set()
+        self._writer.close()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(ServiceGone(reason))
+
+
+async def _last_words(process: asyncio.subprocess.Process) -> str:
+    """Why a service did not start: its last line, or how it ended."""
+    assert process.stderr is not None
+    lines = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+    code = await process.wait()
+    return lines[-1] if lines else f"transfer service: ended with exit code {code}"
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL, when it still lives, and its end; what it owned is removed by others."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    await process.wait()

@@ -1,0 +1,409 @@
+"""The transfer service's middle: both state machines, and who is to be told of their effects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from baton.kvtransfer import receiver as receiving
+from baton.kvtransfer import sender as sending
+from baton.kvtransfer.errors import MalformedFrame, TransferRefused
+from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame
+from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
+from baton.kvtransfer.local_server import LocalConnection
+from baton.kvtransfer.pusher import Pusher
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.sender import Sender
+from baton.kvtransfer.transport import IncomingPush, Transport
+from baton.v1 import kv_transfer_pb2 as pb
+
+# For an incoming push that opens no handoff; one that does has the handoff's deadlines.
+UNUSED_PUSH_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class TransferCore:
+    """Turns requests, frames and time into calls of the state machines, and carries effects out.
+
+    Everything happens on one event loop and nothing here waits, so that a state machine's call and
+    its effects are one.
+
+    Args:
+        stop: set when the main process's connection is lost.
+    """
+
+    def __init__(
+        self, sender: Sender, receiver: Receiver, transport: Transport, stop: asyncio.Event
+    ) -> None:
+        self._sender, self._receiver, self._transport = sender, receiver, transport
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._layout: KvLayout | None = None
+        self._configured = pb.LocalConfigured()
+        self._connections: set[LocalConnection] = set()
+        # Callers of open_send that are not answered yet.
+        self._opening: dict[bytes, tuple[LocalConnection, int]] = {}
+        self._pushers: dict[bytes, Pusher] = {}
+        # Every pusher whose tasks are not over, those that say farewell included.
+        self._live_pushers: set[Pusher] = set()
+        self._incoming: dict[int, IncomingPush] = {}
+        self._num_streams = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.configured = asyncio.Event()
+
+    def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
+        """What clients are told; before anything else."""
+        self._configured = pb.LocalConfigured(
+            address=address, shm_name=shm_name, send_bytes=send_bytes, receive_bytes=receive_bytes
+        )
+
+    def ready_fields(self) -> dict[str, str | int]:
+        """What the line says that the process prints when it serves."""
+        told = self._configured
+        return {
+            "address": told.address,
+            "shm_name": told.shm_name,
+            "send_bytes": told.send_bytes,
+            "receive_bytes": told.receive_bytes,
+        }
+
+    def description(self) -> pb.DescribeResponse | None:
+        """What other workers are told; None before the engine's cache is known."""
+        if self._layout is None:
+            return None
+        statistics = self._receiver.arena_statistics()
+        return pb.DescribeResponse(
+            fingerprint=self._layout.fingerprint(),
+            receive_bytes_total=statistics.total_bytes,
+            receive_bytes_free=statistics.total_bytes - statistics.used_bytes,
+            num_handoffs=self._receiver.num_live,
+        )
+
+    # ---- The control socket.
+
+    def handle_request(self, connection: LocalConnection, request: pb.LocalRequest) -> None:
+        """One request of a local client."""
+        self._connections.add(connection)
+        if request.HasField("frames"):
+            for filled in request.frames.frames:
+                self._carry_out(self._sender.fill(filled, self._loop.time()))
+            return
+        reply: pb.LocalReply | None
+        try:
+            reply = self._answer(connection, request)
+        except TransferRefused as error:
+            reply = pb.LocalReply(error=str(error))
+        if reply is not None and request.call_id:
+            reply.call_id = request.call_id
+            connection.reply(reply)
+        self._arm()
+
+    def connection_lost(self, connection: LocalConnection) -> None:
+        """A local client is gone; the worker's main process takes the service with it."""
+        self._connections.discard(connection)
+        for handoff_id in [key for key, (who, _) in self._opening.items() if who is connection]:
+            self._carry_out(self._sender.abort(handoff_id, self._loop.time()))
+        if connection.is_main:
+            self._stop.set()
+
+    def _answer(
+        self, connection: LocalConnection, request: pb.LocalRequest
+    ) -> pb.LocalReply | None:
+        """What a request's caller is told now; None: later, by an effect."""
+        now, kind = self._loop.time(), request.WhichOneof("request")
+        if kind == "configure":
+            connection.is_main = True
+            self._configure(request.configure.fingerprint)
+            return pb.LocalReply(configured=self._configured)
+        if kind == "describe":
+            return pb.LocalReply(configured=self._configured)
+        if kind == "open_send":
+            return self._open_send(connection, request, now)
+        if kind == "claim":
+            grant, effects = self._receiver.claim(request.claim.handoff_id, request.claim.rank, now)
+            self._carry_out(effects)
+            return pb.LocalReply(claimed=_claimed(grant, request.claim.rank))
+        if kind == "stats":
+            return pb.LocalReply(statistics=self.statistics())
+        if kind == "restart_send":
+            restart = request.restart_send
+            self._carry_out(self._sender.restart(restart.handoff_id, restart.epoch, now))
+        elif kind == "abort_send":
+            self._carry_out(self._sender.abort(request.abort_send.handoff_id, now))
+        elif kind == "release":
+            release = request.release
+            self._carry_out(
+                self._receiver.release(
+                    release.handoff_id, release.rank, now, all_ranks=release.all_ranks
+                )
+            )
+        elif kind == "drop":
+            self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
+        elif kind == "subscribe":
+            connection.subscribed = True
+            connection.is_main = connection.is_main or request.subscribe.main
+            for changed in self._receiver.known():
+                _notify(connection, changed)
+        else:
+            raise TransferRefused("the request is of no kind that this service knows")
+        return pb.LocalReply()
+
+    def _configure(self, fingerprint: pb.KvFingerprint) -> None:
+        layout = KvLayout.from_fingerprint(fingerprint)
+        if self._layout is not None:
+            if layout != self._layout:
+                raise TransferRefused("fingerprint: is configured already, with other values")
+            return
+        if fingerprint.protocol_version != PROTOCOL_VERSION:
+            raise TransferRefused(
+                f"fingerprint.protocol_version is {fingerprint.protocol_version}; "
+                f"must be {PROTOCOL_VERSION}"
+            )
+        for name in ("num_layers", "block_size_tokens", "block_bytes", "tp_size"):
+            if getattr(layout, name) < 1:
+                raise TransferRefused(f"fingerprint.{name} is 0; must be at least 1")
+        if layout.block_bytes > MAX_PAYLOAD_BYTES:
+            raise TransferRefused(
+                f"fingerprint.block_bytes is {layout.block_bytes}; at most {MAX_PAYLOAD_BYTES}"
+            )
+        self._layout = layout
+        self._sender.configure(layout)
+        self._receiver.configure(layout)
+        self.configured.set()
+
+    def _open_send(
+        self, connection: LocalConnection, request: pb.LocalRequest, now: float
+    ) -> pb.LocalReply | None:
+        wanted = request.open_send
+        if wanted.handoff_id in self._opening:
+            raise TransferRefused(f"handoff {wanted.handoff_id.hex()} is being sent already")
+        self._opening[wanted.handoff_id] = connection, request.call_id
+        try:
+            effects = self._sender.open(
+                wanted.handoff_id,
+                wanted.target,
+                wanted.num_blocks,
+                wanted.num_tokens,
+                wanted.wait_ms / 1000,
+                wanted.epoch,
+                now,
+            )
+        except TransferRefused:
+            del self._opening[wanted.handoff_id]
+            raise
+        self._carry_out(effects)
+        return None
+
+    # ---- Incoming pushes (PushHandler).
+
+    def push_started(self, push: IncomingPush) -> int:
+        self._num_streams += 1
+        stream = self._num_streams
+        self._incoming[stream] = push
+        self._loop.call_later(UNUSED_PUSH_TIMEOUT_S, self._end_unless_served, stream)
+        return stream
+
+    def push_frame(self, stream: int, frame: Frame) -> None:
+        if effects := self._receiver.handle_frame(stream, frame, self._loop.time()):
+            self._carry_out(effects)
+            self._arm()
+
+    def push_malformed(self, stream: int, error: MalformedFrame) -> None:
+        self._carry_out(self._receiver.handle_malformed(stream, error, self._loop.time()))
+        self._end_unless_served(stream)
+
+    def push_ended(self, stream: int) -> None:
+        self._incoming.pop(stream, None)
+        self._carry_out(self._receiver.handle_stream_lost(stream, self._loop.time()))
+        self._arm()
+
+    def _end_unless_served(self, stream: int) -> None:
+        push = self._incoming.get(stream)
+        if push is not None and not self._receiver.serves(stream):
+            push.end()
+
+    # ---- Effects and time.
+
+    def _carry_out(self, effects: Iterable[sending.Effect | receiving.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case sending.Wake(handoff_id):
+                    if (pusher := self._pushers.get(handoff_id)) is not None:
+                        pusher.wake()
+                case receiving.Changed():
+                    self._tell_changed(effect)
+                case receiving.Reply():
+                    self._reply(effect)
+                case sending.Reserved(handoff_id, offset):
+                    reply = pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
+                    self._answer_open(handoff_id, reply)
+                case sending.NotReserved(handoff_id, detail):
+                    self._answer_open(handoff_id, pb.LocalReply(error=detail))
+                case sending.StartPush(handoff_id, target):
+                    self._start_push(handoff_id, target)
+                case sending.StopPush(handoff_id, farewell):
+                    if (pusher := self._pushers.pop(handoff_id, None)) is not None:
+                        pusher.stop(farewell)
+                case sending.Ended():
+                    self._tell_ended(effect)
+
+    def _answer_open(self, handoff_id: bytes, reply: pb.LocalReply) -> None:
+        connection, reply.call_id = self._opening.pop(handoff_id)
+        connection.reply(reply)
+
+    def _start_push(self, handoff_id: bytes, target: str) -> None:
+        def on_reply(reply: pb.PushReply) -> None:
+            self._carry_out(self._sender.handle_reply(reply, handoff_id, self._loop.time()))
+            self._arm()
+
+        def on_lost(detail: str) -> None:
+            self._live_pushers.discard(pusher)
+            # One that was stopped is no longer the send's.
+            if self._pushers.get(handoff_id) is pusher:
+                self._carry_out(
+                    self._sender.handle_push_lost(handoff_id, detail, self._loop.time())
+                )
+                self._arm()
+
+        push = self._transport.open_push(target)
+        pusher = Pusher(handoff_id, push, self._sender, on_reply, on_lost)
+        self._pushers[handoff_id] = pusher
+        self._live_pushers.add(pusher)
+
+    def _reply(self, reply: receiving.Reply) -> None:
+        push = self._incoming.get(reply.stream)
+        if push is None:
+            return
+        push.reply(
+            pb.PushReply(
+                kind=reply.kind,
+                handoff_id=reply.handoff_id,
+                epoch=reply.epoch,
+                reason=reply.reason,
+                detail=reply.detail,
+            )
+        )
+        if reply.kind != pb.PushReply.KIND_OPENED:
+            self._end_unless_served(reply.stream)
+
+    def _tell_changed(self, changed: receiving.Changed) -> None:
+        if changed.state is receiving.ReceiveState.FAILED:
+            logger.info(
+                "handoff failed: %s",
+                changed.detail,
+                extra={"handoff": changed.handoff_id.hex(), "epoch": changed.epoch},
+            )
+        for connection in self._connections:
+            if connection.subscribed:
+                _notify(connection, changed)
+
+    def _tell_ended(self, ended: sending.Ended) -> None:
+        if not ended.committed:
+            logger.info(
+                "send failed: %s",
+                ended.detail,
+                extra={"handoff": ended.handoff_id.hex(), "epoch": ended.epoch},
+            )
+        states = pb.LocalSendState
+        state = pb.LocalSendState(
+            handoff_id=ended.handoff_id,
+            epoch=ended.epoch,
+            state=states.STATE_COMMITTED if ended.committed else states.STATE_FAILED,
+            reason=ended.reason,
+            detail=ended.detail,
+            num_bytes=ended.num_bytes,
+            exposed_us=round(ended.exposed_s * 1e6),
+        )
+        for connection in self._connections:
+            if connection.is_main:
+                connection.notify(("send", ended.handoff_id), pb.LocalReply(send=state))
+
+    def _arm(self) -> None:
+        """Sets the timer to the next deadline; those that moved away only cost an early look."""
+        deadlines = (self._sender.next_deadline(), self._receiver.next_deadline())
+        next_deadline = min((each for each in deadlines if each is not None), default=None)
+        if self._timer is not None:
+            if next_deadline is not None and self._timer.when() <= next_deadline:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if next_deadline is not None:
+            self._timer = self._loop.call_at(next_deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        self._carry_out(self._sender.expire(now))
+        self._carry_out(self._receiver.expire(now))
+        self._arm()
+
+    # ---- Statistics and the end.
+
+    def statistics(self) -> pb.LocalStatistics:
+        sent, received = self._sender.statistics, self._receiver.statistics
+        sends, receives = self._sender.arena_statistics(), self._receiver.arena_statistics()
+        return pb.LocalStatistics(
+            send_bytes_total=sends.total_bytes,
+            send_bytes_used=sends.used_bytes,
+            receive_bytes_total=receives.total_bytes,
+            receive_bytes_used=receives.used_bytes,
+            num_sends=self._sender.num_live,
+            num_receives=self._receiver.num_live,
+            bytes_sent=sent.num_bytes,
+            bytes_received=received.num_bytes,
+            frames_sent=sent.num_frames,
+            frames_received=received.num_frames,
+            handoffs_committed=sent.num_committed + received.num_committed,
+            handoffs_failed=sent.num_failed + received.num_failed,
+            refusals=dict(sent.refusals + received.refusals),
+        )
+
+    def close_connections(self) -> None:
+        """Cuts off every local client."""
+        for connection in list(self._connections):
+            connection.abort()
+
+    async def close_pushes(self) -> None:
+        """Cuts off every push, both ways, and closes the transport."""
+        for push in self._incoming.values():
+            push.end()
+        await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
+        await self._transport.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _claimed(grant: receiving.Grant, rank: int) -> pb.LocalClaimed:
+    return pb.LocalClaimed(
+        offset=grant.offset,
+        num_blocks=grant.num_blocks,
+        num_tokens=grant.num_tokens,
+        frames=[
+            pb.LocalFrame(
+                handoff_id=grant.handoff_id,
+                epoch=grant.epoch,
+                rank=rank,
+                layer=frame.layer,
+                first_block=frame.first_block,
+                num_blocks=frame.num_blocks,
+                checksum=frame.checksum,
+            )
+            for frame in grant.frames
+        ],
+    )
+
+
+def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
+    state = pb.LocalHandoffState(
+        handoff_id=changed.handoff_id,
+        epoch=changed.epoch,
+        state=changed.state.value,
+        reason=changed.reason,
+        detail=changed.detail,
+        num_blocks=changed.num_blocks,
+        num_tokens=changed.num_tokens,
+        num_bytes=changed.num_bytes,
+    )
+    connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

@@ -1,0 +1,178 @@
+"""The transfer service: a process of its own beside one worker's engine.
+
+    python -m baton.kvtransfer.service '{"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}'
+
+It owns one shared-memory segment with two arenas, send [0, send_bytes) and receive [send_bytes,
+send_bytes + receive_bytes). The engine's processes copy into and out of it; this process moves the
+bytes between workers. It prints one line of JSON when it serves and ends with the connection of the
+worker's main process, with its parent, or on SIGTERM; socket and segment are gone after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from pydantic import Field, ValidationError
+
+from baton.kvtransfer import local_server
+from baton.kvtransfer.addresses import advertised
+from baton.kvtransfer.arena import Arena, Segment
+from baton.kvtransfer.core import TransferCore
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
+from baton.kvtransfer.local_server import LocalConnection
+from baton.kvtransfer.receiver import Receiver, ReceiverLimits
+from baton.kvtransfer.sender import Sender, SenderLimits
+from baton.runtime import lifecycle, logs, rpc
+from baton.runtime.config import ConfigError, KvTransferConfig, Section
+
+# A commit's answer and a first frame may come this much after the receiver's own idle timeout.
+SENDER_GRACE_S = 5.0
+
+
+class ServiceArguments(Section):
+    """What the process is started with, as JSON in its one argument."""
+
+    socket_path: str
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+
+
+def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
+    """The state machines' limits, from the configuration."""
+    sending = SenderLimits(
+        max_wait_s=config.open_timeout_s, idle_timeout_s=config.idle_timeout_s + SENDER_GRACE_S
+    )
+    receiving = ReceiverLimits(
+        max_wait_s=config.open_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        commit_ttl_s=config.commit_ttl_s,
+        claim_timeout_s=config.claim_timeout_s,
+    )
+    return sending, receiving
+
+
+async def serve(arguments: ServiceArguments) -> int:
+    """Runs the service until it is told to end; returns the process's exit code.
+
+    Raises:
+        ConfigError, TransferError: it cannot start.
+    """
+    stop = lifecycle.stop_requested()
+    # Ctrl-C in a terminal reaches every process: this one ends with its worker, which may drain.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = arguments.kv_transfer
+    server, transport = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES), GrpcTransport()
+    address = advertised(
+        rpc.bind(server, config.listen, "kv_transfer.listen"), config.advertise_host
+    )
+    listener = local_server.bind(arguments.socket_path)
+    segment: Segment | None = None
+    try:
+        segment = Segment.create(config.send_bytes + config.receive_bytes)
+        sending, receiving = limits(config)
+        sender = Sender(Arena(0, config.send_bytes), segment.memory, sending)
+        receiver = Receiver(
+            Arena(config.send_bytes, config.receive_bytes), segment.memory, receiving
+        )
+        core = TransferCore(sender, receiver, transport, stop)
+        core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
+        KvTransferServicer(core, core.description).add_to(server)
+        health = rpc.add_health_and_reflection(server, [SERVICE])
+        with _watched_parent(stop):
+            await _run(core, server, health, listener, stop, arguments.socket_path)
+    finally:
+        listener.close()
+        local_server.remove(arguments.socket_path)
+        if segment is not None:
+            segment.close()
+    return 0
+
+
+async def _run(
+    core: TransferCore,
+    server: grpc.aio.Server,
+    health: HealthServicer,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    socket_path: str,
+) -> None:
+    loop = asyncio.get_running_loop()
+    not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+    serving = health_pb2.HealthCheckResponse.SERVING
+    await health.set(SERVICE, not_serving)
+    await server.start()
+    local = await loop.create_unix_server(
+        lambda: LocalConnection(core.handle_request, core.connection_lost), sock=listener
+    )
+    print(json.dumps({"socket_path": socket_path, **core.ready_fields()}), flush=True)
+    configured = loop.create_task(core.configured.wait())
+    stopping = loop.create_task(stop.wait())
+    await asyncio.wait([configured, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not stop.is_set():
+        await health.set(SERVICE, serving)
+        await health.set("", serving)
+        await stopping
+    # 1. Nothing new. 2. The other ends of our pushes, then of theirs, learn of it at once.
+    configured.cancel()
+    local.close()
+    core.close_connections()
+    await health.enter_graceful_shutdown()
+    await core.close_pushes()
+    await server.stop(0)
+    await asyncio.wait([configured])
+
+
+@contextlib.contextmanager
+def _watched_parent(stop: asyncio.Event) -> Iterator[None]:
+    """A parent that was killed leaves no orphan, whoever else holds its end of the socket."""
+    loop, parent = asyncio.get_running_loop(), os.getppid()
+    try:
+        watch = os.pidfd_open(parent)
+    except OSError:
+        # Without such descriptors the main process's connection alone has to tell.
+        yield
+        return
+    try:
+        if os.getppid() != parent:
+            stop.set()
+        loop.add_reader(watch, stop.set)
+        yield
+        loop.remove_reader(watch)
+    finally:
+        os.close(watch)
+
+
+def main() -> int:
+    """The process's entry point."""
+    try:
+        if len(sys.argv) != 2:
+            raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")
+        arguments = ServiceArguments.model_validate_json(sys.argv[1])
+        logs.setup(arguments.log_level, "kv-transfer")
+        return lifecycle.run(serve(arguments))
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()
+        ]
+        message = "; ".join(problems)
+    except (ConfigError, TransferError) as error:
+        message = str(error)
+    print(f"kv-transfer: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
