@@ -43,7 +43,7 @@ lint: $(BATON) $(DEV)
 	$(BIN)/python proto/generate.py --check
 
 bench: $(BATON) $(DEV) $(BENCH)
-	$(BIN)/python -m baton.bench $(ARGS)
+	$(BIN)/python -m baton.bench.disaggregation $(ARGS)
 
 proto: $(DEV)
 	$(BIN)/python proto/generate.py
