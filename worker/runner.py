@@ -1,0 +1,295 @@
+"""The requests of a worker: from command to outputs, whatever ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from google.rpc import code_pb2
+
+from baton.decode.role import DecodeRole
+from baton.engine.attempts import Attempt
+from baton.engine.base import Engine, EngineDead, EngineOutput, RequestRejected
+from baton.kvtransfer.control import HandoffEvent, TransferClient
+from baton.kvtransfer.layout import KvLayout
+from baton.prefill.role import PrefillRole
+from baton.runtime.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    RemoteError,
+    ResourceExhausted,
+)
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+
+class RolePolicy(Protocol):
+    """What a role does with its requests; prefill/role.py and decode/role.py."""
+
+    async def begin(self, attempt: Attempt) -> None: ...
+    def on_output(self, attempt: Attempt, output: EngineOutput) -> None: ...
+    def release(self, attempt: Attempt) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    attempt: Attempt
+    policy: RolePolicy
+    begin: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+
+class Runner:
+    """Owns every request of this worker.
+
+    All methods are called from one event loop. Commands of either role are carried out, so that a
+    worker that changes its role finishes what it has.
+
+    Args:
+        engine: started.
+        layout: of its KV cache.
+        transfer: configured.
+        outbox: takes outputs and reports.
+        max_requests: held at once, those being cleaned up included; more are refused.
+        open_timeout_s: longest wait for a handoff's reservation.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layout: KvLayout,
+        transfer: TransferClient,
+        outbox: Outbox,
+        *,
+        max_requests: int,
+        open_timeout_s: float,
+    ) -> None:
+        self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
+        self._transfer = transfer
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.prefill = PrefillRole(
+            engine,
+            transfer,
+            layout,
+            open_timeout_s=open_timeout_s,
+            report=self._report_handoff,
+            on_change=self._update_idle,
+        )
+        self.decode = DecodeRole(
+            engine, transfer, report=self._report_handoff, on_change=self._update_idle
+        )
+        self._held: dict[str, _Held] = {}
+        self._by_engine_id: dict[str, _Held] = {}
+        self._cleanups: dict[asyncio.Task[None], _Held] = {}
+        self._num_steps = 0
+        self.num_tokens = 0
+        # How requests ended here, by a word for the metrics.
+        self.num_ended: dict[str, int] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._held)
+
+    def running(self) -> list[cluster_pb2.RunningRequest]:
+        """Every request here, for a coordinator to adopt."""
+        return [held.attempt.running() for held in self._held.values()]
+
+    async def run(self) -> None:
+        """Carries the engine's steps and the handoffs' news outwards, without end.
+
+        Raises:
+            EngineDead, ServiceGone: in an ExceptionGroup.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pump_engine())
+            group.create_task(self._pump_transfer())
+
+    # ---- Commands.
+
+    def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
+        plan = command.handoff if command.HasField("handoff") else None
+        self._start(Attempt(command.spec, common_pb2.ROLE_PREFILL, plan), self.prefill)
+
+    def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
+        plan = command.handoff if command.HasField("handoff") else None
+        self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
+
+    def cancel(self, command: cluster_pb2.CancelCommand) -> None:
+        """Ends an attempt without a word, whatever it is doing, and forgets its handoff."""
+        held = self._held.get(command.request_id)
+        if held is not None and held.attempt.spec.attempt == command.attempt:
+            self._drop(held, "cancelled")
+        if command.handoff_id and command.handoff_id not in self._held_handoffs():
+            if self.prefill.sends(command.handoff_id):
+                self.prefill.give_up(command.handoff_id)
+            else:
+                self.decode.drop(command.handoff_id)
+
+    def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
+        """Ends every attempt but these (request id, attempt), and handoffs that are nobody's."""
+        for held in list(self._held.values()):
+            if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
+                self._drop(held, "cancelled")
+        self._give_up_the_rest()
+
+    def fail_all(self, error: BatonError) -> None:
+        """Ends every request with an error."""
+        outputs = [held.attempt.failed(error) for held in self._held.values()]
+        for held in list(self._held.values()):
+            self._drop(held, "failed")
+        self._post(outputs)
+        self._give_up_the_rest()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Waits until what was dropped is freed, for at most so long."""
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=timeout_s)
+
+    def _held_handoffs(self) -> set[bytes]:
+        """Of requests that are here or being freed: the latter let go of theirs by themselves."""
+        every = [*self._held.values(), *self._cleanups.values()]
+        plans = [held.attempt.handoff for held in every]
+        return {plan.handoff_id for plan in plans if plan is not None}
+
+    def _give_up_the_rest(self) -> None:
+        kept = self._held_handoffs()
+        self.prefill.give_up_all_but(kept)
+        self.decode.keep_only(kept)
+
+    # ---- One request.
+
+    def _start(self, attempt: Attempt, policy: RolePolicy) -> None:
+        older = self._held.get(attempt.spec.request_id)
+        if older is not None:
+            if older.attempt.spec.attempt >= attempt.spec.attempt:
+                return
+            self._drop(older, "superseded")
+        if len(self._held) + len(self._cleanups) >= self._max_requests:
+            refusal = ResourceExhausted(
+                f"this worker holds {self._max_requests} requests, its most",
+                reason="WORKER_FULL",
+                retry_after_s=1.0,
+            )
+            self._post([attempt.failed(refusal)])
+            policy.release(attempt)
+            return
+        held = _Held(attempt, policy)
+        self._held[attempt.spec.request_id] = held
+        self._by_engine_id[attempt.engine_id] = held
+        self.idle.clear()
+        if attempt.spec.HasField("timeout"):
+            held.deadline = asyncio.get_running_loop().call_later(
+                attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
+            )
+        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
+
+    async def _begin(self, held: _Held) -> None:
+        try:
+            await held.policy.begin(held.attempt)
+        except RequestRejected as error:
+            self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
+        except EngineDead as error:
+            self._die(str(error))
+        except Exception as error:
+            _log.exception("request %s", held.attempt.engine_id)
+            self._fail(held, Internal(f"{type(error).__name__}: {error}"))
+
+    def _expire(self, held: _Held) -> None:
+        self._fail(held, DeadlineExceeded("the request's deadline passed on the worker"))
+
+    def _fail(self, held: _Held, error: BatonError) -> None:
+        self._post([held.attempt.failed(error)])
+        self._drop(held, "failed")
+
+    def _drop(self, held: _Held, how: str) -> None:
+        """Forgets a request at once; the engine's part and the handoff are freed in order."""
+        self._forget(held, how)
+        task = asyncio.create_task(self._free(held), name=f"free {held.attempt.engine_id}")
+        self._cleanups[task] = held
+        task.add_done_callback(self._freed)
+
+    def _freed(self, task: asyncio.Task[None]) -> None:
+        del self._cleanups[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(f"freeing a request failed: {error!r}")
+        self._update_idle()
+
+    async def _free(self, held: _Held) -> None:
+        try:
+            if held.begin is not None and held.begin is not asyncio.current_task():
+                held.begin.cancel()
+                await asyncio.wait([held.begin])
+            await self._engine.abort([held.attempt.engine_id])
+        except EngineDead as error:
+            self._die(str(error))
+        finally:
+            held.policy.release(held.attempt)
+
+    def _forget(self, held: _Held, how: str) -> None:
+        del self._held[held.attempt.spec.request_id]
+        del self._by_engine_id[held.attempt.engine_id]
+        if held.deadline is not None:
+            held.deadline.cancel()
+        self.num_ended[how] = self.num_ended.get(how, 0) + 1
+        self._update_idle()
+
+    # ---- What comes from the engine and the transfer service.
+
+    async def _pump_engine(self) -> None:
+        while True:
+            step = await self._engine.next_step()
+            self._num_steps += 1
+            outputs = [
+                message
+                for output in step.outputs
+                if (held := self._by_engine_id.get(output.request_id)) is not None
+                and (message := self._take(held, output)) is not None
+            ]
+            self._post(outputs)
+            await self._outbox.room()
+
+    def _take(self, held: _Held, output: EngineOutput) -> cluster_pb2.RequestOutput:
+        message = held.attempt.report(output)
+        self.num_tokens += len(output.token_ids)
+        held.policy.on_output(held.attempt, output)
+        if end := message.WhichOneof("end"):
+            self._forget(held, end)
+        return message
+
+    async def _pump_transfer(self) -> None:
+        while True:
+            for event in await self._transfer.next_events():
+                self._on_handoff_event(event)
+
+    def _on_handoff_event(self, event: HandoffEvent) -> None:
+        if isinstance(event, kv_transfer_pb2.LocalSendState):
+            self.prefill.on_send_state(event)
+        else:
+            self.decode.on_handoff_state(event)
+
+    def _report_handoff(self, report: cluster_pb2.HandoffReport) -> None:
+        self._outbox.post(cluster_pb2.WorkerMessage(handoff=report))
+
+    def _post(self, outputs: Sequence[cluster_pb2.RequestOutput]) -> None:
+        if outputs:
+            step = cluster_pb2.StepOutputs(step=self._num_steps, outputs=outputs)
+            self._outbox.post(cluster_pb2.WorkerMessage(step=step))
+
+    def _die(self, reason: str) -> None:
+        if not self.died.done():
+            self.died.set_result(reason)
+
+    def _update_idle(self) -> None:
+        busy = self._held or self._cleanups or self.prefill.num_sends or self.decode.num_receives
+        if busy:
+            self.idle.clear()
+        else:
+            self.idle.set()
