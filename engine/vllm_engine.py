@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from baton.engine.base import (
     EngineDead,
@@ -83,6 +83,7 @@ class _Live:
     num_swallowed: int = 0
     pending_text: str = ""
     scheduled_at: float | None = None
+    prefill_stats: PrefillStats | None = None
     reported: bool = False
     cut: bool = False
 
@@ -286,13 +287,12 @@ class VllmEngine:
         for output in outputs.outputs:
             self._before_processing(output)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
-        first = {output.request_id: output for output in outputs.outputs}
         step = EngineStep()
         for made in processed.request_outputs:
-            if (live := self._by_internal_id.get(made.request_id)) is not None:
-                raw = first[made.request_id]
-                if output := self._engine_output(live, made, raw, outputs.timestamp):
-                    step.outputs.append(output)
+            live = self._by_internal_id.get(made.request_id)
+            output = self._engine_output(live, made, outputs.timestamp) if live else None
+            if output is not None:
+                step.outputs.append(output)
         self._sample(outputs.outputs, outputs.timestamp)
         finished = [
             live
@@ -314,6 +314,8 @@ class VllmEngine:
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and live.scheduled_at is None:
                 live.scheduled_at = event.timestamp
+        # Comes with the first token, which may be a forced one that is not reported.
+        live.prefill_stats = live.prefill_stats or output.prefill_stats
         if not live.request.prefill_only or output.finish_reason != FinishReason.LENGTH:
             return
         shown = self._output.request_states[output.request_id].max_tokens_param
@@ -323,7 +325,7 @@ class VllmEngine:
             output.finish_reason, live.cut = None, True
 
     def _engine_output(
-        self, live: _Live, made: RequestOutput, raw: EngineCoreOutput, timestamp: float
+        self, live: _Live, made: RequestOutput, timestamp: float
     ) -> EngineOutput | None:
         completion = made.outputs[0]
         token_ids = list(completion.token_ids)
@@ -353,7 +355,7 @@ class VllmEngine:
             scheduled_at = live.scheduled_at or live.submitted_at
             output.queue_s = max(0.0, scheduled_at - live.submitted_at)
             output.run_s = max(0.0, timestamp - scheduled_at)
-            if (stats := raw.prefill_stats) is not None:
+            if (stats := live.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_handoff_tokens = stats.num_external_cached_tokens
             if live.request.sampling.HasField("prompt_logprobs") and made.prompt_logprobs:

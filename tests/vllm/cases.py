@@ -1,7 +1,7 @@
 """Requests whose outputs through the cluster must equal those of one plain vLLM.
 
-Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids) and
-`sampling` (by vLLM's names, `json_schema` and `choice` for grammars).
+Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids)
+and `sampling` (by vLLM's names; `json_schema` and `choice` for grammars).
 """
 
 from __future__ import annotations

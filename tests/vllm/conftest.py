@@ -20,15 +20,21 @@ import cases
 import psutil
 import pytest
 import yaml
+from relay import Relay, as_it_is
 
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
+from baton.kvtransfer.control import EnginePort
 from baton.runtime import demo_model
 from baton.v1 import admin_pb2, common_pb2
 
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 240
 IDLE_TIMEOUT_S = 2.0
+MAX_DECODES = 10
+SEND_BYTES = 64 * 2**20
+RELAY_HOST = "127.0.0.2"
 
 ENGINE_ARGS = {
     "dtype": "float32",
@@ -44,8 +50,17 @@ CONFIG = {
     "engine_args": ENGINE_ARGS,
     "coordinator": {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "handoff_timeout_s": 5},
     # 64 blocks: a few long requests overflow it, and vLLM preempts.
-    "decode": {"engine_args": {"kv_cache_memory_bytes": 8 * 2**20}},
-    "kv_transfer": {"send_bytes": 64 * 2**20, "receive_bytes": 64 * 2**20},
+    "decode": {
+        "engine_args": {"kv_cache_memory_bytes": 8 * 2**20},
+        "max_requests_per_worker": MAX_DECODES,
+    },
+    "kv_transfer": {
+        "send_bytes": SEND_BYTES,
+        "receive_bytes": SEND_BYTES,
+        # What other workers dial is the relay, on the same port.
+        "advertise_host": RELAY_HOST,
+        "commit_ttl_s": 3,
+    },
 }
 
 
@@ -85,6 +100,7 @@ class Cluster:
     address: str
     process: subprocess.Popen[str]
     log: list[str]
+    relay: Relay | None = None
 
     def worker_process(self, role: str) -> psutil.Process:
         """The main process of a role's only worker."""
@@ -99,6 +115,11 @@ class Cluster:
             if "baton.kvtransfer.service" in " ".join(process.cmdline()):
                 return process
         raise AssertionError(f"no transfer service beside the {role} worker")
+
+    def port(self, role: str) -> EnginePort:
+        """A connection of the test's own to the transfer service beside a worker."""
+        arguments = json.loads(self.transfer_service(role).cmdline()[-1])
+        return EnginePort(arguments["socket_path"])
 
     def engine_processes(self, role: str) -> list[psutil.Process]:
         """vLLM's engine core and rank."""
@@ -192,14 +213,23 @@ def cluster(
 ) -> Iterator[Cluster]:
     # After the reference: three engines at once would be slow to load.
     started = start_cluster({"model": model, **CONFIG}, tmp_path_factory.mktemp("cluster"))
+    decode = asyncio.run(started.workers())[DECODE]
+    port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")
+    started.relay = Relay(decode.kv_address, f"127.0.0.1:{port}")
     yield started
     stop_cluster(started)
+    started.relay.close()
+
+
+@pytest.fixture
+def relay(cluster: Cluster) -> Iterator[Relay]:
+    assert cluster.relay is not None
+    cluster.relay.num_spoiled = 0
+    yield cluster.relay
+    cluster.relay.spoil = as_it_is
 
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[BatonClient]:
     async with cluster.client() as made:
         yield made
-
-
-PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

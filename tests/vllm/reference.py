@@ -11,7 +11,6 @@ from typing import Any
 
 import cases
 from vllm import LLM, SamplingParams
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 ENGINE_ARGS = {

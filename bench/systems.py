@@ -1,0 +1,178 @@
+"""Starts and stops what the benchmarks compare: Baton, one plain vLLM, vLLM's NixlConnector."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A started server.
+
+    Attributes:
+        address: host:port or URL of what it serves.
+    """
+
+    popen: subprocess.Popen[str]
+    address: str
+    log: Path
+
+    def resident_bytes(self) -> int:
+        return int(psutil.Process(self.popen.pid).memory_info().rss)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def plain_vllm(
+    model: str, engine_args: dict[str, Any], cores: str, **environment: str
+) -> Iterator[Process]:
+    """One vLLM OpenAI server bound to `cores`."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--model", model, "--served-model-name", "bench"]
+    for name, value in engine_args.items():
+        command += _flag(name, value)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores, **environment}
+    with _running(command, environment) as (popen, log):
+        url = f"http://127.0.0.1:{port}"
+        _wait_http(f"{url}/health", popen, log)
+        yield Process(popen, url, log)
+
+
+@contextlib.contextmanager
+def nixl_pair(
+    model: str, engine_args: dict[str, Any], cores: tuple[str, str]
+) -> Iterator[tuple[Process, Process]]:
+    """Two vLLM servers with the NixlConnector: prefill and decode."""
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    arguments = engine_args | {"kv_transfer_config": json.dumps(transfer)}
+    with contextlib.ExitStack() as stack:
+        yield tuple(  # type: ignore[misc]
+            stack.enter_context(
+                plain_vllm(model, arguments, core, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+            )
+            for core in cores
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Baton:
+    """A coordinator and its workers, each a process of its own."""
+
+    coordinator: Process
+    prefill: Process
+    decode: Process
+
+
+@contextlib.contextmanager
+def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> Iterator[Baton]:
+    """One coordinator, one prefill and one decode worker."""
+    port = free_port()
+    config = {
+        "model": model,
+        "served_model_name": "bench",
+        "engine_args": engine_args,
+        "log_level": "warning",
+        "coordinator": {"listen": f"127.0.0.1:{port}"},
+    }
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        path = Path(directory) / "baton.yaml"
+        path.write_text(yaml.safe_dump(config))
+
+        def start(arguments: list[str], **environment: str) -> Process:
+            command = [sys.executable, "-m", "baton.cli.main", *arguments, "--config", str(path)]
+            popen, log = stack.enter_context(_running(command, environment))
+            return Process(popen, f"127.0.0.1:{port}", log)
+
+        coordinator = start(["coordinator"])
+        workers = [
+            start(
+                ["worker", "--role", role, "--coordinator", f"127.0.0.1:{port}"],
+                VLLM_CPU_OMP_THREADS_BIND=core,
+            )
+            for role, core in zip(("prefill", "decode"), cores, strict=True)
+        ]
+        yield Baton(coordinator, *workers)
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
+        popen = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        yield popen, Path(log.name)
+    except BaseException:
+        sys.stderr.write(f"{' '.join(command[:6])}:\n{Path(log.name).read_text()[-2000:]}\n")
+        raise
+    finally:
+        _stop(popen)
+        os.unlink(log.name)
+
+
+def _stop(popen: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(popen.pid).children(recursive=True)
+        popen.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(STOP_TIMEOUT_S)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, 5)
+    if popen.poll() is None:
+        popen.kill()
+        popen.wait()
+
+
+def _wait_http(url: str, popen: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if popen.poll() is not None:
+            raise RuntimeError(f"server ended with {popen.returncode}: {log.read_text()[-2000:]}")
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise TimeoutError(f"{url} did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    return [flag, str(value)]

@@ -1,0 +1,68 @@
+"""A man in the middle of the handoff: passes frames on to a transfer service, or spoils them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+PUSH = "/baton.v1.KvTransfer/Push"
+MAX_BYTES = 64 * 2**20
+
+# What to send on in place of one message; None of it for [].
+Spoil = Callable[[bytes], list[bytes]]
+
+
+def as_it_is(message: bytes) -> list[bytes]:
+    return [message]
+
+
+class Relay:
+    """Listens on `listen` and forwards every push stream to `target`, through `spoil`."""
+
+    def __init__(self, listen: str, target: str) -> None:
+        self.spoil: Spoil = as_it_is
+        # What spoils a stream is made anew for each, so that it can count.
+        self.num_spoiled = 0
+        options = [("grpc.max_receive_message_length", MAX_BYTES)]
+        self._channel = grpc.insecure_channel(target, options=options)
+        self._push = self._channel.stream_stream(PUSH)
+        self._server = grpc.server(ThreadPoolExecutor(16), options=options)
+        handler = grpc.stream_stream_rpc_method_handler(self._forward)
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("baton.v1.KvTransfer", {"Push": handler})]
+        )
+        assert self._server.add_insecure_port(listen)
+        self._server.start()
+
+    def _forward(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        spoil = self.spoil
+        outgoing: queue.Queue[bytes | None] = queue.Queue()
+
+        def read() -> None:
+            try:
+                for message in messages:
+                    made = spoil(message)
+                    self.num_spoiled += made != [message]
+                    for one in made:
+                        outgoing.put(one)
+            except grpc.RpcError:
+                pass
+            finally:
+                outgoing.put(None)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        call = self._push(iter(outgoing.get, None))
+        context.add_callback(call.cancel)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details() or "")
+
+    def close(self) -> None:
+        self._server.stop(grace=1).wait()
+        self._channel.close()

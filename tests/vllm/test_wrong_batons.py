@@ -1,0 +1,194 @@
+"""Whatever happens to a handoff's frames on their way, the tokens are right."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import cases
+import pytest
+from conftest import Cluster
+from relay import Relay, Spoil
+
+from baton.client.client import BatonClient
+from baton.kvtransfer import frames
+from baton.v1 import kv_transfer_pb2
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+def with_kind(
+    kind: frames.FrameKind, change: Callable[[bytes, frames.Frame], list[bytes]]
+) -> Spoil:
+    """Spoils the first frame of a kind, cut out of the message it came in."""
+    done = False
+
+    def spoil(message: bytes) -> list[bytes]:
+        nonlocal done
+        made: list[bytes] = []
+        for frame in frames.decode(message):
+            raw = again(frame)
+            if frame.kind is kind and not done:
+                done = True
+                made += change(raw, frame)
+            else:
+                made.append(raw)
+        return made
+
+    return spoil
+
+
+def again(frame: frames.Frame, **changes: int | bytes) -> bytes:
+    fields = {
+        "handoff_id": frame.handoff_id,
+        "epoch": frame.epoch,
+        "rank": frame.rank,
+        "layer": frame.layer,
+        "first_block": frame.first_block,
+        "num_blocks": frame.num_blocks,
+        "payload": bytes(frame.payload),
+        **changes,
+    }
+    return frames.encode(frame.kind, **fields)  # type: ignore[arg-type]
+
+
+def flip(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 0x40]) + raw[at + 1 :]
+
+
+def corrupted(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [flip(raw, frames.HEADER_BYTES + len(frame.payload) // 2)]
+
+
+def corrupted_header(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [flip(raw, 9)]
+
+
+def truncated(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [raw[: frames.HEADER_BYTES + len(frame.payload) // 2]]
+
+
+def duplicated(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [raw, raw]
+
+
+def missing(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return []
+
+
+def of_another_handoff(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [again(frame, handoff_id=secrets.token_bytes(16))]
+
+
+def of_an_old_epoch(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [again(frame, epoch=frame.epoch - 1)]
+
+
+def of_another_layer(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [again(frame, layer=frame.layer + 1)]
+
+
+def beyond_the_end(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    return [again(frame, first_block=frame.first_block + 1000)]
+
+
+def foreign_bytes(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    """Well-formed, with a checksum that fits: only the commit can tell."""
+    return [again(frame, payload=secrets.token_bytes(len(frame.payload)))]
+
+
+def other_fingerprint(raw: bytes, frame: frames.Frame) -> list[bytes]:
+    opened = kv_transfer_pb2.PushOpen.FromString(bytes(frame.payload))
+    opened.fingerprint.head_size += 1
+    return [again(frame, payload=opened.SerializeToString())]
+
+
+DATA, COMMIT, OPEN = frames.FrameKind.DATA, frames.FrameKind.COMMIT, frames.FrameKind.OPEN
+FAULTS = {
+    "corrupted": (DATA, corrupted),
+    "corrupted header": (DATA, corrupted_header),
+    "truncated": (DATA, truncated),
+    "duplicated": (DATA, duplicated),
+    "missing": (DATA, missing),
+    "of another handoff": (DATA, of_another_handoff),
+    "of an old epoch": (DATA, of_an_old_epoch),
+    "of another layer": (DATA, of_another_layer),
+    "beyond the end": (DATA, beyond_the_end),
+    "foreign bytes": (DATA, foreign_bytes),
+    "corrupted commit": (COMMIT, corrupted),
+    "commit twice": (COMMIT, duplicated),
+    "commit of an old epoch": (COMMIT, of_an_old_epoch),
+    "other fingerprint": (OPEN, other_fingerprint),
+    "truncated open": (OPEN, truncated),
+    "opened twice": (OPEN, duplicated),
+}
+
+
+async def undisturbed_then(
+    client: BatonClient, relay: Relay, spoil: Spoil, salt: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens of one prompt with its handoff spoiled, and of the same prompt without."""
+    case_prompt = cases.prompt(230, 2000 + salt)
+    relay.spoil = spoil
+    spoiled = await client.complete(case_prompt, temperature=0, max_tokens=12, timeout_s=60)
+    relay.spoil = lambda message: [message]
+    right = await client.complete(case_prompt, temperature=0, max_tokens=12, timeout_s=60)
+    return spoiled.token_ids, right.token_ids
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_spoiled_frames_never_change_tokens(
+    fault: str, client: BatonClient, cluster: Cluster, relay: Relay
+) -> None:
+    kind, change = FAULTS[fault]
+    salt = list(FAULTS).index(fault)
+    spoiled, right = await undisturbed_then(client, relay, with_kind(kind, change), salt)
+    assert relay.num_spoiled > 0
+    assert spoiled == right
+    await cluster.assert_idle()
+
+
+async def test_reordered_frames_are_put_where_they_belong(
+    client: BatonClient, cluster: Cluster, relay: Relay
+) -> None:
+    held: list[bytes] = []
+
+    def swap(message: bytes) -> list[bytes]:
+        made: list[bytes] = []
+        for frame in frames.decode(message):
+            raw = again(frame)
+            if frame.kind is DATA and not held:
+                held.append(raw)
+            elif frame.kind is DATA and len(held) == 1:
+                made += [raw, held[0]]
+                held.append(b"")
+            else:
+                made.append(raw)
+        return made
+
+    spoiled, right = await undisturbed_then(client, relay, swap, 900)
+    assert relay.num_spoiled > 0
+    assert spoiled == right
+    await cluster.assert_idle()
+
+
+async def test_late_frames_find_nothing_to_write_to(
+    client: BatonClient, cluster: Cluster, relay: Relay
+) -> None:
+    """Frames of a handoff that is long over arrive in the stream of the next."""
+    kept: list[bytes] = []
+
+    def keep(message: bytes) -> list[bytes]:
+        kept.extend(again(f) for f in frames.decode(message) if f.kind is DATA)
+        return [message]
+
+    relay.spoil = keep
+    await client.complete(cases.prompt(230, 3000), temperature=0, max_tokens=4, timeout_s=60)
+    assert kept
+
+    def late(raw: bytes, frame: frames.Frame) -> list[bytes]:
+        return [*kept, raw]
+
+    spoiled, right = await undisturbed_then(client, relay, with_kind(DATA, late), 901)
+    assert spoiled == right
+    await cluster.assert_idle()
