@@ -51,7 +51,7 @@ def generate(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or request, 3 unavailable, 130 interrupted.
     """
-    import asyncio
+    from baton.cli import interrupts
 
     wanted: RequestOptions = {
         "model": model,
@@ -70,7 +70,7 @@ def generate(
         wanted["stop"] = stop
     if ignore_eos:
         wanted["ignore_eos"] = True
-    asyncio.run(
+    interrupts.run(
         _stream(
             options.resolve_address(address),
             _prompt(prompt, tokens, chat),

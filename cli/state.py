@@ -119,15 +119,14 @@ def requests(
 
 
 def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-    import asyncio
-
+    from baton.cli import interrupts
     from baton.client import AdminClient
 
     async def ask() -> T:
         async with AdminClient(options.resolve_address(address)) as admin:
             return await question(admin)
 
-    return asyncio.run(ask())
+    return interrupts.run(ask())
 
 
 def _share(used: int, total: int) -> str:

@@ -1,0 +1,19 @@
+"""Running a command's coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import typer
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs it to its end; Ctrl-C cancels it and is exit code 130."""
+    try:
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
