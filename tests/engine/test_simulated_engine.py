@@ -3,12 +3,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish, RequestRejected
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
+from baton.runtime import demo_model
 from baton.runtime.config import SimulatedConfig
 from baton.runtime.latency import LatencyModel, PrefillChunk
 from baton.v1 import common_pb2
@@ -18,18 +18,7 @@ INSTANT = SimulatedConfig(time_scale=0, max_model_len=512, kv_tokens=1024, max_n
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([], trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return str(directory)
+    return demo_model.ensure("demo", weights=False, root=tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -161,16 +150,21 @@ async def test_a_stop_string_across_the_split_ends_the_text_before_it(
     engine: SimulatedEngine, vocabulary: Vocabulary
 ) -> None:
     prompt = list(range(10, 40))
-    text = vocabulary.tokenizer.decode(expected_tokens(vocabulary, prompt, 8))
-    stop = text[0:3]
-    first = (
-        await answers(engine, request("a", prompt, max_tokens=8, stop=[stop], prefill_only=True))
-    )["a"]
-    assert first.text == ""
-    rest = await answers(
-        engine, request("b", prompt, known=tuple(first.tokens), max_tokens=8, stop=[stop])
+    one, two = (
+        vocabulary.tokenizer.decode([token]) for token in expected_tokens(vocabulary, prompt, 2)
     )
-    assert (rest["b"].text, rest["b"].last.finish, rest["b"].last.stop) == ("", Finish.STOP, stop)
+    sampling = {"max_tokens": 8, "stop": [one[-1] + two[0]]}
+    first = (await answers(engine, request("a", prompt, prefill_only=True, **sampling)))["a"]
+    rest = (
+        await answers(
+            engine,
+            request(
+                "b", prompt, known=tuple(first.tokens), known_chars=len(first.text), **sampling
+            ),
+        )
+    )["b"]
+    assert first.text + rest.text == one[:-1]
+    assert (rest.last.finish, rest.last.stop) == (Finish.STOP, one[-1] + two[0])
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -1,0 +1,224 @@
+"""Two simulated engines and their real transfer services: the baton's whole way."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton.engine.base import (
+    EngineDead,
+    EngineOutput,
+    EngineRequest,
+    Finish,
+    ReceiveHandoff,
+    SendHandoff,
+)
+from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.control import TransferClient
+from baton.runtime import demo_model
+from baton.runtime.config import KvTransferConfig, SimulatedConfig
+from baton.v1 import common_pb2, kv_transfer_pb2
+
+SETTINGS = SimulatedConfig(
+    time_scale=0, max_model_len=1024, kv_tokens=2048, max_num_batched_tokens=64, block_bytes=256
+)
+
+
+@dataclass
+class Side:
+    engine: SimulatedEngine
+    transfer: TransferClient
+
+    async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput, EngineOutput]:
+        """Its tokens, first and last output."""
+        await self.engine.submit(request)
+        return await self.outputs_of(request.request_id)
+
+    async def outputs_of(self, name: str) -> tuple[list[int], EngineOutput, EngineOutput]:
+        tokens: list[int] = []
+        first: EngineOutput | None = None
+        async with asyncio.timeout(10):
+            while True:
+                for output in (await self.engine.next_step()).outputs:
+                    assert output.request_id == name
+                    first = first or output
+                    tokens += output.token_ids
+                    if output.finish is not None:
+                        return tokens, first, output
+
+
+@dataclass
+class Pair:
+    sender: Side
+    receiver: Side
+    vocabulary: Vocabulary
+
+    async def open(self, prompt: list[int]) -> SendHandoff:
+        handoff_id = secrets.token_bytes(16)
+        num_blocks = -(-len(prompt) // SETTINGS.block_size_tokens)
+        offset = await self.sender.transfer.open_send(
+            handoff_id, self.receiver.transfer.address, num_blocks, len(prompt), 5.0
+        )
+        return SendHandoff(handoff_id, offset, len(prompt))
+
+    async def nothing_left(self) -> None:
+        async with asyncio.timeout(5):
+            for side in (self.sender, self.receiver):
+                side.engine.check_integrity()
+                assert side.engine.load().kv_tokens_used == 0
+                while True:
+                    stats = await side.transfer.stats()
+                    if stats.send_bytes_used == stats.receive_bytes_used == 0:
+                        break
+                    # The service frees staging half a second after an abort, and tells nobody.
+                    await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    model = demo_model.ensure("demo", weights=False, root=tmp_path)
+    config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
+    async with contextlib.AsyncExitStack() as stack:
+        sides = []
+        for name in ("a", "b"):
+            transfer = await TransferClient.start(config, str(tmp_path / f"{name}.sock"))
+            stack.push_async_callback(transfer.close)
+            engine = SimulatedEngine(model, "m", SETTINGS, transfer.socket_path)
+            stack.push_async_callback(engine.stop)
+            info = await engine.start()
+            await transfer.configure(info.layout.fingerprint())
+            sides.append(Side(engine, transfer))
+        yield Pair(sides[0], sides[1], Vocabulary.load(model))
+
+
+def prefill(prompt: list[int], send: SendHandoff) -> EngineRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=8)
+    return EngineRequest("p", prompt, sampling, prefill_only=True, send=send)
+
+
+def decode(
+    prompt: list[int], known: list[int], handoff_id: bytes, timeout_s: float = 5.0
+) -> EngineRequest:
+    return EngineRequest(
+        "d",
+        prompt,
+        common_pb2.SamplingParams(max_tokens=8),
+        known_token_ids=known,
+        receive=ReceiveHandoff(handoff_id, len(prompt), timeout_s),
+    )
+
+
+async def committed(side: Side, handoff_id: bytes) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            for event in await side.transfer.next_events():
+                if event.handoff_id == handoff_id and event.state == (
+                    kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+                ):
+                    return
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 300])
+async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> None:
+    prompt = [(7 * index + length) % 200 for index in range(length)]
+    send = await pair.open(prompt)
+    first, _, cut = await pair.sender.finish(prefill(prompt, send))
+    assert cut.finish is Finish.CUT
+    rest, output, last = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert (output.num_handoff_tokens, last.finish) == (length, Finish.LENGTH)
+    await pair.nothing_left()
+
+
+async def test_a_preempted_prefill_hands_over_in_a_new_epoch(pair: Pair) -> None:
+    prompt = [index % 200 for index in range(300)]
+    send = await pair.open(prompt)
+    await pair.sender.engine.submit(prefill(prompt, send))
+    async with asyncio.timeout(5):
+        await pair.sender.engine.next_step()
+    assert pair.sender.engine.preempt("p")
+    first, _, _ = await pair.sender.outputs_of("p")
+    rest, output, _ = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == 300
+    await pair.nothing_left()
+
+
+async def test_without_a_commit_the_prompt_is_computed_and_nobody_waits(pair: Pair) -> None:
+    prompt = [index % 190 for index in range(100)]
+    engine = pair.receiver.engine
+    await engine.submit(decode(prompt, [], secrets.token_bytes(16), timeout_s=0.3))
+    sampling = common_pb2.SamplingParams(max_tokens=3)
+    await engine.submit(EngineRequest("other", [5, 6, 7], sampling))
+    finished: dict[str, EngineOutput] = {}
+    tokens: dict[str, list[int]] = {"d": [], "other": []}
+    async with asyncio.timeout(5):
+        while len(finished) < 2:
+            for output in (await engine.next_step()).outputs:
+                tokens[output.request_id] += output.token_ids
+                if output.finish is not None:
+                    finished[output.request_id] = output
+    assert list(finished) == ["other", "d"]
+    assert tokens["d"] == expected_tokens(pair.vocabulary, prompt, 8)
+    await pair.nothing_left()
+
+
+async def test_a_wrong_baton_is_an_error_and_never_tokens(pair: Pair) -> None:
+    prompt, other = [1] * 40, [2] * 40
+    send = await pair.open(prompt)
+    await pair.sender.finish(prefill(prompt, send))
+    tokens, _, last = await pair.receiver.finish(decode(other, [], send.handoff_id))
+    assert (tokens, last.finish) == ([], Finish.ERROR)
+    assert "wrong baton" in last.error
+    await pair.nothing_left()
+
+
+async def test_damaged_staging_is_recomputed(pair: Pair) -> None:
+    prompt = [index % 180 for index in range(100)]
+    send = await pair.open(prompt)
+    first, _, _ = await pair.sender.finish(prefill(prompt, send))
+    await committed(pair.receiver, send.handoff_id)
+    port = pair.receiver.engine._port
+    assert port is not None
+    memory = port._port.memory
+    for at in range(0, len(memory), 256):
+        memory[at] ^= 255
+    rest, output, _ = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == 0
+    await pair.nothing_left()
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+async def test_abort_leaves_nothing(pair: Pair, role: str) -> None:
+    prompt = [index % 170 for index in range(300)]
+    send = await pair.open(prompt)
+    if role == "sender":
+        await pair.sender.engine.submit(prefill(prompt, send))
+        async with asyncio.timeout(5):
+            await pair.sender.engine.next_step()
+        await pair.sender.engine.abort(["p"])
+        pair.sender.transfer.abort_send(send.handoff_id)
+    else:
+        await pair.sender.finish(prefill(prompt, send))
+        await committed(pair.receiver, send.handoff_id)
+        await pair.receiver.engine.submit(decode(prompt, [], send.handoff_id))
+        await pair.receiver.engine.abort(["d"])
+    await pair.nothing_left()
+
+
+async def test_the_engine_dies_with_its_transfer_service(pair: Pair) -> None:
+    os.kill(pair.sender.transfer.pid, 9)
+    async with asyncio.timeout(5):
+        await pair.sender.transfer.gone.wait()
+        await pair.sender.engine.submit(
+            EngineRequest("x", [1, 2], common_pb2.SamplingParams(max_tokens=2))
+        )
+        with pytest.raises(EngineDead, match="transfer service"):
+            await pair.sender.outputs_of("x")
