@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 
 from baton.kvtransfer import receiver as receiving
@@ -20,6 +21,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 # For an incoming push that opens no handoff; one that does has the handoff's deadlines.
 UNUSED_PUSH_TIMEOUT_S = 5.0
+# Of uvloop's clock, which is why times here are time.monotonic's.
+_TIMER_RESOLUTION_S = 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class TransferCore:
         self._incoming: dict[int, IncomingPush] = {}
         self._num_streams = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self.configured = asyncio.Event()
 
     def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
@@ -88,7 +92,7 @@ class TransferCore:
         self._connections.add(connection)
         if request.HasField("frames"):
             for filled in request.frames.frames:
-                self._carry_out(self._sender.fill(filled, self._loop.time()))
+                self._carry_out(self._sender.fill(filled, time.monotonic()))
             return
         reply: pb.LocalReply | None
         try:
@@ -104,7 +108,7 @@ class TransferCore:
         """A local client is gone; the worker's main process takes the service with it."""
         self._connections.discard(connection)
         for handoff_id in [key for key, (who, _) in self._opening.items() if who is connection]:
-            self._carry_out(self._sender.abort(handoff_id, self._loop.time()))
+            self._carry_out(self._sender.abort(handoff_id, time.monotonic()))
         if connection.is_main:
             self._stop.set()
 
@@ -112,7 +116,7 @@ class TransferCore:
         self, connection: LocalConnection, request: pb.LocalRequest
     ) -> pb.LocalReply | None:
         """What a request's caller is told now; None: later, by an effect."""
-        now, kind = self._loop.time(), request.WhichOneof("request")
+        now, kind = time.monotonic(), request.WhichOneof("request")
         if kind == "configure":
             connection.is_main = True
             self._configure(request.configure.fingerprint)
@@ -206,17 +210,17 @@ class TransferCore:
         return stream
 
     def push_frame(self, stream: int, frame: Frame) -> None:
-        if effects := self._receiver.handle_frame(stream, frame, self._loop.time()):
+        if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)
             self._arm()
 
     def push_malformed(self, stream: int, error: MalformedFrame) -> None:
-        self._carry_out(self._receiver.handle_malformed(stream, error, self._loop.time()))
+        self._carry_out(self._receiver.handle_malformed(stream, error, time.monotonic()))
         self._end_unless_served(stream)
 
     def push_ended(self, stream: int) -> None:
         self._incoming.pop(stream, None)
-        self._carry_out(self._receiver.handle_stream_lost(stream, self._loop.time()))
+        self._carry_out(self._receiver.handle_stream_lost(stream, time.monotonic()))
         self._arm()
 
     def _end_unless_served(self, stream: int) -> None:
@@ -255,16 +259,14 @@ class TransferCore:
 
     def _start_push(self, handoff_id: bytes, target: str) -> None:
         def on_reply(reply: pb.PushReply) -> None:
-            self._carry_out(self._sender.handle_reply(reply, handoff_id, self._loop.time()))
+            self._carry_out(self._sender.handle_reply(reply, handoff_id, time.monotonic()))
             self._arm()
 
         def on_lost(detail: str) -> None:
             self._live_pushers.discard(pusher)
             # One that was stopped is no longer the send's.
             if self._pushers.get(handoff_id) is pusher:
-                self._carry_out(
-                    self._sender.handle_push_lost(handoff_id, detail, self._loop.time())
-                )
+                self._carry_out(self._sender.handle_push_lost(handoff_id, detail, time.monotonic()))
                 self._arm()
 
         push = self._transport.open_push(target)
@@ -325,16 +327,18 @@ class TransferCore:
         deadlines = (self._sender.next_deadline(), self._receiver.next_deadline())
         next_deadline = min((each for each in deadlines if each is not None), default=None)
         if self._timer is not None:
-            if next_deadline is not None and self._timer.when() <= next_deadline:
+            if next_deadline is not None and self._timer_at <= next_deadline:
                 return
             self._timer.cancel()
             self._timer = None
         if next_deadline is not None:
-            self._timer = self._loop.call_at(next_deadline, self._expire)
+            self._timer_at = next_deadline
+            delay_s = max(0.0, next_deadline - time.monotonic()) + _TIMER_RESOLUTION_S
+            self._timer = self._loop.call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        now = self._loop.time()
+        now = time.monotonic()
         self._carry_out(self._sender.expire(now))
         self._carry_out(self._receiver.expire(now))
         self._arm()

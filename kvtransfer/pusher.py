@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from baton.kvtransfer import frames
@@ -78,15 +79,14 @@ class Pusher:
             self._on_lost(detail)
 
     async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while not self._stopping:
                 batch = self._sender.next_batch(
-                    self._handoff_id, frames.FRAME_TARGET_BYTES, loop.time()
+                    self._handoff_id, frames.FRAME_TARGET_BYTES, time.monotonic()
                 )
                 if batch:
                     await self._push.send(batch)
-                    self._sender.handle_written(self._handoff_id, loop.time())
+                    self._sender.handle_written(self._handoff_id, time.monotonic())
                 else:
                     self._changed.clear()
                     await self._changed.wait()

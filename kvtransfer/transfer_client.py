@@ -133,6 +133,11 @@ class TransferClient:
             raise
         return client
 
+    @property
+    def pid(self) -> int:
+        """Of the service's process."""
+        return self._process.pid
+
     async def configure(self, fingerprint: pb.KvFingerprint) -> None:
         """Says what the engine's cache is like; before that the service takes no handoffs.
 

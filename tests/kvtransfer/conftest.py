@@ -1,0 +1,161 @@
+"""Two real transfer services on loopback, and engines as far as they copy and notify."""
+
+import asyncio
+import itertools
+import os
+import random
+import secrets
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import SEGMENT_DIRECTORY
+from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient, filled_frame
+from baton.kvtransfer.layout import KvLayout
+from baton.runtime.config import KvTransferConfig
+from baton.v1 import kv_transfer_pb2 as pb
+
+LAYOUT = KvLayout("m", "r", "float32", 3, 2, 8, 4, 4096, "heads,tokens,content", tp_size=2)
+
+
+@dataclass
+class Worker:
+    """One worker's service, its main process's client and its engine's port."""
+
+    client: TransferClient
+    port: EnginePort
+    sends: dict[bytes, pb.LocalSendState] = field(default_factory=dict)
+    receives: dict[bytes, pb.LocalHandoffState] = field(default_factory=dict)
+
+    @property
+    def segment_path(self):
+        return SEGMENT_DIRECTORY / self.port.description.shm_name
+
+    async def until(self, done, timeout_s=10.0):
+        """Takes in events until `done()`."""
+        async with asyncio.timeout(timeout_s):
+            while not done():
+                for event in await self.client.next_events():
+                    kept = self.sends if isinstance(event, pb.LocalSendState) else self.receives
+                    kept[event.handoff_id] = event
+
+    async def sent(self, handoff_id):
+        await self.until(lambda: handoff_id in self.sends)
+        return self.sends[handoff_id]
+
+    async def received(self, handoff_id, state):
+        await self.until(lambda: self.state(handoff_id) == state)
+        return self.receives[handoff_id]
+
+    def state(self, handoff_id):
+        known = self.receives.get(handoff_id)
+        return None if known is None else known.state
+
+    async def empty(self, timeout_s=2.0):
+        """Waits until nothing is held; the linger of aborted sends has no event."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                stats = await self.client.stats()
+                used = stats.send_bytes_used + stats.receive_bytes_used
+                if used + stats.num_sends + stats.num_receives == 0:
+                    return stats
+                await asyncio.sleep(0.02)
+
+
+class Handoff:
+    """One handoff's true bytes, and how an engine fills them in."""
+
+    def __init__(self, num_blocks, epoch=1):
+        self.handoff_id, self.num_blocks, self.epoch = secrets.token_bytes(16), num_blocks, epoch
+        self.num_tokens = num_blocks * LAYOUT.block_size_tokens
+        self.offset = -1
+        self.refresh()
+
+    def refresh(self):
+        self.data = random.Random(secrets.token_bytes(8)).randbytes(
+            LAYOUT.handoff_bytes(self.num_blocks)
+        )
+
+    async def open(self, sender, target, wait_s=2.0):
+        self.offset = await sender.client.open_send(
+            self.handoff_id, target, self.num_blocks, self.num_tokens, wait_s
+        )
+
+    def fill(self, sender, layers=range(LAYOUT.num_layers), ranks=range(LAYOUT.tp_size)):
+        """Copies layers and tells of them, one call per rank."""
+        size = self.num_blocks * LAYOUT.block_bytes
+        for rank in ranks:
+            filled = []
+            for layer in layers:
+                start = LAYOUT.offset(rank, layer, 0, self.num_blocks)
+                data = self.data[start : start + size]
+                sender.port.memory[self.offset + start : self.offset + start + size] = data
+                last = layer == LAYOUT.num_layers - 1
+                filled.append(
+                    filled_frame(
+                        self.handoff_id, self.epoch, rank, layer, 0, self.num_blocks, data,
+                        last=last,
+                    )
+                )  # fmt: skip
+            assert sender.port.send_frames(filled)
+
+    def load(self, receiver):
+        """Claims, copies and releases every rank's part; None when a claim fails."""
+        parts = []
+        for rank in range(LAYOUT.tp_size):
+            claim = receiver.port.claim(self.handoff_id, rank)
+            if claim is None:
+                return None
+            size = LAYOUT.rank_bytes(claim.num_blocks)
+            part = bytes(receiver.port.memory[claim.offset : claim.offset + size])
+            for frame in claim.frames:
+                start = (frame.layer * claim.num_blocks + frame.first_block) * LAYOUT.block_bytes
+                end = start + frame.num_blocks * LAYOUT.block_bytes
+                assert frames.checksum(part[start:end]) == frame.checksum
+            parts.append(part)
+            receiver.port.release(self.handoff_id, rank)
+        return b"".join(parts)
+
+
+@pytest.fixture
+async def start(tmp_path):
+    """Starts workers; ends them, and checks that nothing of them is left."""
+    workers, numbers = [], itertools.count()
+
+    async def start_one(layout=LAYOUT, **config):
+        config = {"send_bytes": 2**20, "receive_bytes": 2**20, **config}
+        socket_path = str(tmp_path / f"{next(numbers)}.sock")
+        client = await TransferClient.start(KvTransferConfig(**config), socket_path)
+        worker = Worker(client, EnginePort(socket_path))
+        workers.append(worker)
+        if layout is not None:
+            await client.configure(layout.fingerprint())
+        return worker
+
+    yield start_one
+    for worker in workers:
+        worker.port.close()
+        await worker.client.close()
+        assert not worker.segment_path.exists()
+        with pytest.raises(ServiceGone):
+            await worker.client.stats()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+async def pair(start):
+    """A sending and a receiving worker, with the port of the latter subscribed."""
+    sender, receiver = await asyncio.gather(start(), start())
+    assert receiver.port.subscribe()
+    return sender, receiver
+
+
+@pytest.fixture
+def handoff():
+    return Handoff
+
+
+@pytest.fixture
+def layout():
+    return LAYOUT

@@ -1,0 +1,108 @@
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from baton.kvtransfer import arena as arenas
+from baton.kvtransfer.arena import Arena, Segment, aligned
+from baton.kvtransfer.errors import NoRoom, TransferError
+
+SIZE = 64 * arenas.ALIGN_BYTES
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    extents = Bundle("extents")
+
+    def __init__(self):
+        super().__init__()
+        self.arena = Arena(1000, SIZE)
+        self.held = []
+
+    @rule(target=extents, size=st.integers(1, SIZE + 1))
+    def allocate(self, size):
+        try:
+            extent = self.arena.allocate(size)
+        except NoRoom:
+            assert self.arena.statistics().largest_free_bytes < aligned(size)
+            return multiple()
+        assert extent.offset >= 1000
+        assert extent.offset + size <= 1000 + SIZE
+        for other in self.held:
+            assert (
+                extent.offset + size <= other.offset
+                or other.offset + other.size_bytes <= extent.offset
+            )
+        self.held.append(extent)
+        return extent
+
+    @rule(extent=consumes(extents))
+    def free(self, extent):
+        self.arena.free(extent)
+        self.held.remove(extent)
+        with pytest.raises(ValueError, match="not reserved"):
+            self.arena.free(extent)
+
+    @invariant()
+    def tiles(self):
+        self.arena.check_integrity()
+        assert self.arena.statistics().num_extents == len(self.held)
+
+    def teardown(self):
+        for extent in self.held:
+            self.arena.free(extent)
+        statistics = self.arena.statistics()
+        assert (statistics.used_bytes, statistics.largest_free_bytes) == (0, SIZE)
+        self.arena.check_integrity()
+
+
+TestArena = ArenaMachine.TestCase
+
+
+def test_a_segment_is_private_shared_and_gone_after_close():
+    made = Segment.create(8192)
+    path = arenas.SEGMENT_DIRECTORY / made.name
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        opened = Segment.open(made.name)
+        opened.memory[5:8] = b"abc"
+        assert bytes(made.memory[5:8]) == b"abc"
+        opened.close()
+        assert path.exists()
+    finally:
+        made.close()
+    assert not path.exists()
+    made.close()
+
+
+def test_segments_of_killed_services_are_removed_and_those_of_living_ones_are_not():
+    script = (
+        "import os, signal\n"
+        "from baton.kvtransfer.arena import Segment\n"
+        "print(Segment.create(4096).name, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    living = Segment.create(4096)
+    try:
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        left = run.stdout.strip()
+        assert os.path.exists(arenas.SEGMENT_DIRECTORY / left)
+        assert left in arenas.remove_leftovers()
+        assert not os.path.exists(arenas.SEGMENT_DIRECTORY / left)
+        assert os.path.exists(arenas.SEGMENT_DIRECTORY / living.name)
+    finally:
+        living.close()
+
+
+def test_a_segment_larger_than_shared_memory_is_refused_in_words():
+    with pytest.raises(TransferError, match=r"send_bytes \+ receive_bytes is .* bytes free"):
+        Segment.create(2**60)
+
+
+def test_only_transfer_segments_can_be_opened():
+    with pytest.raises(TransferError, match="must begin with"):
+        Segment.open("../etc/passwd")
+    with pytest.raises(TransferError, match="No such file"):
+        Segment.open("baton-kv-none")

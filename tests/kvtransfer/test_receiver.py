@@ -1,0 +1,447 @@
+"""The receiving state machine under arbitrary interleavings and a virtual clock."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.errors import MalformedFrame, TransferRefused
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.receiver import (
+    TRANSITIONS,
+    Changed,
+    Receiver,
+    ReceiverLimits,
+    ReceiveState,
+    Reply,
+)
+from baton.v1 import kv_transfer_pb2 as pb
+
+LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
+LIMITS = ReceiverLimits(
+    max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, max_queued=3,
+    max_tombstones=64,
+)  # fmt: skip
+# Room for four handoffs of one block, or one of four.
+ARENA_BYTES = LAYOUT.handoff_bytes(4)
+IDS = [bytes([number]) * 16 for number in range(1, 6)]
+
+
+def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
+    """The bytes a handoff's sender has: different in every epoch."""
+    generator = random.Random(f"{handoff_id.hex()} {epoch} {num_blocks}")
+    return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
+
+
+def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) -> bytes:
+    return frames.encode_open(
+        pb.PushOpen(
+            handoff_id=handoff_id,
+            epoch=epoch,
+            fingerprint=layout.fingerprint(),
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * layout.block_size_tokens,
+            wait_ms=wait_ms,
+        )
+    )
+
+
+def data_message(handoff_id, epoch, num_blocks, rank, layer, first, count) -> bytes:
+    start = LAYOUT.offset(rank, layer, first, num_blocks)
+    payload = truth(handoff_id, epoch, num_blocks)[start : start + count * LAYOUT.block_bytes]
+    return frames.encode(
+        FrameKind.DATA, handoff_id, epoch, payload,
+        rank=rank, layer=layer, first_block=first, num_blocks=count,
+    )  # fmt: skip
+
+
+def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[bytes]]:
+    """Every data frame of a handoff, a block each, and the commits of its ranks."""
+    data, commits = [], []
+    for rank in range(LAYOUT.tp_size):
+        totals = Totals()
+        for layer in range(LAYOUT.num_layers):
+            for block in range(num_blocks):
+                message = data_message(handoff_id, epoch, num_blocks, rank, layer, block, 1)
+                (frame,) = frames.decode(message)
+                digest = frames.position_digest(rank, layer, block, 1, frame.checksum)
+                totals = totals.plus(LAYOUT.block_bytes, digest)
+                data.append(message)
+        commits.append(
+            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), rank=rank)
+        )
+    return data, commits
+
+
+class Harness:
+    """A receiver with its memory, fed as the transport feeds it."""
+
+    def __init__(self, limits=LIMITS):
+        self.memory = memoryview(bytearray(ARENA_BYTES))
+        self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits)
+        self.receiver.configure(LAYOUT)
+        self.now = 0.0
+        self.states: dict[bytes, ReceiveState] = {}
+
+    def deliver(self, stream: int, message: bytes) -> list[Reply]:
+        replies: list[Reply] = []
+        try:
+            for frame in frames.decode(message):
+                replies += self.seen(self.receiver.handle_frame(stream, frame, self.now))
+        except MalformedFrame as error:
+            replies += self.seen(self.receiver.handle_malformed(stream, error, self.now))
+        return replies
+
+    def seen(self, effects) -> list[Reply]:
+        for effect in effects:
+            if isinstance(effect, Changed):
+                before = self.states.get(effect.handoff_id)
+                if before is not None:
+                    assert effect.state in TRANSITIONS[before], (before, effect)
+                self.states[effect.handoff_id] = effect.state
+        return [effect for effect in effects if isinstance(effect, Reply)]
+
+    def send_all(self, stream, handoff_id, epoch, num_blocks, order=None) -> list[Reply]:
+        data, commits = honest_messages(handoff_id, epoch, num_blocks)
+        if order is not None:
+            order.shuffle(data)
+        return [reply for message in data + commits for reply in self.deliver(stream, message)]
+
+    def tick(self, seconds: float) -> list[Reply]:
+        self.now += seconds
+        return self.seen(self.receiver.expire(self.now))
+
+    def bytes_of(self, grant) -> bytes:
+        size = LAYOUT.rank_bytes(grant.num_blocks)
+        return bytes(self.memory[grant.offset : grant.offset + size])
+
+    def assert_empty(self):
+        self.receiver.check_integrity()
+        assert self.receiver.num_live == 0
+        assert self.receiver.arena_statistics().used_bytes == 0
+        assert self.receiver.next_deadline() is None
+
+
+def rank_truth(grant, rank) -> bytes:
+    size = LAYOUT.rank_bytes(grant.num_blocks)
+    whole = truth(grant.handoff_id, grant.epoch, grant.num_blocks)
+    return whole[rank * size : (rank + 1) * size]
+
+
+ids, epochs, blocks = st.sampled_from(IDS), st.integers(1, 3), st.integers(1, 5)
+streams = st.integers(1, 6)
+
+
+class ReceiverMachine(RuleBasedStateMachine):
+    """Honest and hostile senders, local clients and time, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.harness = Harness()
+        # What each stream opened last: an honest sender goes on with it.
+        self.opened: dict[int, tuple[bytes, int, int]] = {}
+        # Grants that are not released: (grant, rank).
+        self.grants: list[tuple[object, int]] = []
+
+    @rule(stream=streams, handoff_id=ids, epoch=epochs, num_blocks=blocks, alien=st.booleans())
+    def opens(self, stream, handoff_id, epoch, num_blocks, alien):
+        layout = LAYOUT
+        if alien and epoch == 3:
+            layout = KvLayout("other", "r", "float32", 2, 1, 8, 4, 128, "a,b,c", tp_size=2)
+        self.opened[stream] = handoff_id, epoch, num_blocks
+        self.harness.deliver(stream, open_message(handoff_id, epoch, num_blocks, layout=layout))
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), order=st.randoms(use_true_random=False))
+    def completes(self, data, order):
+        stream = data.draw(st.sampled_from(sorted(self.opened)))
+        self.harness.send_all(stream, *self.opened[stream], order=order)
+
+    @precondition(lambda self: self.opened)
+    @rule(data=st.data(), count=st.integers(1, 6), order=st.randoms(use_true_random=False))
+    def sends_some(self, data, count, order):
+        stream = data.draw(st.sampled_from(sorted(self.opened)))
+        messages, commits = honest_messages(*self.opened[stream])
+        for message in order.sample(messages + commits, min(count, len(messages))):
+            self.harness.deliver(stream, message)
+
+    @precondition(lambda self: self.opened)
+    @rule(
+        data=st.data(),
+        stream=streams,
+        damage=st.sampled_from(["flip", "cut", "twice", "stray", "foreign"]),
+    )
+    def sends_wrong(self, data, stream, damage):
+        known = data.draw(st.sampled_from(sorted(self.opened)))
+        handoff_id, epoch, num_blocks = self.opened[known]
+        messages, commits = honest_messages(handoff_id, epoch, num_blocks)
+        message = bytearray(data.draw(st.sampled_from(messages + commits)))
+        if damage == "flip":
+            message[data.draw(st.integers(0, len(message) - 1))] ^= data.draw(st.integers(1, 255))
+        elif damage == "cut":
+            del message[data.draw(st.integers(0, len(message) - 1)) :]
+        elif damage == "twice":
+            message *= 2
+        elif damage == "stray":
+            rank, layer, first, count = (data.draw(st.integers(0, 6)) for _ in range(4))
+            size = data.draw(st.sampled_from([0, 1, 127, 128, 256]))
+            in_place = rank < 2 and layer < 2 and count > 0 and first + count <= num_blocks
+            if in_place and size == count * LAYOUT.block_bytes:
+                # Its sender's bytes would simply be others: only a foreign stream is wrong.
+                known = 99
+            message = bytearray(
+                frames.encode(
+                    FrameKind.DATA, handoff_id, epoch, b"x" * size,
+                    rank=rank, layer=layer, first_block=first, num_blocks=count,
+                )
+            )  # fmt: skip
+        self.harness.deliver(stream if damage == "foreign" else known, bytes(message))
+
+    @rule(stream=streams, handoff_id=ids, epoch=epochs)
+    def aborts(self, stream, handoff_id, epoch):
+        self.harness.deliver(stream, frames.encode(FrameKind.ABORT, handoff_id, epoch))
+
+    @rule(stream=streams)
+    def loses_stream(self, stream):
+        self.opened.pop(stream, None)
+        harness = self.harness
+        harness.seen(harness.receiver.handle_stream_lost(stream, harness.now))
+
+    @rule(handoff_id=ids)
+    def drops(self, handoff_id):
+        harness = self.harness
+        harness.seen(harness.receiver.drop(handoff_id, harness.now))
+
+    @rule(handoff_id=ids, rank=st.integers(0, 2))
+    def claims(self, handoff_id, rank):
+        harness = self.harness
+        try:
+            grant, effects = harness.receiver.claim(handoff_id, rank, harness.now)
+        except TransferRefused:
+            return
+        harness.seen(effects)
+        expected = rank_truth(grant, rank)
+        assert harness.bytes_of(grant) == expected
+        at = 0
+        for frame in grant.frames:
+            start = (frame.layer * grant.num_blocks + frame.first_block) * LAYOUT.block_bytes
+            assert start == at
+            at = start + frame.num_blocks * LAYOUT.block_bytes
+            assert frames.checksum(expected[start:at]) == frame.checksum
+        assert at == len(expected)
+        self.grants.append((grant, rank))
+
+    @rule(handoff_id=ids, rank=st.integers(0, 2), all_ranks=st.booleans())
+    def releases(self, handoff_id, rank, all_ranks):
+        harness = self.harness
+        harness.seen(harness.receiver.release(handoff_id, rank, harness.now, all_ranks=all_ranks))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]))
+    def time_passes(self, seconds):
+        self.harness.tick(seconds)
+
+    @invariant()
+    def intact(self):
+        harness = self.harness
+        harness.receiver.check_integrity()
+        # What somebody is loading does not change under them.
+        self.grants = [
+            (grant, rank)
+            for grant, rank in self.grants
+            if harness.states[grant.handoff_id] is ReceiveState.CLAIMED
+        ]
+        for grant, rank in self.grants:
+            assert harness.bytes_of(grant) == rank_truth(grant, rank)
+
+    def teardown(self):
+        for _ in range(20):
+            self.harness.tick(10.0)
+        self.harness.assert_empty()
+
+
+ReceiverMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestReceiver = ReceiverMachine.TestCase
+
+
+def kinds(replies) -> list[tuple[int, int]]:
+    return [(reply.kind, reply.reason) for reply in replies]
+
+
+OPENED = [(pb.PushReply.KIND_OPENED, 0)]
+
+
+def refused(reason) -> list[tuple[int, int]]:
+    return [(pb.PushReply.KIND_REFUSED, reason)]
+
+
+@pytest.fixture
+def harness():
+    return Harness()
+
+
+def test_a_whole_handoff_is_loaded_rank_by_rank_in_any_order(harness):
+    assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3))) == OPENED
+    replies = harness.send_all(1, IDS[0], 1, 3, order=random.Random(1))
+    assert kinds(replies) == [(pb.PushReply.KIND_COMMITTED, 0)]
+    for rank in range(2):
+        grant, _ = harness.receiver.claim(IDS[0], rank, harness.now)
+        assert harness.bytes_of(grant) == rank_truth(grant, rank)
+        harness.receiver.release(IDS[0], rank, harness.now)
+    harness.assert_empty()
+    late = data_message(IDS[0], 1, 3, 0, 0, 0, 1)
+    assert kinds(harness.deliver(1, late)) == refused(pb.REFUSAL_REASON_UNKNOWN_HANDOFF)
+
+
+def test_each_wrong_frame_has_its_reason(harness):
+    def after(*messages, opened=True):
+        one = Harness()
+        if opened:
+            one.deliver(1, open_message(IDS[0], 2, 3))
+        replies = [reply for message in messages for reply in one.deliver(1, message)]
+        with pytest.raises(TransferRefused):
+            one.receiver.claim(IDS[0], 0, one.now)
+        one.assert_empty()
+        return kinds(replies)
+
+    good = data_message(IDS[0], 2, 3, 0, 0, 0, 1)
+    flipped = bytearray(good)
+    flipped[-1] ^= 1
+    header = bytearray(good)
+    header[20] ^= 1
+    _, commits = honest_messages(IDS[0], 2, 3)
+    checksum, malformed = pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_MALFORMED
+    unknown = pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+    assert after(bytes(flipped)) == refused(checksum)
+    assert after(bytes(header)) == refused(checksum)
+    assert after(good[:-1]) == refused(malformed)
+    assert after(b"not a frame") == refused(malformed)
+    assert after(good, good) == refused(malformed)
+    assert after(good, commits[0]) == refused(pb.REFUSAL_REASON_INCOMPLETE)
+    assert after(good, opened=False) == refused(unknown)
+    assert after(open_message(IDS[0], 2, 3)) == refused(malformed)
+    for place in ((2, 0, 0, 1), (0, 2, 0, 1), (0, 0, 3, 1), (0, 0, 2, 2), (0, 0, 0, 0)):
+        rank, layer, first, count = place
+        stray = frames.encode(
+            FrameKind.DATA, IDS[0], 2, b"x" * count * 128,
+            rank=rank, layer=layer, first_block=first, num_blocks=count,
+        )  # fmt: skip
+        assert after(stray) == refused(malformed), place
+
+
+def test_frames_for_others_and_of_older_epochs_harm_nobody(harness):
+    harness.deliver(1, open_message(IDS[0], 2, 2))
+    foreign = data_message(IDS[0], 2, 2, 0, 0, 0, 1)
+    assert kinds(harness.deliver(9, foreign)) == refused(pb.REFUSAL_REASON_UNKNOWN_HANDOFF)
+    old = data_message(IDS[0], 1, 2, 0, 0, 0, 1)
+    assert kinds(harness.deliver(1, old)) == refused(pb.REFUSAL_REASON_OLD_EPOCH)
+    assert kinds(harness.deliver(9, open_message(IDS[0], 1, 2))) == refused(
+        pb.REFUSAL_REASON_OLD_EPOCH
+    )
+    assert kinds(harness.send_all(1, IDS[0], 2, 2)) == [(pb.PushReply.KIND_COMMITTED, 0)]
+    grant, _ = harness.receiver.claim(IDS[0], 1, harness.now)
+    assert harness.bytes_of(grant) == rank_truth(grant, 1)
+
+
+def test_a_newer_epoch_voids_the_older_one_and_keeps_its_space(harness):
+    harness.deliver(1, open_message(IDS[0], 1, 4))
+    data, commits = honest_messages(IDS[0], 1, 4)
+    for message in data:
+        harness.deliver(1, message)
+    assert kinds(harness.deliver(1, open_message(IDS[0], 2, 4))) == OPENED
+    for message in commits:
+        assert kinds(harness.deliver(1, message)) == refused(pb.REFUSAL_REASON_OLD_EPOCH)
+    with pytest.raises(TransferRefused, match="RECEIVING"):
+        harness.receiver.claim(IDS[0], 0, harness.now)
+    harness.send_all(1, IDS[0], 2, 4)
+    grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
+    assert (grant.epoch, harness.bytes_of(grant)) == (2, rank_truth(grant, 0))
+
+
+def test_room_is_given_in_order_and_the_large_one_is_not_overtaken(harness):
+    assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3))) == OPENED
+    assert harness.deliver(2, open_message(IDS[1], 1, 4)) == []
+    assert harness.deliver(3, open_message(IDS[2], 1, 1)) == []
+    assert harness.states[IDS[1]] is ReceiveState.QUEUED
+    replies = harness.seen(harness.receiver.drop(IDS[0], harness.now))
+    assert [(reply.stream, reply.kind) for reply in replies] == [
+        (1, pb.PushReply.KIND_REFUSED),
+        (2, pb.PushReply.KIND_OPENED),
+    ]
+    replies = harness.tick(2.0)
+    assert [(reply.stream, reply.reason) for reply in replies] == [(3, pb.REFUSAL_REASON_NO_ROOM)]
+
+
+def test_what_can_never_fit_or_does_not_match_is_refused_in_words(harness):
+    (reply,) = harness.deliver(1, open_message(IDS[0], 1, 5))
+    assert reply.reason == pb.REFUSAL_REASON_TOO_LARGE
+    assert str(LAYOUT.handoff_bytes(5)) in reply.detail
+    other = KvLayout("m", "r", "bfloat16", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
+    (reply,) = harness.deliver(2, open_message(IDS[1], 1, 1, layout=other))
+    assert reply.reason == pb.REFUSAL_REASON_FINGERPRINT
+    assert "dtype is 'bfloat16', here 'float32'" in reply.detail
+    assert harness.states[IDS[1]] is ReceiveState.FAILED
+
+
+@pytest.mark.parametrize("stage", ["queued", "receiving", "committed", "claimed"])
+def test_every_state_has_a_timed_exit(harness, stage):
+    if stage == "queued":
+        harness.deliver(9, open_message(IDS[4], 1, 4))
+    harness.deliver(1, open_message(IDS[0], 1, 2, wait_ms=1000))
+    if stage in ("committed", "claimed"):
+        harness.send_all(1, IDS[0], 1, 2)
+    if stage == "claimed":
+        harness.seen(harness.receiver.claim(IDS[0], 0, harness.now)[1])
+    assert harness.states[IDS[0]].name == stage.upper()
+    limit_s = {"queued": 1.0, "receiving": 3.0, "committed": 6.0, "claimed": 2.0}[stage]
+    harness.tick(limit_s - 0.1)
+    assert harness.states[IDS[0]].name == stage.upper()
+    harness.tick(0.1)
+    assert harness.states[IDS[0]] is ReceiveState.FAILED
+    harness.tick(10)
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize("stage", ["unopened", "queued", "receiving", "committed"])
+def test_a_drop_at_any_stage_frees_it_and_refuses_what_comes_later(harness, stage):
+    if stage == "queued":
+        harness.deliver(9, open_message(IDS[4], 1, 4))
+    if stage != "unopened":
+        harness.deliver(1, open_message(IDS[0], 1, 2))
+    if stage == "committed":
+        harness.send_all(1, IDS[0], 1, 2)
+    harness.seen(harness.receiver.drop(IDS[0], harness.now))
+    harness.seen(harness.receiver.drop(IDS[4], harness.now))
+    harness.assert_empty()
+    again = harness.deliver(2, open_message(IDS[0], 2, 2))
+    assert kinds(again) == refused(pb.REFUSAL_REASON_CANCELLED)
+
+
+def test_a_drop_does_not_take_staging_from_who_reads_it(harness):
+    harness.deliver(1, open_message(IDS[0], 1, 2))
+    harness.send_all(1, IDS[0], 1, 2)
+    grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
+    harness.receiver.drop(IDS[0], harness.now)
+    assert harness.bytes_of(grant) == rank_truth(grant, 0)
+    harness.receiver.release(IDS[0], 0, harness.now, all_ranks=True)
+    harness.assert_empty()
+
+
+def test_a_lost_stream_ends_its_handoff_before_the_commit_only(harness):
+    harness.deliver(1, open_message(IDS[0], 1, 1))
+    harness.deliver(2, open_message(IDS[1], 1, 1))
+    harness.send_all(2, IDS[1], 1, 1)
+    for stream in (1, 2):
+        harness.seen(harness.receiver.handle_stream_lost(stream, harness.now))
+    assert harness.states[IDS[0]] is ReceiveState.FAILED
+    assert harness.states[IDS[1]] is ReceiveState.COMMITTED
+
+
+def test_tombstones_are_bounded(harness):
+    for number in range(200):
+        harness.receiver.drop(number.to_bytes(16, "big"), harness.now)
+    assert len(list(harness.receiver.known())) == LIMITS.max_tombstones

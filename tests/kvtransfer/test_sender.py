@@ -1,0 +1,197 @@
+"""The sending state machine: nothing leaves that is not its own, and everything comes back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.sender import Ended, NotReserved, Reserved, Sender, SenderLimits, StopPush
+from baton.v1 import kv_transfer_pb2 as pb
+
+LAYOUT = KvLayout("m", "r", "float32", 3, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
+LIMITS = SenderLimits(max_wait_s=4, reply_grace_s=1, idle_timeout_s=3, linger_s=0.5, max_sends=8)
+ARENA_BYTES = LAYOUT.handoff_bytes(4)
+A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
+
+
+class Harness:
+    def __init__(self):
+        self.memory = memoryview(bytearray(ARENA_BYTES))
+        self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS)
+        self.sender.configure(LAYOUT)
+        self.now = 0.0
+
+    def open(self, handoff_id=A, num_blocks=4, wait_s=2.0):
+        return self.sender.open(
+            handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, 1, self.now
+        )
+
+    def fill(self, epoch, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0):
+        start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
+        size = num_blocks * LAYOUT.block_bytes
+        data = bytes([epoch * 16 + rank * 4 + layer]) * size
+        self.memory[start : start + size] = data
+        return self.sender.fill(
+            pb.LocalFrame(
+                handoff_id=handoff_id, epoch=epoch, rank=rank, layer=layer,
+                num_blocks=num_blocks, checksum=frames.checksum(data), last=last,
+            ),
+            self.now,
+        )  # fmt: skip
+
+    def reply(self, kind, *, epoch=1, handoff_id=A, reason=0):
+        reply = pb.PushReply(kind=kind, epoch=epoch, reason=reason, detail="as told")
+        return self.sender.handle_reply(reply, handoff_id, self.now)
+
+    def sent(self, max_bytes=2**20, handoff_id=A):
+        found = []
+        while batch := self.sender.next_batch(handoff_id, max_bytes, self.now):
+            message = b"".join(part for out in batch for part in (out.header, out.payload))
+            found += list(frames.decode(message))
+        return found
+
+    def assert_empty(self):
+        self.sender.check_integrity()
+        assert self.sender.arena_statistics().used_bytes == 0
+        assert self.sender.next_deadline() is None
+
+
+@pytest.fixture
+def harness():
+    return Harness()
+
+
+def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness):
+    reserved, *_ = harness.open()
+    assert reserved == Reserved(A, 0)
+    for layer in range(3):
+        harness.fill(1, 0, layer, last=layer == 2)
+    assert [frame.kind for frame in harness.sent()] == [FrameKind.OPEN]
+    harness.reply(pb.PushReply.KIND_OPENED)
+    assert [frame.kind for frame in harness.sent()] == [FrameKind.DATA] * 3 + [FrameKind.COMMIT]
+    for layer in range(3):
+        harness.fill(1, 1, layer, last=layer == 2)
+    assert [frame.rank for frame in harness.sent()] == [1] * 4
+    harness.now += 0.25
+    stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
+    assert stop == StopPush(A)
+    assert ended == Ended(A, 1, True, 0, "", ARENA_BYTES, 0.25)
+    harness.assert_empty()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["fill", "late", "restart", "send", "open"]), max_size=30))
+def test_no_old_byte_leaves_under_a_new_epoch(steps):
+    harness, epoch, layer = Harness(), 1, 0
+    harness.open()
+    seen = []
+    for step in steps:
+        if step == "fill" and layer < 3:
+            harness.fill(epoch, 0, layer)
+            layer += 1
+        elif step == "late" and epoch > 1:
+            harness.fill(epoch - 1, 1, 0)
+        elif step == "restart":
+            epoch, layer = epoch + 1, 0
+            harness.sender.restart(A, epoch, harness.now)
+        elif step == "open":
+            harness.reply(pb.PushReply.KIND_OPENED, epoch=epoch)
+        else:
+            seen += harness.sent(max_bytes=1)
+        harness.sender.check_integrity()
+    opened = 0
+    for frame in seen:
+        if frame.kind is FrameKind.OPEN:
+            assert frame.epoch > opened
+            opened = frame.epoch
+        else:
+            assert frame.epoch == opened
+            assert frames.verify(frame)
+            assert frame.payload[0] == (opened * 16 + frame.layer) % 256
+
+
+def test_room_is_given_in_order_and_waiting_is_bounded(harness):
+    harness.open(A, 3)
+    assert harness.open(B, 2) == []
+    assert harness.open(C, 1, wait_s=1.0) == []
+    harness.now = 1.0
+    assert harness.sender.expire(harness.now) == [NotReserved(C, "no room in the sender's staging")]
+    harness.sender.abort(A, harness.now)
+    harness.now = 1.5
+    effects = harness.sender.expire(harness.now)
+    assert effects[0] == Reserved(B, 0)
+    harness.sender.abort(B, harness.now)
+    harness.now = 2.0
+    harness.sender.expire(harness.now)
+    harness.assert_empty()
+
+
+def test_what_can_never_be_sent_is_refused_at_once(harness):
+    with pytest.raises(TransferRefused, match="sender's staging has"):
+        harness.open(A, 5)
+    with pytest.raises(TransferRefused, match="num_tokens"):
+        harness.sender.open(A, "host:1", 1, 5, 1.0, 1, 0.0)
+    harness.open(A, 1)
+    with pytest.raises(TransferRefused, match="being sent already"):
+        harness.open(A, 1)
+
+
+@pytest.mark.parametrize("stage", ["opening", "sending", "committing"])
+def test_every_state_has_a_timed_exit(harness, stage):
+    harness.open()
+    harness.sent()
+    if stage != "opening":
+        harness.reply(pb.PushReply.KIND_OPENED)
+    if stage == "committing":
+        for rank in range(2):
+            for layer in range(3):
+                harness.fill(1, rank, layer, last=layer == 2)
+        harness.sent()
+    harness.now = 2.9
+    assert harness.sender.expire(harness.now) == []
+    harness.now = 3.0
+    stop, ended = harness.sender.expire(harness.now)
+    assert stop.farewell is not None
+    assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_EXPIRED)
+    harness.now = 3.5
+    harness.sender.expire(harness.now)
+    harness.assert_empty()
+
+
+def test_an_aborted_extent_lingers_for_an_engine_in_the_middle_of_writing(harness):
+    harness.open()
+    harness.fill(1, 0, 0)
+    (stop,) = harness.sender.abort(A, harness.now)
+    (frame,) = frames.decode(stop.farewell)
+    assert (frame.kind, frame.handoff_id) == (FrameKind.ABORT, A)
+    assert harness.sender.num_live == 0
+    assert harness.sender.arena_statistics().used_bytes == ARENA_BYTES
+    assert harness.fill(1, 0, 1) == []
+    with pytest.raises(TransferRefused, match="not being sent"):
+        harness.sender.restart(A, 2, harness.now)
+    harness.now = 0.5
+    harness.sender.expire(harness.now)
+    harness.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 2}, {"layer": 3}, {"first_block": 1}, {"num_blocks": 5}]
+)
+def test_a_rank_cannot_name_bytes_outside_its_extent(harness, wrong):
+    harness.open()
+    place = {"rank": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
+    _, ended = harness.sender.fill(pb.LocalFrame(handoff_id=A, epoch=1, **place), harness.now)
+    assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_MALFORMED)
+
+
+def test_a_refusal_and_a_lost_push_end_it_with_the_reason(harness):
+    harness.open(A, 2)
+    harness.open(B, 2)
+    _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
+    assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_FINGERPRINT, "as told")
+    _, ended = harness.sender.handle_push_lost(B, "host:1: UNAVAILABLE", harness.now)
+    assert (ended.committed, ended.detail) == (False, "host:1: UNAVAILABLE")

@@ -1,0 +1,323 @@
+"""Whole handoffs between two real services on loopback."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import stat
+
+import pytest
+
+from baton.kvtransfer.control import (
+    EnginePort,
+    ServiceGone,
+    TransferClient,
+    TransferRefused,
+    split_blocks,
+)
+from baton.runtime import rpc
+from baton.runtime.config import KvTransferConfig
+from baton.v1 import kv_transfer_pb2 as pb
+from baton.v1 import kv_transfer_pb2_grpc
+
+COMMITTED, FAILED = pb.LocalSendState.STATE_COMMITTED, pb.LocalSendState.STATE_FAILED
+
+
+async def test_bytes_arrive_intact_and_nothing_is_left(pair, handoff):
+    sender, receiver = pair
+    handoffs = [handoff(num_blocks) for num_blocks in (1, 2, 3, 7, 16)]
+    for each in handoffs:
+        await each.open(sender, receiver.client.address)
+    for layer in range(3):
+        for each in handoffs:
+            each.fill(sender, [layer])
+    for each in handoffs:
+        sent = await sender.sent(each.handoff_id)
+        assert (sent.state, sent.num_bytes) == (COMMITTED, len(each.data))
+        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        assert each.load(receiver) == each.data
+        assert each.load(receiver) is None
+    sent, received = await sender.empty(), await receiver.empty()
+    assert sent.bytes_sent == received.bytes_received == sum(len(each.data) for each in handoffs)
+    assert sent.handoffs_committed == received.handoffs_committed == len(handoffs)
+
+
+async def test_a_restarted_prefill_arrives_as_of_its_last_epoch(pair, handoff):
+    sender, receiver = pair
+    one = handoff(4)
+    await one.open(sender, receiver.client.address)
+    for epoch in (2, 3, 4):
+        one.fill(sender, [0, 1])
+        assert sender.port.restart_send(one.handoff_id, epoch)
+        assert sender.port.restart_send(one.handoff_id, epoch)
+        one.epoch = epoch
+        one.refresh()
+    one.fill(sender)
+    sent = await sender.sent(one.handoff_id)
+    assert (sent.state, sent.epoch) == (COMMITTED, 4)
+    assert one.load(receiver) == one.data
+    assert not sender.port.restart_send(one.handoff_id, 5)
+    await receiver.empty()
+
+
+async def test_handoffs_queue_for_room_and_all_arrive(start, handoff, layout):
+    sender, receiver = await asyncio.gather(start(), start(receive_bytes=layout.handoff_bytes(4)))
+    handoffs = [handoff(3) for _ in range(4)]
+    for each in handoffs:
+        await each.open(sender, receiver.client.address)
+        each.fill(sender)
+    done = []
+    while len(done) < len(handoffs):
+        await receiver.until(
+            lambda: any(
+                receiver.state(each.handoff_id) == pb.HANDOFF_STATE_COMMITTED
+                for each in handoffs
+                if each not in done
+            )
+        )
+        for each in handoffs:
+            if each not in done and (loaded := each.load(receiver)) is not None:
+                assert loaded == each.data
+                done.append(each)
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_what_has_no_room_is_refused_in_time(start, handoff, layout):
+    size = layout.handoff_bytes(4)
+    sender, receiver = await asyncio.gather(start(send_bytes=size * 2), start(receive_bytes=size))
+    with pytest.raises(TransferRefused, match="sender's staging has"):
+        await handoff(9).open(sender, receiver.client.address)
+    large, first, second, third = handoff(8), handoff(4), handoff(4), handoff(1)
+    await large.open(sender, receiver.client.address)
+    refused = await sender.sent(large.handoff_id)
+    assert refused.reason == pb.REFUSAL_REASON_TOO_LARGE
+    await sender.empty()
+    await first.open(sender, receiver.client.address)
+    await receiver.received(first.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    await second.open(sender, receiver.client.address, wait_s=0.2)
+    with pytest.raises(TransferRefused, match="no room"):
+        await third.open(sender, receiver.client.address, wait_s=0.05)
+    refused = await sender.sent(second.handoff_id)
+    assert refused.reason == pb.REFUSAL_REASON_NO_ROOM
+    first.fill(sender)
+    assert (await sender.sent(first.handoff_id)).state == COMMITTED
+    assert first.load(receiver) == first.data
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_caches_that_differ_are_refused_with_both_values(start, handoff, layout):
+    other = dataclasses.replace(layout, dtype="bfloat16")
+    sender, receiver = await asyncio.gather(start(), start(other))
+    one = handoff(2)
+    await one.open(sender, receiver.client.address)
+    sent = await sender.sent(one.handoff_id)
+    assert sent.reason == pb.REFUSAL_REASON_FINGERPRINT
+    assert "dtype is 'float32', here 'bfloat16'" in sent.detail
+    received = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    assert received.reason == pb.REFUSAL_REASON_FINGERPRINT
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_nothing_is_taken_before_the_engine_is_known(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start(None))
+    one = handoff(1)
+    await one.open(sender, receiver.client.address)
+    sent = await sender.sent(one.handoff_id)
+    assert "UNAVAILABLE: the engine is not ready yet" in sent.detail
+    with pytest.raises(TransferRefused, match="not configured yet"):
+        await one.open(receiver, sender.client.address)
+
+
+@pytest.mark.parametrize("who", ["sender aborts", "receiver drops", "engine releases"])
+@pytest.mark.parametrize("stage", ["opened", "half sent", "committed"])
+async def test_a_cancel_at_any_stage_frees_both_ends(pair, handoff, who, stage):
+    sender, receiver = pair
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    if stage == "half sent":
+        one.fill(sender, [0, 1])
+    elif stage == "committed":
+        one.fill(sender)
+        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        await sender.sent(one.handoff_id)
+    if who == "sender aborts":
+        sender.client.abort_send(one.handoff_id)
+        sender.client.abort_send(one.handoff_id)
+        if stage == "committed":
+            receiver.client.drop(one.handoff_id)
+        ended = pb.HANDOFF_STATE_FAILED
+    elif who == "receiver drops":
+        receiver.client.drop(one.handoff_id)
+        ended = pb.HANDOFF_STATE_FAILED
+    else:
+        receiver.port.release(one.handoff_id, all_ranks=True)
+        ended = pb.HANDOFF_STATE_RELEASED
+    state = await receiver.received(one.handoff_id, ended)
+    if ended == pb.HANDOFF_STATE_FAILED:
+        assert state.reason == pb.REFUSAL_REASON_CANCELLED
+    if who != "sender aborts" and stage != "committed":
+        sent = await sender.sent(one.handoff_id)
+        assert (sent.state, sent.reason) == (FAILED, pb.REFUSAL_REASON_CANCELLED)
+    assert one.load(receiver) is None
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_a_drop_before_the_open_refuses_it(pair, handoff):
+    sender, receiver = pair
+    one = handoff(1)
+    receiver.client.drop(one.handoff_id)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    await one.open(sender, receiver.client.address)
+    assert (await sender.sent(one.handoff_id)).reason == pb.REFUSAL_REASON_CANCELLED
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_cancelling_an_open_that_waits_leaves_nothing(start, handoff, layout):
+    sender, receiver = await asyncio.gather(start(send_bytes=layout.handoff_bytes(4)), start())
+    first, second = handoff(4), handoff(4)
+    await first.open(sender, receiver.client.address)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await second.open(sender, receiver.client.address)
+    sender.client.abort_send(first.handoff_id)
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_idle_committed_and_claimed_handoffs_expire(start, handoff):
+    sender, receiver = await asyncio.gather(
+        start(), start(idle_timeout_s=0.2, commit_ttl_s=0.3, claim_timeout_s=0.2)
+    )
+    idle, unloaded, claimed = handoff(1), handoff(1), handoff(1)
+    for each in (idle, unloaded, claimed):
+        await each.open(sender, receiver.client.address)
+    unloaded.fill(sender)
+    claimed.fill(sender)
+    await sender.sent(claimed.handoff_id)
+    assert receiver.port.claim(claimed.handoff_id, 0) is not None
+    for each in (idle, unloaded, claimed):
+        state = await receiver.received(each.handoff_id, pb.HANDOFF_STATE_FAILED)
+        assert state.reason == pb.REFUSAL_REASON_EXPIRED
+        assert receiver.port.claim(each.handoff_id, 1) is None
+    assert (await sender.sent(idle.handoff_id)).reason == pb.REFUSAL_REASON_EXPIRED
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
+    sender, receiver = pair
+    one, done = handoff(8), handoff(2)
+    for each in (one, done):
+        await each.open(sender, receiver.client.address)
+    done.fill(sender)
+    await receiver.received(done.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    one.fill(sender, [0])
+    os.kill(sender.client.pid, signal.SIGKILL)
+    state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    assert state.reason == pb.REFUSAL_REASON_INCOMPLETE
+    assert one.load(receiver) is None
+    assert done.load(receiver) == done.data
+    await receiver.empty()
+    await asyncio.wait_for(sender.client.gone.wait(), 5)
+    assert "exit code -9" in sender.client.gone_reason
+    with pytest.raises(ServiceGone):
+        await one.open(sender, receiver.client.address)
+    with pytest.raises(ServiceGone):
+        await sender.until(lambda: False)
+    # The engine's end answers "gone" and does not raise.
+    assert not sender.port.send_frames([])
+    assert sender.port.claim(one.handoff_id, 0) is None
+    assert sender.port.poll() == []
+    assert not sender.port.restart_send(one.handoff_id, 2)
+    assert not sender.port.alive
+
+
+async def test_a_killed_receiver_fails_its_handoffs_at_once(pair, handoff):
+    sender, receiver = pair
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    one.fill(sender, [0])
+    os.kill(receiver.client.pid, signal.SIGKILL)
+    assert (await sender.sent(one.handoff_id)).state == FAILED
+    late = handoff(1)
+    await late.open(sender, receiver.client.address)
+    sent = await sender.sent(late.handoff_id)
+    assert sent.state == FAILED
+    assert receiver.client.address in sent.detail
+    await sender.empty()
+
+
+async def test_a_stopped_receiver_holds_nobody_for_ever(start, handoff):
+    sender, receiver = await asyncio.gather(start(open_timeout_s=0.1), start())
+    one = handoff(8)
+    os.kill(receiver.client.pid, signal.SIGSTOP)
+    try:
+        await one.open(sender, receiver.client.address)
+        sent = await sender.sent(one.handoff_id)
+        assert (sent.state, sent.reason) == (FAILED, pb.REFUSAL_REASON_EXPIRED)
+        # A claim that gets no answer is bounded as well.
+        assert receiver.port.claim(one.handoff_id, 0, timeout_s=0.1) is None
+    finally:
+        os.kill(receiver.client.pid, signal.SIGCONT)
+    await asyncio.gather(sender.empty(4.0), receiver.empty(4.0))
+
+
+async def test_states_reach_a_subscriber_that_comes_late_and_polls_seldom(pair, handoff):
+    sender, receiver = pair
+    handoffs = [handoff(1) for _ in range(5)]
+    for each in handoffs:
+        await each.open(sender, receiver.client.address)
+        each.fill(sender)
+        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    late = EnginePort(receiver.client.socket_path)
+    late.subscribe()
+    for port in (receiver.port, late):
+        seen = {}
+        while len(seen) < len(handoffs):
+            seen |= {state.handoff_id: state.state for state in port.poll()}
+        assert set(seen.values()) == {pb.HANDOFF_STATE_COMMITTED}
+    late.close()
+    for each in handoffs:
+        receiver.port.release(each.handoff_id, all_ranks=True)
+    await receiver.empty()
+
+
+async def test_the_socket_is_private_and_describe_tells_what_is_accepted(pair, layout):
+    _, receiver = pair
+    mode = os.stat(receiver.client.socket_path).st_mode
+    assert stat.S_ISSOCK(mode)
+    assert mode & 0o777 == 0o600
+    channel = rpc.channel(receiver.client.address)
+    try:
+        stub = kv_transfer_pb2_grpc.KvTransferStub(channel)
+        described = await stub.Describe(pb.DescribeRequest(), timeout=5)
+    finally:
+        await channel.close()
+    assert described.fingerprint == layout.fingerprint()
+    assert described.receive_bytes_free == described.receive_bytes_total == 2**20
+
+
+async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path):
+    running = await start()
+    wrong = {
+        "kv_transfer.listen: cannot listen on": {"listen": running.client.address},
+        "kv_transfer.listen: is 'nowhere'": {"listen": "nowhere"},
+        "bytes free": {"receive_bytes": 2**60},
+    }
+    for words, config in wrong.items():
+        with pytest.raises(ServiceGone, match=words) as caught:
+            await TransferClient.start(KvTransferConfig(**config), str(tmp_path / "other.sock"))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ServiceGone, match="another service listens on it"):
+        await TransferClient.start(KvTransferConfig(), running.client.socket_path)
+
+
+async def test_a_service_ends_on_sigterm_and_cleans_up(start):
+    worker = await start()
+    os.kill(worker.client.pid, signal.SIGTERM)
+    await asyncio.wait_for(worker.client.gone.wait(), 5)
+    assert "exit code 0" in worker.client.gone_reason
+
+
+def test_block_runs_are_split_into_frames_of_bounded_size():
+    assert list(split_blocks(3, 10, 1024, 4096)) == [(3, 4), (7, 4), (11, 2)]
+    assert list(split_blocks(0, 2, 10_000, 4096)) == [(0, 1), (1, 1)]
