@@ -123,7 +123,9 @@ def worker(
 def _serve_coordinator(config: BatonConfig, *, launch: bool) -> None:
     from baton.cli.model import prepared
     from baton.coordinator import server
-    from baton.runtime import lifecycle
+    from baton.runtime import lifecycle, logs
+
+    logs.setup(config.log_level, "coordinator")
 
     def ready(address: str) -> None:
         print(f"ready grpc={address}", flush=True)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from baton.cli.output import print_table
-from baton.client.events import LatencyBudget
+from baton.client.events import LatencyBudget, StageTime
 
 _BAR_CHARS = 32
+# In order of start. The marked ones have a line even when they took no time at all.
+_STAGES = {
+    "tokenize": False,
+    "queue": True,
+    "prefill_queue": False,
+    "prefill": True,
+    "handoff": True,
+    "decode_queue": False,
+    "decode": True,
+}
 
 
 def print_timeline(budget: LatencyBudget) -> None:
@@ -22,7 +32,7 @@ def print_timeline(budget: LatencyBudget) -> None:
                 bar(stage.start_ms, stage.duration_ms, total_ms),
                 stage.worker_id or ("-" if stage.stage == "network" else "coordinator"),
             )
-            for stage in budget.stages
+            for stage in _with_empty_stages(budget.stages)
         ],
         "no latency budget",
     )
@@ -39,3 +49,16 @@ def bar(start_ms: float, duration_ms: float, total_ms: float) -> str:
     first = min(round(_BAR_CHARS * start_ms / total_ms), _BAR_CHARS - 1)
     length = min(round(_BAR_CHARS * duration_ms / total_ms), _BAR_CHARS - first)
     return (" " * first + ("█" * length or "▏")).ljust(_BAR_CHARS)
+
+
+def _with_empty_stages(stages: tuple[StageTime, ...]) -> list[StageTime]:
+    """The stages, and those that every reader looks for where they would have been."""
+    order, shown = list(_STAGES), list(stages)
+    for name in order:
+        if not _STAGES[name] or any(stage.stage == name for stage in shown):
+            continue
+        later = order[order.index(name) + 1 :]
+        at = next((i for i, stage in enumerate(shown) if stage.stage in later), len(shown))
+        end_ms = shown[at - 1].start_ms + shown[at - 1].duration_ms if at else 0.0
+        shown.insert(at, StageTime(name, end_ms, 0.0, "-"))
+    return shown

@@ -55,10 +55,11 @@ def test_the_timeline_adds_up(capsys):
     )
     timeline.print_timeline(budget)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["queue", "prefill", "decode"]
+    assert [line.split()[0] for line in lines[1:5]] == ["queue", "prefill", "handoff", "decode"]
     assert "40 %" in lines[2]
     assert lines[2].endswith("p0")
-    assert lines[4].startswith("first token 50.0 ms, total 100.0 ms")
+    assert lines[3].split()[1:5] == ["50.0", "ms", "0.0", "ms"]
+    assert lines[5].startswith("first token 50.0 ms, total 100.0 ms")
     for start_ms, duration_ms in ((0, 100), (99, 1), (100, 0), (50, 80), (0, 0)):
         assert len(timeline.bar(start_ms, duration_ms, 100)) == 32
 

@@ -1,0 +1,198 @@
+"""The command line against a whole simulated cluster, as a person would use it."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0")
+
+
+class Process:
+    """A command in a session of its own, its output read line by line."""
+
+    def __init__(self, *arguments, home, address=""):
+        env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        env |= {"HOME": str(home)} | ({"BATON_ADDRESS": address} if address else {})
+        self._log = (Path(home) / f"{arguments[0]}.log").open("w+")
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def line(self, pattern, timeout_s=START_TIMEOUT_S):
+        """The next line of standard output that matches."""
+        while (line := self._lines.get(timeout=timeout_s)) is not None:
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"ended with {self.popen.wait()}: {self.err()[-3000:]}")
+
+    def err(self):
+        self._log.seek(0)
+        return self._log.read()
+
+    def stop(self, number=signal.SIGINT):
+        """Ends it and returns its exit code and the processes it left behind."""
+        children = psutil.Process(self.popen.pid).children(recursive=True)
+        self.popen.send_signal(number)
+        try:
+            code = self.popen.wait(STOP_TIMEOUT_S)
+            _, left = psutil.wait_procs(children, 5.0)
+        finally:
+            self.close()
+            for child in children:
+                if child.is_running():
+                    child.kill()
+        return code, left
+
+    def close(self):
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
+        self._reader.join()
+        self._log.close()
+
+    def _read(self):
+        with self.popen.stdout:
+            for line in self.popen.stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The address of a running `baton up`; afterwards nothing of it may be left."""
+    up = Process(*UP, home=tmp_path_factory.mktemp("up"))
+    try:
+        yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+)\b").group(1)
+        assert up.stop() == (0, []), up.err()[-3000:]
+    finally:
+        up.close()
+
+
+@pytest.fixture
+def ask(baton, cluster):
+    return lambda *arguments, **keywords: baton(
+        *arguments, env={"BATON_ADDRESS": cluster}, **keywords
+    )
+
+
+def test_generate_prints_text_and_a_last_newline(ask):
+    result = ask("generate", "hello", "--max-tokens", "8", "--timeout", "20")
+    assert result.code == 0, result.err
+    assert result.out.strip()
+    assert result.out.endswith("\n")
+    assert ask("generate", "-", "--max-tokens", "8", stdin="hello").out == result.out
+
+
+def test_generate_json_is_one_event_per_line(ask):
+    result = ask("generate", "--tokens", "5,6,7", "--max-tokens", "4", "--json")
+    events = [json.loads(line) for line in result.out.splitlines()]
+    assert [event["event"] for event in (events[0], events[-1])] == ["accepted", "finished"]
+    assert events[0]["prompt_tokens"] == 3
+    assert sum(len(event["token_ids"]) for event in events[1:-1]) == 4
+    assert (events[-1]["reason"], events[-1]["usage"]["completion_tokens"]) == ("length", 4)
+
+
+def test_the_timeline_covers_the_whole_request(ask):
+    result = ask("generate", "hello", "--max-tokens", "16", "--timeline", "--chat")
+    assert result.code == 0, result.err
+    stages = re.findall(r"^(\w[\w ]*?) +([\d.]+) ms +([\d.]+) ms +", result.out, re.MULTILINE)
+    assert {"prefill", "decode"} <= {stage for stage, _, _ in stages}
+    total_ms = float(re.search(r"total ([\d.]+) ms", result.out).group(1))
+    assert sum(float(time) for _, _, time in stages) == pytest.approx(total_ms, abs=1.0)
+
+
+def test_pools_workers_and_requests(ask):
+    pools = json.loads(ask("pools", "--json").out)
+    assert {pool["role"]: pool["num_serving"] for pool in pools["pools"]} == {
+        "prefill": 1,
+        "decode": 1,
+    }
+    workers = json.loads(ask("workers", "--json").out)
+    assert sorted(worker["role"] for worker in workers) == ["decode", "prefill"]
+    assert {worker["state"] for worker in workers} == {"serving"}
+    for command, heading in (("pools", "POOL"), ("workers", "WORKER")):
+        result = ask(command)
+        assert result.code == 0
+        assert result.out.startswith(heading)
+    ask("generate", "hello", "--max-tokens", "2", "--request-id", "seen")
+    assert ask("requests").out == "no requests running\n"
+    ended = {request["request_id"]: request for request in json.loads(listed(ask))}
+    assert ended["seen"]["state"] == "finished"
+    assert ended["seen"]["completion_tokens"] == 2
+
+
+def listed(ask):
+    return ask("requests", "--all", "--json").out
+
+
+def test_a_wrong_request_names_the_field_and_is_exit_2(ask):
+    result = ask("generate", "hello", "--temperature", "-1")
+    assert result.code == 2
+    assert result.err.startswith("baton: ")
+    assert "sampling.temperature" in result.err
+
+
+def test_a_deadline_is_exit_1(ask):
+    result = ask("generate", "hello", "--max-tokens", "4000", "--timeout", "0.3", "--ignore-eos")
+    assert result.code == 1
+    assert result.err.startswith("baton: ")
+    assert "0.3 s" in result.err or "deadline" in result.err.lower()
+
+
+def test_ctrl_c_cancels_the_request_and_is_exit_130(ask, cluster, tmp_path):
+    arguments = ("generate", "hello", "--max-tokens", "4000", "--ignore-eos", "--json")
+    process = Process(*arguments, "--request-id", "interrupted", home=tmp_path, address=cluster)
+    try:
+        process.line('"tokens"')
+        assert process.stop() == (130, [])
+    finally:
+        process.close()
+    ended = {request["request_id"]: request for request in json.loads(listed(ask))}
+    assert ended["interrupted"]["state"] == "cancelled"
+
+
+def test_a_port_in_use_is_one_line(baton, taken_address):
+    result = baton("up", "--engine", "simulated", "--listen", taken_address)
+    assert result.code == 2
+    lines = [line for line in result.err.splitlines() if line.startswith("baton: ")]
+    assert len(lines) == 1
+    assert f"cannot listen on {taken_address}" in lines[0]
+    assert result.out == ""
+
+
+def test_a_missing_model_is_one_line(baton, tmp_path):
+    result = baton(*UP, "--model", str(tmp_path / "no-such-model"))
+    assert result.code in (1, 2)
+    lines = [line for line in result.err.splitlines() if line.startswith("baton: ")]
+    assert len(lines) == 1
+    assert "no-such-model" in lines[0]
+    assert result.out == ""
+
+
+def test_sigterm_stops_up_too(tmp_path):
+    up = Process(*UP, home=tmp_path)
+    try:
+        up.line("^ready ")
+        assert up.stop(signal.SIGTERM) == (0, [])
+    finally:
+        up.close()
