@@ -60,6 +60,7 @@ class Core:
             ev.WorkerChanged: self._worker_changed,
             ev.WorkerDetached: self._worker_detached,
             ev.WorkerLost: self._worker_lost,
+            ev.DrainAsked: self._drain_asked,
             ev.AdmissionClosed: self._admission_closed,
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
@@ -86,6 +87,10 @@ class Core:
         return self._timers.next()
 
     # ---- What the shell may look at
+
+    @property
+    def model_name(self) -> str:
+        return self._config.model_name
 
     @property
     def stats(self) -> CoreStats:
@@ -308,7 +313,7 @@ class Core:
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
-            self._lose(worker, reason, now)
+            self._lose(worker, reason, now, fenced=False)
             return
         if change.state:
             worker.state = change.state
@@ -327,15 +332,23 @@ class Core:
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
             self._lose(worker, event.reason, now)
 
-    def _lose(self, worker: Worker, reason: str, now: float) -> None:
+    def _drain_asked(self, event: ev.DrainAsked, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        if worker is not None:
+            worker.state = cluster_pb2.WORKER_STATE_DRAINING
+            command = cluster_pb2.DrainCommand(reason=event.reason)
+            command.timeout.FromMicroseconds(round(event.timeout_s * 1e6))
+            self._book.out.append(ev.SendCommand(worker.key, command))
+
+    def _lose(self, worker: Worker, reason: str, now: float, *, fenced: bool = True) -> None:
         """Takes a worker out; its requests fail, and their other workers are told."""
         self.workers.remove(worker, reason)
         self._timers.cancel(worker.key)
-        self.stats.num_workers_lost += 1
+        self.stats.num_workers_lost += fenced
         for request_id in list(worker.assigned):
             error = errors.Unavailable(f"worker {worker.id} {reason}")
             self._book.fail_worker(request_id, error, now)
-        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}")
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._book.out.append(ev.FenceWorker(worker.key, fence))
 
     # ---- Time

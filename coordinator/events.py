@@ -111,6 +111,19 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """A worker is to take nothing new and leave; unknown ones are ignored.
+
+    Attributes:
+        reason: in words.
+    """
+
+    worker_id: str
+    timeout_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionClosed:
     """The process is about to stop: no new requests, those admitted go on."""
 
@@ -145,6 +158,7 @@ Event = (
     | WorkerChanged
     | WorkerDetached
     | WorkerLost
+    | DrainAsked
     | AdmissionClosed
     | EverythingEnds
     | Tick
@@ -221,10 +235,14 @@ class RefuseWorker:
 
 @dataclass(frozen=True, slots=True)
 class FenceWorker:
-    """A worker is no longer part of the cluster: end its stream, if it has one, with this."""
+    """A worker is no longer part of the cluster.
+
+    Attributes:
+        error: what ends its stream; None when the worker said that it leaves, and ends it itself.
+    """
 
     worker: WorkerKey
-    error: BatonError
+    error: BatonError | None
 
 
 Effect = (

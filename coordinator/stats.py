@@ -51,7 +51,8 @@ class CoreStats:
 
     Attributes:
         requests: by lane and outcome (finish reason, or error code's name; lower case).
-        sheds: submissions that were not admitted, by reason.
+        sheds: submissions that were not admitted for overload, by reason.
+        rejections: submissions that were wrong, by the error code's name; counted by the shell.
         handoff_failures: by refusal reason.
     """
 
@@ -59,6 +60,7 @@ class CoreStats:
         self.lanes = {lane: LaneStats() for lane in LANES}
         self.requests: Counter[tuple[common_pb2.Lane.ValueType, str]] = Counter()
         self.sheds: Counter[str] = Counter()
+        self.rejections: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_handoffs = 0

@@ -1,0 +1,197 @@
+"""The Admin service: what the core knows, as operators see it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from baton.coordinator import events as ev
+from baton.coordinator.core import Core
+from baton.coordinator.dispatch import LANES
+from baton.coordinator.intake import Intake
+from baton.coordinator.request import EndedRequest, Request
+from baton.coordinator.shell import Shell
+from baton.coordinator.workers import Worker
+from baton.runtime.config import BatonConfig
+from baton.runtime.errors import InvalidArgument, NotFound, abort
+from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
+
+_ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """State, and cancelling; what it does not carry out yet answers UNIMPLEMENTED.
+
+    Args:
+        launched: whether this coordinator starts the workers of its configuration itself.
+    """
+
+    def __init__(
+        self, shell: Shell, intake: Intake, config: BatonConfig, *, launched: bool
+    ) -> None:
+        self._shell, self._intake, self._config = shell, intake, config
+        self._launched = launched
+
+    @property
+    def _core(self) -> Core:
+        return self._shell.core
+
+    async def ListPools(
+        self, request: admin_pb2.ListPoolsRequest, context: object
+    ) -> admin_pb2.ListPoolsResponse:
+        return admin_pb2.ListPoolsResponse(
+            pools=[self._pool(role) for role in _ROLES],
+            lanes=[self._lane(lane) for lane in LANES],
+            model=self._intake.model(),
+            generation=self._shell.generation,
+            started_at=_timestamp(self._shell.started_at),
+        )
+
+    async def ListWorkers(
+        self, request: admin_pb2.ListWorkersRequest, context: Any
+    ) -> admin_pb2.ListWorkersResponse:
+        if request.role not in (common_pb2.ROLE_UNSPECIFIED, *_ROLES):
+            allowed = "ROLE_PREFILL (1), ROLE_DECODE (2), or 0 for both"
+            await abort(context, InvalidArgument("role", int(request.role), allowed))
+        now = self._shell.now()
+        workers = [
+            _worker_info(worker, now)
+            for worker in self._core.workers
+            if request.role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
+        ]
+        workers.sort(key=lambda info: (info.role, info.worker_id))
+        return admin_pb2.ListWorkersResponse(workers=workers)
+
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: object
+    ) -> admin_pb2.ListRequestsResponse:
+        found: list[Request | EndedRequest] = [*self._core.running()]
+        if request.include_ended:
+            found += self._core.recently_ended()
+        if request.limit:
+            found = found[: request.limit]
+        now = self._shell.now()
+        return admin_pb2.ListRequestsResponse(requests=[_request_info(one, now) for one in found])
+
+    async def GetRequest(
+        self, request: admin_pb2.GetRequestRequest, context: Any
+    ) -> admin_pb2.RequestInfo:
+        found = self._core.request(request.request_id)
+        if found is None:
+            await abort(
+                context,
+                NotFound(
+                    f"request {request.request_id!r} is neither running nor among those that "
+                    "ended recently"
+                ),
+            )
+        assert found is not None
+        return _request_info(found, self._shell.now())
+
+    async def CancelRequest(
+        self, request: admin_pb2.CancelRequestRequest, context: Any
+    ) -> admin_pb2.CancelRequestResponse:
+        if not isinstance(self._core.request(request.request_id), Request):
+            await abort(context, NotFound(f"request {request.request_id!r} is not running"))
+        self._shell.post(ev.RequestCancelled(request.request_id))
+        return admin_pb2.CancelRequestResponse()
+
+    def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
+        workers = self._core.workers.pool(role)
+        pool = self._config.prefill if role == common_pb2.ROLE_PREFILL else self._config.decode
+        loads = [worker.load for worker in workers if worker.load is not None]
+        serving = sum(worker.serving for worker in workers)
+        draining = sum(worker.state == cluster_pb2.WORKER_STATE_DRAINING for worker in workers)
+        starting = sum(worker.state == cluster_pb2.WORKER_STATE_STARTING for worker in workers)
+        return admin_pb2.PoolInfo(
+            role=role,
+            num_serving=serving,
+            num_starting=starting,
+            num_draining=draining,
+            desired=pool.workers if self._launched else 0,
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            kv_tokens_used=sum(load.kv_tokens_used for load in loads),
+            kv_tokens_total=sum(worker.hello.capacity.kv_tokens for worker in workers),
+        )
+
+    def _lane(self, lane: common_pb2.Lane.ValueType) -> admin_pb2.LaneInfo:
+        oldest = self._core.oldest_queued(lane)
+        waited_s = self._shell.now() - oldest.submitted_at if oldest is not None else 0.0
+        return admin_pb2.LaneInfo(
+            lane=lane,
+            num_queued=self._core.num_queued(lane),
+            num_running=self._core.stats.lanes[lane].num_running,
+            max_queued=self._config.coordinator.max_queued_requests,
+            oldest_wait=_duration(waited_s),
+        )
+
+
+def _worker_info(worker: Worker, now: float) -> admin_pb2.WorkerInfo:
+    hello = worker.hello
+    return admin_pb2.WorkerInfo(
+        worker_id=hello.worker_id,
+        incarnation=hello.incarnation,
+        role=worker.role,
+        state=worker.state,
+        model=hello.model,
+        capacity=hello.capacity,
+        load=worker.load,
+        kv_address=hello.kv_address,
+        host_id=hello.host_id,
+        engine=hello.engine,
+        engine_version=hello.engine_version,
+        pid=hello.pid,
+        attached_at=_timestamp(time.time() - (now - worker.attached_at)),
+        silent_for=_duration(now - worker.heard_at),
+        num_requests=len(worker.assigned),
+        startup_ms=hello.startup_ms,
+    )
+
+
+def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.RequestInfo:
+    if isinstance(request, EndedRequest):
+        return admin_pb2.RequestInfo(
+            request_id=request.request_id,
+            state=request.state.value,
+            lane=request.lane,
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=request.num_output_tokens,
+            attempt=request.attempt,
+            prefill_worker_id=request.prefill_worker_id,
+            decode_worker_id=request.decode_worker_id,
+            arrived_at=_timestamp(time.time() - (now - request.arrived_at)),
+            age=_duration(request.ended_at - request.arrived_at),
+            budget=request.budget,
+            error_code=request.error_code,
+            error=request.error,
+            finish_reason=request.finish_reason,
+        )
+    arrived_at = request.submission.arrived_at
+    return admin_pb2.RequestInfo(
+        request_id=request.id,
+        state=request.state.value,
+        lane=request.submission.lane,
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=len(request.token_ids),
+        attempt=request.attempt,
+        prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
+        decode_worker_id=request.decode[0] if request.decode is not None else "",
+        arrived_at=_timestamp(time.time() - (now - arrived_at)),
+        age=_duration(now - arrived_at),
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromMicroseconds(round(seconds * 1e6))
+    return duration
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromMicroseconds(round(seconds * 1e6))
+    return timestamp

@@ -1,0 +1,129 @@
+"""The Cluster service: workers' attach streams, as cluster.proto describes them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeAlias
+
+import grpc
+
+from baton.coordinator import events as ev
+from baton.coordinator.link import WorkerLink
+from baton.coordinator.shell import Shell
+from baton.coordinator.tasks import first_of
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import BatonError, InvalidArgument, abort
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
+
+_HELLO_TIMEOUT_S = 10.0
+_MAX_WORKER_ID_CHARS = 128
+_ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
+
+_Context: TypeAlias = (
+    "grpc.aio.ServicerContext[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]"
+)
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """One call of Attach per worker stream."""
+
+    def __init__(self, shell: Shell, config: CoordinatorConfig) -> None:
+        self._shell, self._config = shell, config
+
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: object, context: _Context
+    ) -> None:
+        del request_iterator  # Reading through the context leaves writing to another task.
+        stream = object()
+        try:
+            hello = await self._hello(context)
+            link, received = self._shell.attach(hello, stream)
+        except BatonError as error:
+            await abort(context, error)
+            return
+        try:
+            await context.write(cluster_pb2.CoordinatorMessage(welcome=self._welcome(received)))
+            await first_of(
+                self._read(link, stream, context),
+                self._write(link, stream, context),
+            )
+            if link.error is not None:
+                await abort(context, link.error)
+        except BatonError as error:
+            worker_id, incarnation = link.key
+            self._shell.post(ev.WorkerLost(worker_id, f"broke the protocol: {error}", incarnation))
+            await abort(context, error)
+        finally:
+            self._shell.detach(link, stream)
+
+    async def _hello(self, context: _Context) -> cluster_pb2.Hello:
+        try:
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                first = await context.read()
+        except TimeoutError:
+            first = None
+        if not isinstance(first, cluster_pb2.WorkerMessage) or not first.HasField("hello"):
+            kind = first.WhichOneof("message") if first else None
+            raise InvalidArgument("message", kind, "the first message must be a Hello")
+        hello = first.hello
+        if not 0 < len(hello.worker_id) <= _MAX_WORKER_ID_CHARS:
+            raise InvalidArgument(
+                "hello.worker_id", hello.worker_id, f"1 to {_MAX_WORKER_ID_CHARS} characters"
+            )
+        if hello.incarnation == 0:
+            raise InvalidArgument("hello.incarnation", 0, "must be random and not 0")
+        if hello.role not in _ROLES:
+            raise InvalidArgument("hello.role", int(hello.role), "ROLE_PREFILL or ROLE_DECODE")
+        if not hello.kv_address:
+            raise InvalidArgument("hello.kv_address", "", "must be host:port")
+        return hello
+
+    def _welcome(self, received: int) -> cluster_pb2.Welcome:
+        """First form: after a restart nothing is adopted, and workers abort what they run."""
+        welcome = cluster_pb2.Welcome(generation=self._shell.generation, ack=received)
+        welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
+        welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))
+        return welcome
+
+    async def _read(self, link: WorkerLink, stream: object, context: _Context) -> None:
+        while isinstance(message := await context.read(), cluster_pb2.WorkerMessage):
+            if link.stream is not stream or link.ended:
+                return
+            link.acknowledge(message.ack)
+            if message.seq:
+                if message.seq <= link.received:
+                    continue
+                if message.seq != link.received + 1:
+                    raise InvalidArgument("seq", message.seq, f"must be {link.received + 1}")
+            self._apply(link, message)
+            if message.seq:
+                link.processed(message.seq)
+
+    def _apply(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
+        kind, post, worker = message.WhichOneof("message"), self._shell.post, link.key
+        if kind == "step":
+            post(ev.WorkerStep(worker, message.step))
+        elif kind == "load":
+            post(ev.WorkerLoad(worker, message.load))
+        elif kind == "handoff":
+            post(ev.WorkerHandoff(worker, message.handoff))
+        elif kind == "state_changed":
+            post(ev.WorkerChanged(worker, message.state_changed))
+        elif kind is None:
+            post(ev.WorkerHeard(worker))
+        else:
+            raise InvalidArgument("message", kind, "only the first message may be a Hello")
+
+    async def _write(self, link: WorkerLink, stream: object, context: _Context) -> None:
+        """Sends what is kept, and at least an acknowledgement per heartbeat."""
+        while link.stream is stream and not link.ended:
+            link.wake.clear()
+            while (message := link.next_to_send()) is not None:
+                await context.write(message)
+            if link.owes_acknowledgement:
+                await context.write(link.bare_acknowledgement())
+            try:
+                async with asyncio.timeout(self._config.heartbeat_s):
+                    await link.wake.wait()
+            except TimeoutError:
+                await context.write(link.bare_acknowledgement())

@@ -1,0 +1,196 @@
+"""The Inference service: single calls and multiplexed sessions over one shell."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc
+
+from baton.coordinator import events as ev
+from baton.coordinator.intake import Intake
+from baton.coordinator.request import StreamKey
+from baton.coordinator.shell import ClientSession, Shell, slow_reader
+from baton.coordinator.tasks import first_of
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import BatonError, Internal, InvalidArgument, ResourceExhausted, abort
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+# A client that takes nothing at all for so long is gone in all but name.
+_STALLED_S = 60.0
+
+_GenerateContext: TypeAlias = (
+    "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateEvent]"
+)
+_SessionContext: TypeAlias = (
+    "grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionEvents]"
+)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """What clients call."""
+
+    def __init__(self, shell: Shell, intake: Intake, config: CoordinatorConfig) -> None:
+        self._shell, self._intake, self._config = shell, intake, config
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: object
+    ) -> common_pb2.ModelDescription:
+        return self._intake.model()
+
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: _GenerateContext
+    ) -> None:
+        arrived_at = self._shell.now()
+        session = self._shell.open_session()
+        try:
+            deadline_s = context.time_remaining()
+            submission = await self._intake.submission(
+                request, StreamKey(session.number, 0), arrived_at, deadline_s
+            )
+            session.live.add(0)
+            self._shell.post(ev.Submitted(submission))
+            await self._write_one(session, context)
+        except BatonError as error:
+            await abort(context, error)
+        finally:
+            self._shell.close_session(session)
+
+    async def _write_one(self, session: ClientSession, context: _GenerateContext) -> None:
+        """Writes the events of the session's only stream, up to its last."""
+        while True:
+            for one in await session.outbox.take():
+                payload = one.payload
+                if isinstance(payload, BatonError):
+                    raise payload
+                if isinstance(payload, common_pb2.TokenDelta):
+                    event = inference_pb2.GenerateEvent(delta=payload)
+                elif isinstance(payload, inference_pb2.Accepted):
+                    event = inference_pb2.GenerateEvent(accepted=payload)
+                else:
+                    event = inference_pb2.GenerateEvent(finished=payload)
+                await _write(context, event)
+                if isinstance(payload, inference_pb2.Finished):
+                    return
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: object, context: _SessionContext
+    ) -> None:
+        del request_iterator  # Reading through the context leaves writing to another task.
+        call = _SessionCall(self._shell, self._intake, self._config, context)
+        try:
+            await call.run()
+        except BatonError as error:
+            await abort(context, error)
+        finally:
+            await call.close()
+
+
+class _SessionCall:
+    """One Session stream: submissions in, batches of events out."""
+
+    def __init__(
+        self, shell: Shell, intake: Intake, config: CoordinatorConfig, context: _SessionContext
+    ) -> None:
+        self._shell, self._intake, self._context = shell, intake, context
+        self._max_requests = config.max_requests_per_session
+        self._session = shell.open_session()
+        self._submitting: dict[int, asyncio.Task[None]] = {}
+        self._complete = False
+
+    async def run(self) -> None:
+        """Until the client has said and heard everything.
+
+        Raises:
+            BatonError: what ends the whole session.
+        """
+        await first_of(self._write(), self._read())
+
+    async def close(self) -> None:
+        """Cancels whatever has not ended."""
+        tasks = list(self._submitting.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._shell.close_session(self._session)
+
+    async def _read(self) -> None:
+        while isinstance(message := await self._context.read(), inference_pb2.SessionRequest):
+            kind = message.WhichOneof("message")
+            if kind == "submit":
+                self._submit(message.submit)
+            elif kind == "cancel":
+                self._cancel(message.cancel.stream)
+            else:
+                raise InvalidArgument("message", None, "must be submit or cancel")
+        # The client has said everything; it still hears the rest.
+        self._complete = True
+        self._session.outbox.wake()
+        await asyncio.get_running_loop().create_future()
+
+    def _submit(self, submit: inference_pb2.Submit) -> None:
+        session, stream = self._session, submit.stream
+        if stream in session.live:
+            raise InvalidArgument(
+                "submit.stream", stream, "must differ from those of requests that have not ended"
+            )
+        if len(session.live) >= self._max_requests:
+            error = ResourceExhausted(
+                f"{len(session.live)} requests run in this session; at most {self._max_requests}",
+                reason="SESSION_FULL",
+                retry_after_s=1.0,
+            )
+            session.end(stream, error)
+            return
+        session.live.add(stream)
+        task = asyncio.create_task(self._admit(stream, submit.request, self._shell.now()))
+        self._submitting[stream] = task
+
+    async def _admit(
+        self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
+    ) -> None:
+        """Tokenizes one request and hands it to the core; a wrong one fails alone."""
+        to = StreamKey(self._session.number, stream)
+        try:
+            submission = await self._intake.submission(request, to, arrived_at)
+        except BatonError as error:
+            self._session.end(stream, error)
+        except Exception as error:  # One request's trouble must not end the others.
+            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
+        else:
+            self._shell.post(ev.Submitted(submission))
+        finally:
+            self._submitting.pop(stream, None)
+
+    def _cancel(self, stream: int) -> None:
+        task = self._submitting.pop(stream, None)
+        if task is None:
+            self._shell.post(ev.StreamCancelled(StreamKey(self._session.number, stream)))
+        elif task.cancel():
+            task.add_done_callback(lambda done: self._cancelled(stream, done))
+
+    def _cancelled(self, stream: int, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            finished = inference_pb2.Finished(reason=common_pb2.FINISH_REASON_CANCELLED)
+            self._session.end(stream, finished)
+
+    async def _write(self) -> None:
+        session = self._session
+        while True:
+            taken = await session.outbox.take()
+            if session.outbox.overfull:
+                raise slow_reader()
+            if taken:
+                events = [one.session_event() for one in taken]
+                await _write(self._context, inference_pb2.SessionEvents(events=events))
+            if self._complete and not session.live and not len(session.outbox):
+                return
+
+
+async def _write(context: Any, message: object) -> None:
+    """Writes one message to a client that takes it within a bounded time."""
+    try:
+        async with asyncio.timeout(_STALLED_S):
+            await context.write(message)
+    except TimeoutError:
+        raise slow_reader() from None

@@ -1,0 +1,134 @@
+"""From a client's message to a submission: validated, named, tokenized."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from array import array
+
+from google.rpc import code_pb2
+
+from baton.coordinator.core import Core
+from baton.coordinator.request import StreamKey, Submission
+from baton.coordinator.tokenization import Tokenizer
+from baton.coordinator.validation import (
+    ModelLimits,
+    check_lengths,
+    check_request,
+    check_token_ids,
+)
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import BatonError, ResourceExhausted
+from baton.v1 import common_pb2, inference_pb2
+
+# W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+
+
+class Intake:
+    """Turns requests into submissions.
+
+    Limits of the model come from the workers; before the first one attaches, from the model's own
+    configuration.
+    """
+
+    def __init__(
+        self, core: Core, tokenizer: Tokenizer, config: CoordinatorConfig, model_path: str
+    ) -> None:
+        self._core, self._tokenizer, self._config = core, tokenizer, config
+        self._model_path = model_path
+        self._known: common_pb2.ModelDescription | None = None
+        self._num_pending = 0
+
+    def model(self) -> common_pb2.ModelDescription:
+        """What is served, as well as it is known by now."""
+        self._known = self._core.workers.model or self._known
+        if self._known is not None:
+            return self._known
+        return common_pb2.ModelDescription(
+            name=self._core.model_name,
+            max_model_len=self._tokenizer.max_model_len or 0,
+            vocab_size=self._tokenizer.vocab_size,
+            tokenizer=self._model_path,
+        )
+
+    async def submission(
+        self,
+        request: inference_pb2.GenerateRequest,
+        to: StreamKey,
+        arrived_at: float,
+        deadline_s: float | None = None,
+    ) -> Submission:
+        """Checks and tokenizes one request.
+
+        Args:
+            request: as the client sent it.
+            to: where its events go.
+            arrived_at: by the core's clock.
+            deadline_s: of the gRPC call, from now on; None for none.
+
+        Raises:
+            BatonError: it is wrong, or there is no room for it.
+        """
+        try:
+            return await self._submission(request, to, arrived_at, deadline_s)
+        except ResourceExhausted as error:
+            self._core.stats.sheds[error.reason.lower()] += 1
+            raise
+        except BatonError as error:
+            self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
+            raise
+
+    async def _submission(
+        self,
+        request: inference_pb2.GenerateRequest,
+        to: StreamKey,
+        arrived_at: float,
+        deadline_s: float | None,
+    ) -> Submission:
+        limits = self._limits()
+        check_request(request, self._config, limits)
+        lane = request.lane or common_pb2.LANE_INTERACTIVE
+        # Before any work is done for it; asked again when it is done.
+        refused = self._core.admission_error(lane)
+        if refused is None and self._num_pending >= self._config.max_queued_requests:
+            refused = ResourceExhausted(
+                f"{self._num_pending} prompts wait to be tokenized; "
+                f"at most {self._config.max_queued_requests}",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        if refused is not None:
+            raise refused
+        prompt = array("I", request.resume.prompt_token_ids)
+        if not prompt:
+            self._num_pending += 1
+            try:
+                prompt = await self._tokenizer.prompt_token_ids(request)
+            finally:
+                self._num_pending -= 1
+            check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
+        check_lengths(request, len(prompt), limits)
+        timeouts = [deadline_s] if deadline_s is not None else []
+        if request.HasField("timeout"):
+            timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
+        # A copy: the whole message, prompt and all, would live as long as a part of it.
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
+        return Submission(
+            to=to,
+            request_id=request.request_id or secrets.token_hex(12),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            lane=lane,
+            arrived_at=arrived_at,
+            timeout_s=min(timeouts, default=None),
+            known_token_ids=array("I", request.resume.token_ids),
+            known_text_chars=request.resume.num_text_chars,
+            traceparent=traceparent,
+        )
+
+    def _limits(self) -> ModelLimits:
+        model = self.model()
+        return ModelLimits(model.name, model.max_model_len or None, model.vocab_size or None)

@@ -1,0 +1,209 @@
+"""Starting workers by command line. Later launchers (Ray, Kubernetes) have the same two calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.runtime.config import BatonConfig, dump
+
+_log = logging.getLogger(__name__)
+
+_READ_BYTES = 64 * 2**10
+_MAX_LINE_BYTES = 4 * 2**10
+# Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
+_STOP_MARGIN_S = 10.0
+# After SIGKILL the kernel needs a moment, not more.
+_KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker process that ended without being asked to.
+
+    Attributes:
+        exit_code: negative for a signal's number.
+        last_line: of its stderr; empty when it wrote nothing.
+    """
+
+    worker_id: str
+    exit_code: int
+    last_line: str
+
+    @property
+    def reason(self) -> str:
+        """In words, continuing "worker w1 ..."."""
+        if self.exit_code < 0:
+            how = f"was killed by {signal.Signals(-self.exit_code).name}"
+        else:
+            how = f"exited with code {self.exit_code}"
+        return f"{how}: {self.last_line}" if self.last_line else how
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_id} {self.reason}"
+
+
+class Launcher(Protocol):
+    """Starts and stops workers; the coordinator hears the rest over their attach streams."""
+
+    async def start(self, worker_id: str, role: str) -> None:
+        """Starts a worker in a role, "prefill" or "decode"; returns before it serves."""
+        ...
+
+    async def stop(self) -> None:
+        """Stops every worker and returns when nothing of them is left; idempotent."""
+        ...
+
+
+class LocalLauncher:
+    """Workers as child processes on this host, each leading a process group of its own.
+
+    Their configuration goes in by stdin, their output comes out on this process's stderr. They get
+    SIGTERM when this process dies, however it dies.
+
+    Args:
+        config: the effective configuration, handed on whole.
+        coordinator: host:port that they attach to.
+        on_exit: told once of each worker that ends without being asked to.
+        command: what runs a worker; the arguments of `baton` follow.
+    """
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        coordinator: str,
+        on_exit: Callable[[WorkerExit], None],
+        command: tuple[str, ...] = (sys.executable, "-m", "baton.cli.main"),
+    ) -> None:
+        self._config, self._coordinator, self._on_exit = config, coordinator, on_exit
+        self._command = command
+        self._children: dict[str, _Child] = {}
+
+    async def start(self, worker_id: str, role: str) -> None:
+        # By way of a small program that ties the worker's life to ours before it becomes it.
+        tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
+        worker = ("worker", "--role", role, "--worker-id", worker_id)
+        settings = ("--coordinator", self._coordinator, "--config", "-")
+        process = await asyncio.create_subprocess_exec(
+            *tether,
+            *self._command,
+            *worker,
+            *settings,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        child = _Child(worker_id, process, self._on_exit)
+        self._children[worker_id] = child
+        child.begin(dump(self._config).encode())
+
+    async def stop(self) -> None:
+        patience_s = self._config.worker.drain_timeout_s + _STOP_MARGIN_S
+        async with asyncio.TaskGroup() as group:
+            for child in self._children.values():
+                group.create_task(child.stop(patience_s))
+        self._children.clear()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the workers that were started and not stopped, by worker id."""
+        return {worker_id: child.pid for worker_id, child in self._children.items()}
+
+
+class _Child:
+    """One worker process: fed, watched, its output passed on."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        process: asyncio.subprocess.Process,
+        on_exit: Callable[[WorkerExit], None],
+    ) -> None:
+        self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
+        self._stopping = False
+        self._last_line = ""
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, config: bytes) -> None:
+        self._watch = asyncio.create_task(self._run(config))
+
+    async def stop(self, patience_s: float) -> None:
+        """SIGTERM, then SIGKILL for whatever is left of its process group."""
+        assert self._watch is not None
+        self._stopping = True
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._process.wait()
+            except TimeoutError:
+                _log.warning(
+                    "worker %s did not stop within %g s: killed", self._worker_id, patience_s
+                )
+        self._kill_group()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await self._watch
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def _run(self, config: bytes) -> None:
+        """Until the process has ended and its output is read."""
+        process = self._process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._feed(config))
+            group.create_task(self._relay(process.stdout, remember=False))
+            errors = group.create_task(self._relay(process.stderr, remember=True))
+            exit_code = await process.wait()
+            # Its children may hold the pipes open after it: they go with it.
+            self._kill_group()
+            await errors
+        if not self._stopping:
+            self._on_exit(WorkerExit(self._worker_id, exit_code, self._last_line))
+
+    async def _feed(self, config: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(config)
+            await stdin.drain()
+            stdin.close()
+            await stdin.wait_closed()
+
+    async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
+        """Passes output on as it comes, and remembers the last line that says something."""
+        tail: deque[bytes] = deque([b""], maxlen=2)
+        while chunk := await pipe.read(_READ_BYTES):
+            sys.stderr.write(chunk.decode(errors="replace"))
+            sys.stderr.flush()
+            for number, part in enumerate(chunk.split(b"\n")):
+                if number:
+                    self._remember(tail[-1], remember)
+                    tail.append(b"")
+                tail[-1] = (tail[-1] + part)[:_MAX_LINE_BYTES]
+        self._remember(tail[-1], remember)
+
+    def _remember(self, line: bytes, remember: bool) -> None:
+        text = line.decode(errors="replace").strip()
+        if remember and text:
+            self._last_line = text
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

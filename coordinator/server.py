@@ -1,0 +1,266 @@
+"""The coordinator process: everything started in order, and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from grpc_health.v1 import health_pb2
+
+from baton.coordinator import events as ev
+from baton.coordinator import metrics
+from baton.coordinator.admin import AdminService
+from baton.coordinator.attach import ClusterService
+from baton.coordinator.book import CoreConfig
+from baton.coordinator.core import Core
+from baton.coordinator.inference import InferenceService
+from baton.coordinator.intake import Intake
+from baton.coordinator.launcher import LocalLauncher, WorkerExit
+from baton.coordinator.shell import Shell
+from baton.coordinator.tokenization import Tokenizer
+from baton.runtime import demo_model, rpc
+from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.lifecycle import stop_requested
+from baton.runtime.metrics import MetricsServer
+from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc, inference_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_INFERENCE = "baton.v1.Inference"
+_SERVICES = (_INFERENCE, "baton.v1.Admin", "baton.v1.Cluster")
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# After requests have ended: for clients to read their last events.
+_CLOSE_GRACE_S = 1.0
+
+
+class WorkersFailed(ConfigError):
+    """The workers that were to be started cannot serve; the message says which and why."""
+
+
+class Coordinator:
+    """The coordinator's servers, as an async context manager.
+
+    Args:
+        config: effective.
+        launched: whether its workers are started beside it.
+
+    Attributes:
+        address: host:port of gRPC, once entered.
+        metrics_address: host:port of the Prometheus endpoint, once entered.
+
+    Raises:
+        ConfigError: on entering: no such model, an address in use.
+    """
+
+    address: str
+    metrics_address: str
+
+    def __init__(self, config: BatonConfig, *, launched: bool = False) -> None:
+        self._config, self._launched = config, launched
+        self.shell = Shell(Core(CoreConfig.of(config)))
+        self._members_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Coordinator:
+        coordinator = self._config.coordinator
+        model = demo_model.ensure(self._config.model, weights=False)
+        # A model that is not here yet is fetched: not on the event loop.
+        self._tokenizer = await asyncio.to_thread(Tokenizer, model)
+        try:
+            self._metrics = MetricsServer(
+                coordinator.metrics_listen, metrics.registry(self.shell.core)
+            )
+            try:
+                await self._start_server(model)
+            except BaseException:
+                await asyncio.to_thread(self._metrics.close)
+                raise
+        except BaseException:
+            self._tokenizer.close()
+            raise
+        return self
+
+    async def _start_server(self, model: str) -> None:
+        coordinator = self._config.coordinator
+        # Longer prompts than are allowed still arrive, so that the answer can name the limit.
+        self._server = rpc.server(
+            max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20)
+        )
+        intake = Intake(self.shell.core, self._tokenizer, coordinator, model)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(self.shell, intake, coordinator), self._server
+        )
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            # What it leaves out is UNIMPLEMENTED in the generated base, abstract only to mypy.
+            AdminService(self.shell, intake, self._config, launched=self._launched),  # type: ignore[abstract]
+            self._server,
+        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(
+            ClusterService(self.shell, coordinator), self._server
+        )
+        self._health = rpc.add_health_and_reflection(self._server, _SERVICES)
+        self.address = rpc.bind(self._server, coordinator.listen, "coordinator.listen")
+        self.metrics_address = self._metrics.address
+        await self._server.start()
+        for service in ("", "baton.v1.Admin", "baton.v1.Cluster"):
+            await self._health.set(service, _SERVING)
+        await self._health.set(_INFERENCE, _NOT_SERVING)
+        self.shell.watch_members(self._members_changed.set)
+        self._health_task = asyncio.create_task(self._follow_health())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._health_task is not None
+        self.shell.post(ev.EverythingEnds("the coordinator stopped"))
+        self._health_task.cancel()
+        await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._server.stop(_CLOSE_GRACE_S)
+        self.shell.close()
+        await asyncio.to_thread(self._metrics.close)
+        self._tokenizer.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admits nothing more and waits for what runs, for so long at most."""
+        await self._health.set(_INFERENCE, _NOT_SERVING)
+        self.shell.post(ev.AdmissionClosed())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.shell.idle()
+        except TimeoutError:
+            _log.warning("requests did not end within %g s", timeout_s)
+            self.shell.post(ev.EverythingEnds(f"the coordinator stopped after {timeout_s:g} s"))
+
+    def drain_workers(self, worker_ids: Iterable[str], timeout_s: float) -> None:
+        """Tells workers to take nothing new and leave."""
+        for worker_id in worker_ids:
+            self.shell.post(ev.DrainAsked(worker_id, timeout_s, "the coordinator stops"))
+
+    async def wait_serving(self, worker_ids: Iterable[str]) -> None:
+        """Until all these workers are attached and serve."""
+        wanted, changed = set(worker_ids), asyncio.Event()
+        self.shell.watch_members(changed.set)
+        while not wanted <= {worker.id for worker in self.shell.core.workers if worker.serving}:
+            changed.clear()
+            await changed.wait()
+
+    async def _follow_health(self) -> None:
+        serving = False
+        while True:
+            await self._members_changed.wait()
+            self._members_changed.clear()
+            if self.shell.core.can_serve is not serving:
+                serving = not serving
+                await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
+
+
+async def serve(
+    config: BatonConfig,
+    *,
+    launch: bool,
+    ready: Callable[[str], None],
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Runs a coordinator until it is asked to stop.
+
+    Args:
+        config: effective.
+        launch: whether to start the configured workers too, as child processes.
+        ready: called once with host:port, when requests can be served (without `launch`: when
+            workers can attach).
+        stop: set to stop it; None for SIGINT and SIGTERM.
+
+    Returns:
+        The exit code: 0 after a stop that was asked for.
+
+    Raises:
+        ConfigError: it cannot start, or a worker ended before it served; nothing is left running.
+    """
+    stop = stop if stop is not None else stop_requested()
+    async with Coordinator(config, launched=launch) as coordinator:
+        if not launch:
+            ready(coordinator.address)
+            await stop.wait()
+            # 1. Admit nothing more; let what runs end. 2. The servers close. Workers stay: they
+            # wait for the next coordinator.
+            await coordinator.drain(config.coordinator.drain_timeout_s)
+            return 0
+        return await _serve_with_workers(coordinator, config, ready, stop)
+
+
+async def _serve_with_workers(
+    coordinator: Coordinator,
+    config: BatonConfig,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+) -> int:
+    exits: asyncio.Queue[WorkerExit] = asyncio.Queue()  # One entry per worker at most.
+
+    def on_exit(worker_exit: WorkerExit) -> None:
+        _log.error("%s", worker_exit)
+        coordinator.shell.post(ev.WorkerLost(worker_exit.worker_id, worker_exit.reason))
+        exits.put_nowait(worker_exit)
+
+    launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit)
+    roles = {
+        f"{role}-{number}": role
+        for role, pool in (("prefill", config.prefill), ("decode", config.decode))
+        for number in range(pool.workers)
+    }
+    try:
+        for worker_id, role in roles.items():
+            await launcher.start(worker_id, role)
+        if await _all_serve(coordinator, roles, exits, stop, config.worker.start_timeout_s):
+            ready(coordinator.address)
+            await stop.wait()
+        # 1. Admit nothing more; let what runs end.
+        await coordinator.drain(config.coordinator.drain_timeout_s)
+        # 2. The workers leave.
+        coordinator.drain_workers(roles, config.worker.drain_timeout_s)
+    finally:
+        # 3. Nothing of them is left; 4. the servers close, in the caller.
+        await launcher.stop()
+    return 0
+
+
+async def _all_serve(
+    coordinator: Coordinator,
+    worker_ids: Iterable[str],
+    exits: asyncio.Queue[WorkerExit],
+    stop: asyncio.Event,
+    timeout_s: float,
+) -> bool:
+    """Waits until all workers serve; False when asked to stop first.
+
+    Raises:
+        WorkersFailed: one ended, or they took too long.
+    """
+    serving = asyncio.create_task(coordinator.wait_serving(worker_ids))
+    exited = asyncio.create_task(exits.get())
+    stopped = asyncio.create_task(stop.wait())
+    tasks = (serving, exited, stopped)
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return False
+        if exited.done():
+            raise WorkersFailed(f"{exited.result()}")
+        if not serving.done():
+            raise WorkersFailed(f"the workers do not serve after {timeout_s:g} s")
+        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _dialled(address: str) -> str:
+    """The address as a process on this host dials it."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::") else address

@@ -1,0 +1,258 @@
+"""The asyncio shell around the core: its clock, its timer, and where its effects go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+from baton.coordinator import events as ev
+from baton.coordinator.core import Core
+from baton.coordinator.link import WorkerLink
+from baton.coordinator.outbox import Outbox
+from baton.coordinator.request import WorkerKey
+from baton.runtime.errors import BatonError, ResourceExhausted
+from baton.v1 import cluster_pb2, inference_pb2
+
+_log = logging.getLogger(__name__)
+
+# The event loop's clock may be a millisecond behind ours.
+_TIMER_SLACK_S = 0.001
+
+
+class ClientSession:
+    """One client stream: its outbox, and which of its streams have not ended."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outbox = Outbox()
+        self.live: set[int] = set()
+
+    def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
+        """The stream's last event."""
+        self.live.discard(stream)
+        self.outbox.push(stream, last)
+
+
+class Shell:
+    """Feeds events to the core and carries out its effects, all on one event loop.
+
+    Attributes:
+        generation: of this coordinator; random per start, never 0.
+        started_at: wall clock, seconds since the epoch.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.generation = secrets.randbits(64) or 1
+        self.started_at = time.time()
+        self._sessions: dict[int, ClientSession] = {}
+        self._numbers = itertools.count(1)
+        self._links: dict[WorkerKey, WorkerLink] = {}
+        self._refusal: BatonError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._follow_ups: deque[ev.Event] = deque()
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._appliers: dict[type, Callable[..., None]] = {
+            ev.SendAccepted: self._send_accepted,
+            ev.SendDelta: self._send_delta,
+            ev.SendFinished: self._send_finished,
+            ev.SendFailed: self._send_failed,
+            ev.SendCommand: self._send_command,
+            ev.WelcomeWorker: self._welcome_worker,
+            ev.RefuseWorker: self._refuse_worker,
+            ev.FenceWorker: self._fence_worker,
+        }
+
+    @staticmethod
+    def now() -> float:
+        """The core's clock, in seconds."""
+        return time.monotonic()
+
+    def post(self, event: ev.Event) -> None:
+        """Applies an event and everything that follows from it, now."""
+        self._follow_ups.append(event)
+        if len(self._follow_ups) > 1:
+            return
+        members_changed = False
+        try:
+            while self._follow_ups:
+                event = self._follow_ups[0]
+                for effect in self.core.handle(event, self.now()):
+                    self._appliers[type(effect)](effect)
+                members_changed |= isinstance(event, _MEMBERSHIP)
+                self._follow_ups.popleft()
+        finally:
+            self._follow_ups.clear()
+            self._arm()
+        if not self.core.num_requests:
+            self._idle.set()
+        if members_changed:
+            for watcher in self._watchers:
+                watcher()
+
+    def watch_members(self, watcher: Callable[[], None]) -> None:
+        """Calls back after anything that may have changed who is attached and serving."""
+        self._watchers.append(watcher)
+
+    async def idle(self) -> None:
+        """Waits until no request is left."""
+        while self.core.num_requests:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- Clients
+
+    def open_session(self) -> ClientSession:
+        session = ClientSession(next(self._numbers))
+        self._sessions[session.number] = session
+        return session
+
+    def close_session(self, session: ClientSession) -> None:
+        """The client is gone, or has everything; what still runs is cancelled."""
+        if self._sessions.pop(session.number, None) is not None:
+            self.post(ev.SessionLost(session.number))
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    # ---- Workers
+
+    def attach(self, hello: cluster_pb2.Hello, stream: object) -> tuple[WorkerLink, int]:
+        """Lets a worker in over a new stream.
+
+        Returns:
+            Its link, and the highest message number processed of this incarnation.
+
+        Raises:
+            BatonError: it is refused, in the words of cluster.proto.
+        """
+        self._refusal = None
+        self.post(ev.WorkerAttached(hello))
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+        link = self._links[hello.worker_id, hello.incarnation]
+        # A worker that never heard this generation's welcome has processed nothing of it.
+        link.open(stream, hello.ack if hello.generation == self.generation else 0)
+        return link, link.received
+
+    def detach(self, link: WorkerLink, stream: object) -> None:
+        """A stream ended; a newer one of the same worker is left alone."""
+        if link.stream is stream:
+            link.stream = None
+            if self._links.get(link.key) is link:
+                self.post(ev.WorkerDetached(link.key))
+
+    # ---- Effects
+
+    def _send_accepted(self, effect: ev.SendAccepted) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            accepted = inference_pb2.Accepted(
+                request_id=effect.request_id,
+                model=self.core.model_name,
+                prompt_tokens=effect.num_prompt_tokens,
+            )
+            session.outbox.push(effect.to.stream, accepted)
+
+    def _send_delta(self, effect: ev.SendDelta) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is None:
+            return
+        if not session.outbox.push_delta(effect.to.stream, effect.delta):
+            self._follow_ups.append(ev.StreamFailed(effect.to, slow_reader()))
+        elif session.outbox.overfull:
+            session.outbox.wake()
+
+    def _send_finished(self, effect: ev.SendFinished) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            finished = inference_pb2.Finished(
+                reason=effect.reason,
+                stop=effect.stop,
+                usage=effect.usage,
+                budget=effect.budget,
+                prompt_logprobs=effect.prompt_logprobs,
+            )
+            session.end(effect.to.stream, finished)
+
+    def _send_failed(self, effect: ev.SendFailed) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            session.end(effect.to.stream, effect.error)
+
+    def _send_command(self, effect: ev.SendCommand) -> None:
+        link = self._links.get(effect.worker)
+        if link is not None and not link.send(effect.command):
+            worker_id, incarnation = effect.worker
+            self._follow_ups.append(
+                ev.WorkerLost(worker_id, "acknowledges nothing it is sent", incarnation)
+            )
+
+    def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
+        if effect.worker not in self._links:
+            self._links[effect.worker] = WorkerLink(effect.worker)
+            _log.info("worker attached", extra={"worker": effect.worker[0]})
+
+    def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
+        self._refusal = effect.error
+        _log.warning("worker refused: %s", effect.error, extra={"worker": effect.worker[0]})
+
+    def _fence_worker(self, effect: ev.FenceWorker) -> None:
+        link = self._links.pop(effect.worker, None)
+        if link is not None:
+            link.end(effect.error)
+        if effect.error is not None:
+            _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
+
+    # ---- Time
+
+    def _arm(self) -> None:
+        """Sees to it that a Tick comes in time; one that comes early does no harm."""
+        due = self.core.next_deadline()
+        if self._closed or due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, due - self.now()) + _TIMER_SLACK_S
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(ev.Tick())
+        self._arm()
+
+
+_MEMBERSHIP = (
+    ev.WorkerAttached,
+    ev.WorkerDetached,
+    ev.WorkerChanged,
+    ev.WorkerLost,
+    ev.DrainAsked,
+    ev.Tick,
+)
+
+
+def slow_reader() -> ResourceExhausted:
+    """What ends a stream whose client does not read it."""
+    return ResourceExhausted(
+        "the client does not read its stream: too much output waits for it",
+        reason="SLOW_READER",
+        retry_after_s=None,
+    )

@@ -1,0 +1,28 @@
+"""Runs a command that ends when its parent does: `python -m baton.coordinator.tether PID COMMAND`.
+
+The kernel sends SIGTERM to this process when the one that started it dies, and keeps that promise
+across the exec that replaces this program by the command. Done here and not between fork and exec
+of the parent, where a process with threads may not run Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    parent, command = int(arguments[0]), arguments[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # It died before the promise was made.
+            sys.exit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

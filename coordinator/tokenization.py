@@ -1,0 +1,271 @@
+"""Prompts as token ids: the model's tokenizer and chat template, without its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import processors
+
+from baton.runtime.config import ConfigError
+from baton.runtime.errors import InvalidArgument
+from baton.v1 import inference_pb2
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+)
+_NUM_THREADS = 2
+# A few milliseconds of work: longer texts leave the event loop.
+_MAX_INLINE_CHARS = 4096
+
+
+class Tokenizer:
+    """The tokenizer of one model; close it when done.
+
+    Attributes:
+        max_model_len: context length by config.json; None when it does not say.
+        vocab_size: by config.json, else the tokenizer's own.
+
+    Raises:
+        ConfigError: no such model, or no tokenizer.json in it.
+    """
+
+    def __init__(self, model: str) -> None:
+        directory = _model_directory(model)
+        self._tokenizer = _read_tokenizer(directory, model)
+        settings = _read_json(directory / "tokenizer_config.json")
+        specials = {**_read_json(directory / "special_tokens_map.json"), **settings}
+        self._special_tokens = {
+            name: token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := _token_text(specials.get(name))) is not None
+        }
+        _set_post_processor(self._tokenizer, settings, self._special_tokens)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = _chat_template(directory, settings)
+        config = _read_json(directory / "config.json")
+        config = config.get("text_config", config)
+        self.max_model_len = _positive(config.get("max_position_embeddings"))
+        self.vocab_size = _positive(config.get("vocab_size")) or int(
+            self._tokenizer.get_vocab_size(with_added_tokens=True)
+        )
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+    async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
+        """A request's prompt as token ids; long texts are tokenized in a thread.
+
+        Raises:
+            InvalidArgument: the chat template refuses the messages, or there is none.
+        """
+        kind = request.WhichOneof("prompt")
+        if kind == "tokens":
+            return array("I", request.tokens.ids)
+        if kind == "text":
+            return await self._off_loop(len(request.text), self.encode_text, request.text)
+        num_chars = sum(len(message.content) for message in request.chat.messages)
+        return await self._off_loop(num_chars, self.encode_chat, request.chat)
+
+    def encode_text(self, text: str) -> array[int]:
+        """Plain text, with the special tokens that the model's tokenizer adds to it."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, chat: inference_pb2.ChatPrompt) -> array[int]:
+        """Messages through the chat template, which writes its own special tokens."""
+        return self._encode(self.render(chat), add_special_tokens=False)
+
+    def render(self, chat: inference_pb2.ChatPrompt) -> str:
+        """Messages as the text of a prompt.
+
+        Raises:
+            InvalidArgument: the template refuses them, or the model has none.
+        """
+        if self._template is None:
+            raise InvalidArgument(
+                "chat",
+                f"{len(chat.messages)} messages",
+                "this model has no chat template; send text or tokens",
+            )
+        messages = [{"role": one.role, "content": one.content} for one in chat.messages]
+        add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise InvalidArgument(
+                "chat.messages",
+                [message["role"] for message in messages],
+                f"the model's chat template refuses them: {error}",
+            ) from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _off_loop(
+        self, num_chars: int, encode: Callable[[Any], array[int]], what: object
+    ) -> array[int]:
+        if num_chars <= _MAX_INLINE_CHARS:
+            return encode(what)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, what)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        # Of one: unlike encode, it lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return array("I", encoding.ids)
+
+
+def _model_directory(model: str) -> Path:
+    """The directory of a model's tokenizer files, fetched when `model` is a hub id."""
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ConfigError(f"model: {model} is a file; must be a directory or a hub id")
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"model: no such directory: {model}")
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
+    except (OSError, ValueError, RuntimeError, huggingface_hub.errors.HfHubHTTPError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ConfigError(
+            f"model: {model} is not a local directory and cannot be fetched: {reason}"
+        ) from None
+
+
+def _read_tokenizer(directory: Path, model: str) -> Any:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model: {model} has no tokenizer.json")
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # The library raises plain Exception.
+        raise ConfigError(f"model: {path} is not a tokenizer: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An optional file's object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {path} is a {type(value).__name__}; must be an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is its text, or an object that has it."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _set_post_processor(
+    tokenizer: Any, settings: Mapping[str, Any], specials: Mapping[str, str]
+) -> None:
+    """As transformers' fast tokenizers do: add_bos_token and add_eos_token, when they are said.
+
+    Source: transformers, tokenization_utils_tokenizers.py, update_post_processor.
+    """
+    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+        return
+    added = []
+    template = ["$A:0"]
+    bos, eos = specials.get("bos_token"), specials.get("eos_token")
+    if settings.get("add_bos_token") and bos is not None:
+        template.insert(0, f"{bos}:0")
+        added.append((bos, tokenizer.token_to_id(bos)))
+    if settings.get("add_eos_token") and eos is not None:
+        template.append(f"{eos}:0")
+        added.append((eos, tokenizer.token_to_id(eos)))
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=added)
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
+    path = directory / "chat_template.jinja"
+    source: Any = settings.get("chat_template")
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        named = {one.get("name"): one.get("template") for one in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"model: {directory} has a chat template with an error: {error}"
+        ) from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """The {% generation %} block, which marks the assistant's text in training: passes it on."""
+
+    tags = {"generation"}  # noqa: RUF012  # As jinja2 declares it.
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers renders templates (utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().astimezone().strftime(pattern)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,325 @@
+"""Whether a request makes sense, before anything is done for it.
+
+Every check raises InvalidArgument naming the field as the proto does, its value, and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import InvalidArgument, NotFound
+from baton.v1 import common_pb2, inference_pb2
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+_LANES = (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
+_MAX_SESSION_ID_CHARS = 256
+_MAX_STOP_TOKEN_IDS = 256
+_MAX_BAD_WORDS = 256
+_MAX_LOGIT_BIASES = 1024
+_MAX_CHOICES = 1024
+_MAX_GRAMMAR_BYTES = 64 * 2**10
+_MAX_MESSAGES = 4096
+# A finished event has to fit one message beside everything else.
+_MAX_PROMPT_LOGPROB_ENTRIES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served model allows; None where it is not known yet."""
+
+    name: str
+    max_model_len: int | None
+    vocab_size: int | None
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest, config: CoordinatorConfig, model: ModelLimits
+) -> None:
+    """Everything that can be checked before the prompt is tokenized.
+
+    Raises:
+        InvalidArgument: a field is wrong.
+        NotFound: another model than the one served.
+    """
+    if request.model and request.model != model.name:
+        raise NotFound(f"model is {request.model!r}; this coordinator serves {model.name!r}")
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidArgument(
+            "request_id", request.request_id, "1 to 128 characters of [A-Za-z0-9._:-]"
+        )
+    if len(request.session_id) > _MAX_SESSION_ID_CHARS:
+        raise InvalidArgument(
+            "session_id", request.session_id, f"at most {_MAX_SESSION_ID_CHARS} characters"
+        )
+    if request.lane not in _LANES:
+        raise InvalidArgument("lane", int(request.lane), "LANE_INTERACTIVE (1) or LANE_BATCH (2)")
+    if request.HasField("timeout"):
+        timeout = request.timeout
+        if timeout.seconds < 0 or timeout.nanos < 0 or not (timeout.seconds or timeout.nanos):
+            raise InvalidArgument(
+                "timeout", f"{timeout.seconds + timeout.nanos / 1e9:g} s", "more than 0 s"
+            )
+    _check_prompt(request, config, model)
+    _check_sampling(request.sampling, config, model)
+    _check_resume(request, config, model)
+
+
+def check_lengths(
+    request: inference_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelLimits
+) -> None:
+    """What depends on how many tokens the prompt has.
+
+    Raises:
+        InvalidArgument: the prompt is empty, or does not fit the context with its output.
+    """
+    sampling, context = request.sampling, model.max_model_len
+    field = request.WhichOneof("prompt") or "prompt"
+    if num_prompt_tokens == 0:
+        raise InvalidArgument(field, "0 tokens", "the prompt must have at least one token")
+    num_entries = num_prompt_tokens * (sampling.prompt_logprobs + 1)
+    if sampling.HasField("prompt_logprobs") and num_entries > _MAX_PROMPT_LOGPROB_ENTRIES:
+        raise InvalidArgument(
+            "sampling.prompt_logprobs",
+            sampling.prompt_logprobs,
+            f"prompt tokens ({num_prompt_tokens}) x (prompt_logprobs + 1) must be at most "
+            f"{_MAX_PROMPT_LOGPROB_ENTRIES}",
+        )
+    if context is None:
+        return
+    if num_prompt_tokens >= context:
+        raise InvalidArgument(
+            field,
+            f"{num_prompt_tokens} tokens",
+            f"at most {context - 1}: the context is {context} tokens and must leave room for one",
+        )
+    room = context - num_prompt_tokens
+    if sampling.HasField("max_tokens") and sampling.max_tokens > room:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            sampling.max_tokens,
+            f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
+            f"of {context} tokens",
+        )
+    if sampling.min_tokens > room:
+        raise InvalidArgument(
+            "sampling.min_tokens",
+            sampling.min_tokens,
+            f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
+            f"of {context} tokens",
+        )
+    if len(request.resume.token_ids) > room:
+        raise InvalidArgument(
+            "resume.token_ids",
+            f"{len(request.resume.token_ids)} tokens",
+            f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
+            f"of {context} tokens",
+        )
+
+
+def _check_prompt(
+    request: inference_pb2.GenerateRequest, config: CoordinatorConfig, model: ModelLimits
+) -> None:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt", None, "must be one of text, chat and tokens")
+    if kind == "text":
+        if not request.text:
+            raise InvalidArgument("text", "", "must not be empty")
+        num_bytes = len(request.text.encode())
+    elif kind == "tokens":
+        ids = request.tokens.ids
+        if not ids:
+            raise InvalidArgument("tokens.ids", [], "must not be empty")
+        num_bytes = 4 * len(ids)
+    else:
+        num_bytes = _check_chat(request.chat)
+    if num_bytes > config.max_prompt_bytes:
+        raise InvalidArgument(
+            "tokens.ids" if kind == "tokens" else kind,
+            f"{num_bytes} bytes",
+            f"at most {config.max_prompt_bytes} bytes (a token id counts 4)",
+        )
+    if kind == "tokens":
+        check_token_ids("tokens.ids", request.tokens.ids, model)
+
+
+def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
+    """Bytes of its texts."""
+    if not chat.messages:
+        raise InvalidArgument("chat.messages", [], "must not be empty")
+    if len(chat.messages) > _MAX_MESSAGES:
+        raise InvalidArgument(
+            "chat.messages", f"{len(chat.messages)} messages", f"at most {_MAX_MESSAGES}"
+        )
+    num_bytes = 0
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidArgument(f"chat.messages[{index}].role", "", "must not be empty")
+        num_bytes += len(message.role.encode()) + len(message.content.encode())
+    return num_bytes
+
+
+def _check_resume(
+    request: inference_pb2.GenerateRequest, config: CoordinatorConfig, model: ModelLimits
+) -> None:
+    if not request.HasField("resume"):
+        return
+    resume, sampling = request.resume, request.sampling
+    num_known = len(resume.token_ids)
+    check_token_ids("resume.token_ids", resume.token_ids, model)
+    if sampling.HasField("max_tokens") and num_known > sampling.max_tokens:
+        raise InvalidArgument(
+            "resume.token_ids",
+            f"{num_known} tokens",
+            f"at most sampling.max_tokens, which is {sampling.max_tokens}",
+        )
+    if resume.num_text_chars and not num_known:
+        raise InvalidArgument(
+            "resume.num_text_chars", resume.num_text_chars, "must be 0 without resume.token_ids"
+        )
+    check_token_ids("resume.prompt_token_ids", resume.prompt_token_ids, model)
+    if 4 * len(resume.prompt_token_ids) > config.max_prompt_bytes:
+        raise InvalidArgument(
+            "resume.prompt_token_ids",
+            f"{len(resume.prompt_token_ids)} tokens",
+            f"at most {config.max_prompt_bytes // 4}",
+        )
+
+
+def check_token_ids(field: str, ids: Sequence[int], model: ModelLimits) -> None:
+    """Raises InvalidArgument when an id is outside the vocabulary."""
+    vocab_size = model.vocab_size
+    if vocab_size is None or not ids or max(ids) < vocab_size:
+        return
+    index, bad = next((i, one) for i, one in enumerate(ids) if one >= vocab_size)
+    raise InvalidArgument(
+        f"{field}[{index}]", bad, f"must be below the vocabulary size of {vocab_size}"
+    )
+
+
+def _check_sampling(
+    sampling: common_pb2.SamplingParams, config: CoordinatorConfig, model: ModelLimits
+) -> None:
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens < 1:
+            raise InvalidArgument("sampling.max_tokens", sampling.max_tokens, "at least 1")
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidArgument(
+                "sampling.min_tokens",
+                sampling.min_tokens,
+                f"at most sampling.max_tokens, which is {sampling.max_tokens}",
+            )
+    _check_number(sampling, "temperature", 0.0, 2.0)
+    _check_number(sampling, "top_p", 0.0, 1.0, open_low=True)
+    _check_number(sampling, "min_p", 0.0, 1.0)
+    _check_number(sampling, "presence_penalty", -2.0, 2.0)
+    _check_number(sampling, "frequency_penalty", -2.0, 2.0)
+    _check_number(sampling, "repetition_penalty", 0.0, 2.0, open_low=True)
+    if sampling.top_k < -1:
+        raise InvalidArgument("sampling.top_k", sampling.top_k, "0 or -1 for all tokens, or more")
+    _check_strings(
+        "sampling.stop", sampling.stop, config.max_stop_strings, config.max_stop_string_chars
+    )
+    _check_strings(
+        "sampling.bad_words", sampling.bad_words, _MAX_BAD_WORDS, config.max_stop_string_chars
+    )
+    _check_count("sampling.stop_token_ids", sampling.stop_token_ids, _MAX_STOP_TOKEN_IDS)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    if model.vocab_size is not None:
+        _check_count("sampling.allowed_token_ids", sampling.allowed_token_ids, model.vocab_size)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, model)
+    _check_count("sampling.logit_bias", sampling.logit_bias, _MAX_LOGIT_BIASES)
+    for token_id, bias in sampling.logit_bias.items():
+        if model.vocab_size is not None and token_id >= model.vocab_size:
+            raise InvalidArgument(
+                "sampling.logit_bias",
+                token_id,
+                f"token ids must be below the vocabulary size of {model.vocab_size}",
+            )
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidArgument(f"sampling.logit_bias[{token_id}]", bias, "-100 to 100")
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, field)
+        if value > config.max_logprobs:
+            raise InvalidArgument(f"sampling.{field}", value, f"at most {config.max_logprobs}")
+    if sampling.HasField("structured_output"):
+        _check_structured(sampling.structured_output)
+
+
+def _check_number(
+    sampling: common_pb2.SamplingParams,
+    name: str,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+) -> None:
+    if not sampling.HasField(name):  # type: ignore[arg-type]  # One of the optional fields.
+        return
+    value: float = getattr(sampling, name)
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        above = f"more than {low:g}" if open_low else f"at least {low:g}"
+        raise InvalidArgument(
+            f"sampling.{name}", value, f"must be finite, {above} and at most {high:g}"
+        )
+
+
+def _check_count(field: str, values: Sequence[object] | Iterable[object], limit: int) -> None:
+    count = len(values)  # type: ignore[arg-type]  # Repeated and map fields have one.
+    if count > limit:
+        raise InvalidArgument(field, f"{count} entries", f"at most {limit}")
+
+
+def _check_strings(field: str, values: Sequence[str], limit: int, max_chars: int) -> None:
+    _check_count(field, values, limit)
+    for index, value in enumerate(values):
+        if not value:
+            raise InvalidArgument(f"{field}[{index}]", "", "must not be empty")
+        if len(value) > max_chars:
+            raise InvalidArgument(
+                f"{field}[{index}]", f"{len(value)} characters", f"at most {max_chars}"
+            )
+
+
+def _check_structured(output: common_pb2.StructuredOutput) -> None:
+    field = "sampling.structured_output"
+    kind = output.WhichOneof("constraint")
+    if kind is None:
+        raise InvalidArgument(
+            field, None, "must be one of json_schema, json_object, regex, choice and grammar"
+        )
+    field = f"{field}.{kind}"
+    if kind == "json_object":
+        if not output.json_object:
+            raise InvalidArgument(field, False, "must be true, or left out")
+        return
+    if kind == "choice":
+        values = output.choice.values
+        if not values:
+            raise InvalidArgument(f"{field}.values", [], "must not be empty")
+        _check_strings(f"{field}.values", values, _MAX_CHOICES, _MAX_GRAMMAR_BYTES)
+        return
+    text: str = getattr(output, kind)
+    if not text.strip():
+        raise InvalidArgument(field, text, "must not be empty")
+    if len(text.encode()) > _MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(field, f"{len(text.encode())} bytes", f"at most {_MAX_GRAMMAR_BYTES}")
+    if kind == "json_schema":
+        _check_schema(field, text)
+
+
+def _check_schema(field: str, text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(field, text, f"must be JSON text: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidArgument(
+            field, text, f"must be a JSON object or boolean, not a {type(schema).__name__}"
+        )
