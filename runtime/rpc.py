@@ -34,7 +34,8 @@ def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # How long one attempt to connect may take, not a pause: a busy peer needs some time.
+            ("grpc.min_reconnect_backoff_ms", 2_000),
             ("grpc.max_reconnect_backoff_ms", 2_000),
             # One connection per channel object: transfers do not share one with tokens.
             ("grpc.use_local_subchannel_pool", 1),

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -58,6 +59,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
 
 
+ArenaMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestArena = ArenaMachine.TestCase
 
 

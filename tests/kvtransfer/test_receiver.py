@@ -264,7 +264,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.harness.assert_empty()
 
 
-ReceiverMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+ReceiverMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestReceiver = ReceiverMachine.TestCase
 
 

