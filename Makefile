@@ -5,7 +5,9 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
 
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV))/bin
+# protoc finds its plugins there.
+export PATH := $(BIN):$(PATH)
 # The files are complete, so pip resolves nothing; see requirements/pin.py for why it must not.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
