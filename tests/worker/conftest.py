@@ -1,0 +1,63 @@
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from baton.engine.sim_tokens import Vocabulary
+from baton.runtime import demo_model
+from baton.runtime.config import parse
+from baton.v1 import common_pb2
+
+sys.path.append(str(Path(__file__).parent))
+
+from scripted_coordinator import RunningWorker, ScriptedCoordinator, end_worker
+
+StartWorker = Callable[..., RunningWorker]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root: Path = tmp_path_factory.mktemp("models")
+    return demo_model.ensure("demo", weights=False, root=root)
+
+
+@pytest.fixture(scope="session")
+def vocabulary(model: str) -> Vocabulary:
+    return Vocabulary.load(model)
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[ScriptedCoordinator]:
+    coordinator = ScriptedCoordinator()
+    await coordinator.start()
+    yield coordinator
+    await coordinator.stop()
+
+
+@pytest.fixture
+async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIterator[StartWorker]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        def start(role: int = common_pb2.ROLE_DECODE, name: str = "w1", **over) -> RunningWorker:
+            address = over.pop("address", coordinator.address)
+            simulated = {"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192}
+            config = parse(
+                {
+                    "model": model,
+                    "served_model_name": "demo",
+                    "engine": "simulated",
+                    "log_level": "error",
+                    "simulated": simulated | over.pop("simulated", {}),
+                    "worker": {"attach_timeout_s": 5, "drain_timeout_s": 5}
+                    | over.pop("worker", {}),
+                    **over,
+                },
+                "test",
+            )
+            worker = RunningWorker(config, role, address, name)
+            stack.push_async_callback(end_worker, worker)
+            return worker
+
+        yield start

@@ -1,0 +1,218 @@
+"""A scripted coordinator on a real gRPC server, and workers on the simulated engine."""
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from baton.runtime import rpc
+from baton.runtime.config import BatonConfig
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
+from baton.worker.main import serve
+
+WAIT_S = 10.0
+
+
+class Stream:
+    """One Attach call, as its coordinator sees it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, hello: cluster_pb2.Hello) -> None:
+        self.hello = hello
+        self.ended = asyncio.Event()
+        self.load = cluster_pb2.LoadReport()
+        self.heard = asyncio.Event()
+        self.acks = 0
+        self._context = context
+        self._inbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
+        self.end_with: tuple[grpc.StatusCode, str] | None = None
+        self._end = asyncio.Event()
+
+    async def pump(self, coordinator: "ScriptedCoordinator") -> None:
+        while (message := await self._context.read()) is not grpc.aio.EOF:
+            self.acks = max(self.acks, message.ack)
+            if message.HasField("load"):
+                self.load = message.load
+            elif message.seq:
+                assert message.seq == coordinator.received + 1, "a message is missing or doubled"
+                coordinator.received = message.seq
+                self._inbox.put_nowait(message)
+            self.heard.set()
+        self.ended.set()
+
+    async def send(self, **command: object) -> None:
+        await self._context.write(cluster_pb2.CoordinatorMessage(**command))
+
+    async def run(self, coordinator: "ScriptedCoordinator") -> None:
+        pump = asyncio.create_task(self.pump(coordinator))
+        end = asyncio.create_task(self._end.wait())
+        await asyncio.wait([pump, end], return_when=asyncio.FIRST_COMPLETED)
+        for task in (pump, end):
+            task.cancel()
+        await asyncio.gather(pump, end, return_exceptions=True)
+        self.ended.set()
+
+    def end(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, details: str = "") -> None:
+        """Breaks the stream off from the coordinator's side."""
+        self.end_with = (code, details)
+        self._end.set()
+
+    async def next(self, kind: str) -> cluster_pb2.WorkerMessage:
+        """The next kept message, which must be of this kind."""
+        async with asyncio.timeout(WAIT_S):
+            message = await self._inbox.get()
+        assert message.WhichOneof("message") == kind, message
+        return message
+
+    async def next_of(self, kind: str) -> cluster_pb2.WorkerMessage:
+        """The next kept message of this kind; others are passed over."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                message = await self._inbox.get()
+                if message.WhichOneof("message") == kind:
+                    return message
+
+    async def outputs(self, request_id: str) -> list[cluster_pb2.RequestOutput]:
+        """All outputs of a request until its end."""
+        found: list[cluster_pb2.RequestOutput] = []
+        while not found or found[-1].WhichOneof("end") is None:
+            step = (await self.next_of("step")).step
+            found += [output for output in step.outputs if output.request_id == request_id]
+        return found
+
+    async def idle(self) -> None:
+        """Until a load report says that nothing is held."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                self.heard.clear()
+                load = self.load
+                if load.kv_tokens_total and not (
+                    load.num_running
+                    or load.num_waiting
+                    or load.kv_tokens_used
+                    or load.staging_bytes_used
+                ):
+                    return
+                await self.heard.wait()
+
+    async def load_after(self) -> cluster_pb2.LoadReport:
+        """A load report made from now on."""
+        self.load = cluster_pb2.LoadReport()
+        async with asyncio.timeout(WAIT_S):
+            while not self.load.kv_tokens_total:
+                self.heard.clear()
+                await self.heard.wait()
+        return self.load
+
+
+class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
+    """Welcomes workers and leaves the rest to the test."""
+
+    def __init__(self, generation: int = 1, grace_s: float = 30.0) -> None:
+        self.generation, self.grace_s = generation, grace_s
+        self.received = 0
+        self.sent = 0
+        self.adopted: Sequence[cluster_pb2.AdoptedRequest] = ()
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.address = ""
+        self._streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, listen: str = "127.0.0.1:0") -> None:
+        self._server = rpc.server()
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, self._server)
+        self.address = rpc.bind(self._server, listen, "listen")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    async def Attach(self, request_iterator, context):
+        del request_iterator
+        hello = (await context.read()).hello
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        welcome = cluster_pb2.Welcome(
+            generation=self.generation, ack=self.received, adopted=self.adopted
+        )
+        welcome.heartbeat_interval.FromMilliseconds(50)
+        welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))
+        stream = Stream(context, hello)
+        await stream.send(welcome=welcome)
+        self._streams.put_nowait(stream)
+        await stream.run(self)
+        if stream.end_with is not None:
+            await context.abort(*stream.end_with)
+
+    async def stream(self) -> Stream:
+        """The next worker's stream."""
+        async with asyncio.timeout(WAIT_S):
+            return await self._streams.get()
+
+    async def command(self, stream: Stream, **command: object) -> None:
+        """Sends a kept message."""
+        self.sent += 1
+        await stream.send(seq=self.sent, ack=self.received, **command)
+
+
+class RunningWorker:
+    """`serve` in this process; the transfer service beside it is a process."""
+
+    def __init__(self, config: BatonConfig, role: int, address: str, worker_id: str) -> None:
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(
+            serve(config, role, address, worker_id, stop=self.stop), name=worker_id
+        )
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(WAIT_S):
+            return await asyncio.shield(self.task)
+
+
+async def end_worker(worker: RunningWorker) -> None:
+    worker.stop.set()
+    worker.task.cancel()
+    await asyncio.gather(worker.task, return_exceptions=True)
+
+
+def spec(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    attempt: int = 1,
+    known: Sequence[int] = (),
+    timeout_s: float | None = None,
+    **sampling: object,
+) -> cluster_pb2.RequestSpec:
+    made = cluster_pb2.RequestSpec(
+        request_id=name,
+        attempt=attempt,
+        prompt_token_ids=prompt,
+        known_token_ids=known,
+        sampling=common_pb2.SamplingParams(**sampling),
+    )
+    if timeout_s is not None:
+        made.timeout.FromMicroseconds(round(timeout_s * 1e6))
+    return made
+
+
+def plan(
+    handoff_id: bytes, target: str, num_tokens: int, commit_timeout_s: float = 5.0
+) -> cluster_pb2.HandoffPlan:
+    made = cluster_pb2.HandoffPlan(
+        handoff_id=handoff_id, epoch=1, target=target, num_tokens=num_tokens
+    )
+    made.commit_timeout.FromMicroseconds(round(commit_timeout_s * 1e6))
+    return made
+
+
+def tokens_of(outputs: Sequence[cluster_pb2.RequestOutput]) -> list[int]:
+    """The tokens, with their offsets checked."""
+    found: list[int] = []
+    start = outputs[0].delta.offset
+    for output in outputs:
+        if output.delta.token_ids:
+            assert output.delta.offset == start + len(found)
+        found += output.delta.token_ids
+    return found

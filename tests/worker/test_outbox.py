@@ -1,0 +1,80 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.v1 import cluster_pb2
+from baton.worker.outbox import Outbox
+
+
+def message(number: int) -> cluster_pb2.WorkerMessage:
+    return cluster_pb2.WorkerMessage(step=cluster_pb2.StepOutputs(step=number))
+
+
+def sent(outbox: Outbox, at_most: int | None = None) -> list[tuple[int, int]]:
+    """(seq, step) of what goes out now."""
+    found = []
+    while len(found) != at_most and (one := outbox.next_unsent()) is not None:
+        found.append((one.seq, one.step.step))
+    return found
+
+
+def test_a_new_stream_goes_on_after_what_was_processed() -> None:
+    outbox = Outbox()
+    for number in range(1, 5):
+        outbox.post(message(number))
+    assert sent(outbox) == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    outbox.acknowledge(1)
+    outbox.mark_hello()
+    outbox.resume(2)
+    assert sent(outbox) == [(3, 3), (4, 4)]
+
+
+def test_a_new_coordinator_hears_only_what_its_hello_did_not_say() -> None:
+    outbox = Outbox()
+    outbox.post(message(1))
+    outbox.post(message(2))
+    sent(outbox)
+    outbox.acknowledge(1)
+    outbox.mark_hello()
+    outbox.post(message(3))
+    outbox.restart()
+    assert sent(outbox) == [(1, 3)]
+
+
+async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> None:
+    outbox = Outbox(max_messages=2)
+    outbox.post(message(1))
+    await outbox.room()
+    outbox.post(message(2))
+    assert not outbox._room.is_set()
+    sent(outbox)
+    outbox.acknowledge(2)
+    await outbox.room()
+    assert len(outbox) == 0
+
+
+@given(st.lists(st.sampled_from(["post", "send", "ack", "stream"]), max_size=60), st.data())
+def test_whatever_streams_do_everything_arrives_once_in_order(
+    actions: list[str], data: st.DataObject
+) -> None:
+    outbox, processed, posted = Outbox(), list[int](), 0
+
+    def deliver(at_most: int | None) -> None:
+        for seq, step in sent(outbox, at_most):
+            if seq > len(processed):
+                assert seq == len(processed) + 1
+                processed.append(step)
+
+    for action in actions:
+        if action == "post":
+            posted += 1
+            outbox.post(message(posted))
+        elif action == "send":
+            deliver(data.draw(st.integers(0, 3)))
+        elif action == "ack":
+            outbox.acknowledge(data.draw(st.integers(0, len(processed))))
+        else:
+            # What was on its way is lost, in part: the coordinator says what it has.
+            outbox.mark_hello()
+            outbox.resume(len(processed))
+    deliver(None)
+    assert processed == list(range(1, posted + 1))
