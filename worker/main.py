@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 # Beside a pool's limit: what is being cleaned up while its successor is here already.
 _REQUESTS_FACTOR = 2
 _SETTLE_S = 5.0
+# A drained worker waits so long for what was sent to it before it said that it drains.
+_QUIET_S = 0.25
 _LEAVE_S = 8.0
 
 EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
@@ -262,13 +264,22 @@ class _Worker:
             timeout_s, reason = host.drain_s.result()
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
-        idle = asyncio.create_task(runner.idle.wait(), name="drain")
+        idle = asyncio.create_task(self._quiet(runner), name="drain")
         try:
             await asyncio.wait(
                 [idle, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             idle.cancel()
+
+    @staticmethod
+    async def _quiet(runner: Runner) -> None:
+        """Until nothing has run or come for a moment."""
+        num_started = -1
+        while not (runner.idle.is_set() and runner.num_started == num_started):
+            await runner.idle.wait()
+            num_started = runner.num_started
+            await asyncio.sleep(_QUIET_S)
 
     async def _leave(
         self,

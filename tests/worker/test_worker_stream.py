@@ -1,0 +1,185 @@
+import asyncio
+import os
+
+import grpc
+import psutil
+from google.rpc import code_pb2
+from prometheus_client import generate_latest
+from scripted_coordinator import ScriptedCoordinator, spec, tokens_of
+
+from baton.engine.sim_tokens import expected_tokens
+from baton.v1 import cluster_pb2
+from baton.worker.metrics import Snapshot, WorkerCollector
+
+SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}
+
+
+def decode(name: str, prompt: list[int], **sampling: object) -> cluster_pb2.DecodeCommand:
+    return cluster_pb2.DecodeCommand(spec=spec(name, prompt, **sampling))
+
+
+async def some_outputs(stream, count: int) -> list[cluster_pb2.RequestOutput]:
+    found: list[cluster_pb2.RequestOutput] = []
+    while len(found) < count and not (found and found[-1].WhichOneof("end")):
+        found += (await stream.next("step")).step.outputs
+    return found
+
+
+async def test_a_broken_stream_loses_and_repeats_nothing(coordinator, start_worker, vocabulary):
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=30))
+    outputs = await some_outputs(stream, 3)
+    while outputs[-1].WhichOneof("end") is None:
+        stream.end()
+        await stream.ended.wait()
+        while not stream._inbox.empty():
+            outputs += stream._inbox.get_nowait().step.outputs
+        if outputs[-1].WhichOneof("end"):
+            break
+        stream = await coordinator.stream()
+        assert stream.hello.generation == coordinator.generation
+        assert stream.hello.ack == 1
+        outputs += await some_outputs(stream, 4)
+    assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 30)
+
+
+async def test_another_coordinator_adopts_some_and_the_rest_ends(
+    coordinator, start_worker, vocabulary
+):
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    for name in ("keep", "end"):
+        await coordinator.command(stream, decode=decode(name, [5, 6, 7], max_tokens=40))
+    await some_outputs(stream, 6)
+    address = coordinator.address
+    await coordinator.stop()
+
+    second = ScriptedCoordinator(generation=2)
+    second.adopted = [cluster_pb2.AdoptedRequest(request_id="keep", attempt=1)]
+    await second.start(address)
+    try:
+        stream = await second.stream()
+        running = {one.request_id: one for one in stream.hello.running}
+        assert set(running) == {"keep", "end"}
+        expected = expected_tokens(vocabulary, [5, 6, 7], 40)
+        kept = running["keep"]
+        assert list(kept.token_ids) == expected[: kept.next_offset]
+        assert kept.num_text_chars == len(vocabulary.tokenizer.decode(expected[: kept.next_offset]))
+        outputs = await stream.outputs("keep")
+        assert outputs[0].delta.offset == kept.next_offset
+        assert list(kept.token_ids) + tokens_of(outputs) == expected
+        await stream.idle()
+    finally:
+        await second.stop()
+
+
+async def test_a_fenced_worker_stops_at_once(coordinator, start_worker, capsys):
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5], max_tokens=900))
+    await some_outputs(stream, 1)
+    stream.end(grpc.StatusCode.ABORTED, "it was silent")
+    assert await worker.exit_code() == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "baton worker w1: fenced by the coordinator: it was silent"
+    )
+
+
+async def test_a_refused_worker_says_why(coordinator, start_worker, capsys):
+    coordinator.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "model is 'a'; here 'b'")
+    assert await start_worker().exit_code() == 1
+    assert "model is 'a'; here 'b'" in capsys.readouterr().err.splitlines()[-1]
+
+
+async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys):
+    worker = start_worker(worker={"attach_timeout_s": 0.3}, address="127.0.0.1:9")
+    assert await worker.exit_code() == 1
+    assert "no coordinator at 127.0.0.1:9" in capsys.readouterr().err.splitlines()[-1]
+
+
+async def test_a_coordinator_gone_for_longer_than_the_grace_ends_the_requests(
+    coordinator, start_worker
+):
+    coordinator.grace_s = 0.2
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5], max_tokens=900))
+    await some_outputs(stream, 1)
+    address = coordinator.address
+    await coordinator.stop()
+    # The worker gives the request up by itself; the same coordinator comes back and hears it.
+    await asyncio.sleep(0.5)
+    await coordinator.start(address)
+    stream = await coordinator.stream()
+    outputs = await stream.outputs("r")
+    assert outputs[-1].failed.code == code_pb2.UNAVAILABLE
+    await stream.idle()
+
+
+async def test_a_drained_worker_finishes_and_leaves(coordinator, start_worker, vocabulary):
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=15))
+    await some_outputs(stream, 1)
+    drain = cluster_pb2.DrainCommand(reason="scale down")
+    drain.timeout.FromSeconds(5)
+    await coordinator.command(stream, drain=drain)
+    outputs: list[cluster_pb2.RequestOutput] = []
+    states = []
+    async with asyncio.timeout(5):
+        while len(states) < 2:
+            message = await stream._inbox.get()
+            outputs += message.step.outputs
+            if message.HasField("state_changed"):
+                states.append((message.state_changed.state, len(outputs)))
+    (draining, num_before), (stopped, num_after) = states
+    assert draining == cluster_pb2.WORKER_STATE_DRAINING
+    assert stopped == cluster_pb2.WORKER_STATE_STOPPED
+    assert num_before < num_after == 14
+    assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6], 15)[1:]
+    assert await worker.exit_code() == 0
+
+
+async def test_what_outlasts_the_drain_fails_cleanly(coordinator, start_worker):
+    worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
+    await some_outputs(stream, 1)
+    worker.stop.set()
+    outputs = await stream.outputs("r")
+    assert outputs[-1].failed.code == code_pb2.UNAVAILABLE
+    assert await worker.exit_code() == 0
+
+
+async def test_the_transfer_services_death_is_the_workers(coordinator, start_worker, capsys):
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
+    await some_outputs(stream, 1)
+    for process in psutil.Process(os.getpid()).children():
+        if "baton.kvtransfer.service" in process.cmdline():
+            process.kill()
+    outputs = await stream.outputs("r")
+    assert outputs[-1].failed.code == code_pb2.UNAVAILABLE
+    change = (await stream.next("state_changed")).state_changed
+    assert change.state == cluster_pb2.WORKER_STATE_STOPPED
+    assert await worker.exit_code() == 1
+    assert "transfer service" in capsys.readouterr().err.splitlines()[-1]
+
+
+async def test_a_bad_model_is_one_line(coordinator, start_worker, capsys, tmp_path):
+    assert await start_worker(model=str(tmp_path)).exit_code() == 1
+    assert "tokenizer.json" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_metrics_come_from_the_last_snapshot():
+    collector = WorkerCollector("demo", "prefill")
+    load = cluster_pb2.LoadReport(num_steps=7, kv_tokens_used=5, kv_tokens_total=10)
+    collector.snapshot = Snapshot(load, num_tokens=3, num_ended={"finished": 2})
+    text = generate_latest(collector.registry()).decode()
+    labels = 'model="demo",role="prefill"'
+    ended = 'model="demo",outcome="finished",role="prefill"'
+    assert f"baton_worker_engine_steps_total{{{labels}}} 7.0" in text
+    assert f"baton_worker_kv_cache_usage_ratio{{{labels}}} 0.5" in text
+    assert f"baton_worker_requests_total{{{ended}}} 2.0" in text
