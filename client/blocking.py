@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from google.rpc import code_pb2
+
+from baton.client import errors
 from baton.client.client import BatonClient
 from baton.client.events import Completion, Event
 from baton.client.request import Prompt, RequestOptions
@@ -49,7 +53,8 @@ class BlockingStream:
 
     def close(self) -> None:
         """Cancels the request unless it has ended; idempotent."""
-        self._client._call(self._stream.aclose())
+        if not self._client.closed:
+            self._client._call(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -112,13 +117,18 @@ class BlockingClient:
         """The model that the coordinator serves."""
         return self._call(self._client.model(timeout_s))
 
+    @property
+    def closed(self) -> bool:
+        return not self._open
+
     def close(self) -> None:
         """Cancels what runs, closes the connection and joins the thread; idempotent."""
         with self._lock:
             if not self._open:
                 return
-            self._call(self._client.aclose())
             self._open = False
+            closing = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+        closing.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -134,14 +144,25 @@ class BlockingClient:
     ) -> None:
         self.close()
 
+    async def _shut_down(self) -> None:
+        await self._client.aclose()
+        # Calls of other threads: those on streams have just failed, the rest end here.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the client's loop and waits; Ctrl-C cancels it."""
-        if not self._open:
-            coroutine.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if not self._open:
+                coroutine.close()
+                raise RuntimeError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise errors.make(code_pb2.CANCELLED, "the client was closed") from None
         except BaseException:
             future.cancel()
             raise

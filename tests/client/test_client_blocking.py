@@ -7,7 +7,7 @@ import pytest
 from scripted_inference import accepted, delta, finished, set_serving
 
 from baton.client import BlockingClient, Finished, Tokens
-from baton.client.errors import InvalidArgumentError
+from baton.client.errors import InvalidArgumentError, RequestCancelledError
 
 
 def live_threads():
@@ -77,3 +77,18 @@ async def test_many_threads_share_one_session(server, inference):
     await answering
     assert results == {token: (token,) for token in range(8)}
     assert inference.connections.empty()
+
+
+async def test_closing_from_another_thread_ends_a_reader(server, inference):
+    address, _ = server
+    client = await asyncio.to_thread(BlockingClient, address)
+    stream = await asyncio.to_thread(client.generate, "x")
+    reading = asyncio.create_task(asyncio.to_thread(list, stream))
+    connection = await inference.connection()
+    await connection.submitted()
+    await asyncio.to_thread(client.close)
+    with pytest.raises((RequestCancelledError, RuntimeError)):
+        await reading
+    assert client.closed
+    stream.close()
+    assert live_threads() == set()
