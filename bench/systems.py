@@ -131,7 +131,7 @@ def _running(
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, **environment},
-            start_new_session=True,
+            process_group=0,
         )
     try:
         yield popen, Path(log.name)

@@ -72,7 +72,7 @@ async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
         # Ctrl-C reaches this process alone, which then stops the others in order.
-        start_new_session=True,
+        process_group=0,
     )
     try:
         yield await _ready_address(up)

@@ -100,7 +100,10 @@ class LocalLauncher:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            # A group, not a session: Linux shares the CPU between sessions (autogroup), and vLLM's
+            # ranks, which spin for a second after each step, then starve the transfer services of
+            # other sessions for as long.
+            process_group=0,
         )
         child = _Child(worker_id, process, self._on_exit)
         self._children[worker_id] = child

@@ -96,7 +96,8 @@ class TransferClient:
             "log_level": log_level,
             "kv_transfer": config.model_dump(mode="json"),
         }
-        # A session of its own: Ctrl-C in a terminal is the worker's to answer.
+        # In the worker's own process group, so that whoever kills that leaves nothing behind; it
+        # ignores the SIGINT of a terminal. Never a session of its own: see coordinator/launcher.py.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -106,7 +107,6 @@ class TransferClient:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,
         )
         try:
             async with asyncio.timeout(timeout_s):

@@ -32,7 +32,7 @@ class Process:
             stderr=self._log,
             text=True,
             env=env,
-            start_new_session=True,
+            process_group=0,
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)

@@ -177,7 +177,7 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     )
     assert process.stdout is not None
     log: list[str] = []
