@@ -1,0 +1,175 @@
+"""A cluster of real processes on the simulated engine, ended with the test that started it."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import yaml
+
+from baton.client import AdminClient, BatonClient
+from baton.engine.sim_tokens import Vocabulary, expected_tokens
+
+HEARTBEAT_S = 0.1
+START_S = 30.0
+COMMAND = (sys.executable, "-m", "baton.cli.main")
+
+
+class Cluster:
+    """A coordinator, and workers as they are started. Logs go to files in `directory`."""
+
+    def __init__(self, directory: Path, model: str, **sections: dict[str, object]) -> None:
+        self.vocabulary = Vocabulary.load(model)
+        self._directory = directory
+        self._config = directory / "baton.yaml"
+        coordinator = {"listen": "127.0.0.1:0", "heartbeat_s": HEARTBEAT_S, "worker_timeout_s": 3}
+        simulated = {
+            "step_base_ms": 4,
+            "step_per_request_ms": 0.05,
+            "prefill_base_ms": 4,
+            "prefill_per_token_ms": 0.1,
+            "max_num_batched_tokens": 256,
+            "max_model_len": 2048,
+            "kv_tokens": 16384,
+        }
+        config = {
+            "model": model,
+            "served_model_name": "demo",
+            "engine": "simulated",
+            "log_level": "warning",
+            "coordinator": coordinator | sections.pop("coordinator", {}),
+            "simulated": simulated | sections.pop("simulated", {}),
+            "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
+            **sections,
+        }
+        self._config.write_text(yaml.safe_dump(config))
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self.address = ""
+
+    def __enter__(self) -> "Cluster":
+        self._start_coordinator()
+        return self
+
+    def restart_coordinator(self) -> None:
+        """Kills it; another takes its address."""
+        process = self._processes["coordinator"]
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        self._start_coordinator("--listen", self.address)
+
+    def _start_coordinator(self, *arguments: str) -> None:
+        process = self._start("coordinator", "coordinator", *arguments)
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], START_S)[0], "no coordinator"
+        line = process.stdout.readline()
+        assert line.startswith("ready grpc="), self.stderr("coordinator")
+        self.address = line.removeprefix("ready grpc=").strip()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Workers first, while somebody listens to what they say last.
+        for name in sorted(self._processes, key=lambda name: name == "coordinator"):
+            self.end(name)
+
+    def start_worker(self, role: str, name: str) -> None:
+        self._start(
+            name,
+            *("worker", "--role", role, "--worker-id", name),
+            *("--coordinator", self.address),
+        )
+
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(self._processes[name].pid)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self._processes[name].send_signal(number)
+
+    async def exit_code(self, name: str) -> int:
+        return await asyncio.to_thread(self._processes[name].wait, 20)
+
+    def stderr(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text()
+
+    def end(self, name: str) -> None:
+        process = self._processes.pop(name)
+        family = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for left in alive:
+            left.kill()
+        assert not alive, f"{name} left processes behind: {alive}"
+
+    def expected(self, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
+        return tuple(expected_tokens(self.vocabulary, prompt, num_tokens))
+
+    async def serving(self, num_workers: int = 2) -> None:
+        """Until so many workers serve."""
+        async with AdminClient(self.address) as admin:
+            deadline = time.monotonic() + START_S
+            while len(await admin.list_workers()) < num_workers:
+                assert time.monotonic() < deadline, "the workers do not serve"
+                await asyncio.sleep(HEARTBEAT_S)
+        async with BatonClient(self.address) as client:
+            await client.wait_ready(START_S)
+
+    async def nothing_left(self, within_s: float = 4.0) -> None:
+        """Raises AssertionError unless everything is free soon, and still is a moment later."""
+        deadline = time.monotonic() + within_s
+        num_clean = 0
+        # Twice the reports' interval: what is seen was said after the call.
+        while num_clean < 3:
+            await asyncio.sleep(HEARTBEAT_S)
+            left = await self._left()
+            num_clean = 0 if left else num_clean + 1
+            assert num_clean or time.monotonic() < deadline, left
+
+    async def _left(self) -> list[str]:
+        async with AdminClient(self.address) as admin:
+            left = [f"request {one.request_id}" for one in await admin.list_requests()]
+            for worker in await admin.list_workers():
+                found = {
+                    "requests": worker.num_requests,
+                    "running": worker.load.num_running,
+                    "waiting": worker.load.num_waiting,
+                    "KV tokens": worker.load.kv_tokens_used,
+                    "staging bytes": worker.load.staging_bytes_used,
+                    "handoffs": worker.load.num_handoffs,
+                }
+                left += [f"{worker.worker_id}: {n} {what}" for what, n in found.items() if n]
+            return left
+
+    def _start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        with (self._directory / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*COMMAND, *arguments, "--config", str(self._config)],
+                stdout=subprocess.PIPE if name == "coordinator" else subprocess.DEVNULL,
+                stderr=log,
+                env=os.environ,
+                text=True,
+                start_new_session=True,
+            )
+        self._processes[name] = process
+        return process
