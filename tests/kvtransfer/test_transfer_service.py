@@ -1,13 +1,16 @@
 """Whole handoffs between two real services on loopback."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
 import stat
+import sys
 
 import pytest
 
+from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.control import (
     EnginePort,
     ServiceGone,
@@ -320,3 +323,49 @@ async def test_a_service_ends_on_sigterm_and_cleans_up(start):
 def test_block_runs_are_split_into_frames_of_bounded_size():
     assert list(split_blocks(3, 10, 1024, 4096)) == [(3, 4), (7, 4), (11, 2)]
     assert list(split_blocks(0, 2, 10_000, 4096)) == [(0, 1), (1, 1)]
+
+
+KILLED_WORKER = """
+import asyncio, os, signal, sys
+from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.runtime.config import KvTransferConfig
+
+async def main():
+    client = await TransferClient.start(KvTransferConfig(), sys.argv[1])
+    port = EnginePort(client.socket_path)
+    # A child that keeps every inherited descriptor open for as long as the test likes.
+    if os.fork() == 0:
+        os.read(0, 1)
+        os._exit(0)
+    print(client.pid, port.description.shm_name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(tmp_path):
+    path = str(tmp_path / "kv.sock")
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        KILLED_WORKER,
+        path,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 20)).split()
+    ended = asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):
+        watch = os.pidfd_open(int(pid))
+        asyncio.get_running_loop().add_reader(watch, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), 5)
+        finally:
+            asyncio.get_running_loop().remove_reader(watch)
+            os.close(watch)
+    await worker.communicate(b"x")
+    assert os.listdir(tmp_path) == []
+    assert not (SEGMENT_DIRECTORY / shm_name.decode()).exists()
