@@ -181,7 +181,7 @@ class _Worker:
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
         collector = WorkerCollector(info.model.name, role_name)
         metrics = MetricsServer(config.worker.metrics_listen, collector.registry())
-        stack.callback(metrics.close)
+        stack.push_async_callback(asyncio.to_thread, metrics.close)
 
         # 5. The requests' keeper, and the stream to the coordinator.
         outbox = Outbox()

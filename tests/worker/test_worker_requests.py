@@ -1,6 +1,7 @@
 import asyncio
 import os
 import secrets
+import socket
 
 from google.rpc import code_pb2
 from scripted_coordinator import plan, spec, tokens_of
@@ -175,6 +176,27 @@ async def test_cancel_frees_a_request_at_every_stage(coordinator, start_worker):
     again = cluster_pb2.DecodeCommand(spec=spec("e", [5, 6], max_tokens=2))
     await coordinator.command(stream, decode=again)
     assert len(tokens_of(await stream.outputs("e"))) == 2
+
+
+async def test_cancel_after_the_first_token_while_bytes_still_flow(coordinator, start_worker):
+    start_worker(PREFILL)
+    stream = await coordinator.stream()
+    # The kernel accepts connections there, and nobody ever says a word.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        handoff_id = secrets.token_bytes(16)
+        command = cluster_pb2.PrefillCommand(
+            spec=spec("r", list(range(5, 105)), max_tokens=5),
+            handoff=plan(handoff_id, f"{host}:{port}", 100),
+        )
+        await coordinator.command(stream, prefill=command)
+        outputs = await stream.outputs("r")
+        assert outputs[-1].finished.reason == common_pb2.FINISH_REASON_UNSPECIFIED
+        assert (await stream.load_after()).staging_bytes_used > 0
+        cancel = cluster_pb2.CancelCommand(request_id="r", attempt=1, handoff_id=handoff_id)
+        await coordinator.command(stream, cancel=cancel)
+        await stream.load_after()
+        await stream.idle()
 
 
 async def test_the_deadline_holds_on_the_worker_too(coordinator, start_worker):
