@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,13 @@ from baton.runtime.config import BatonConfig, dump
 
 _log = logging.getLogger(__name__)
 
+# What runs `baton` in this environment; its arguments follow.
+BATON = (sys.executable, "-m", "baton.cli.main")
+
 _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10
+# vLLM's setting, read from the environment only.
+_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 _STOP_MARGIN_S = 10.0
 # After SIGKILL the kernel needs a moment, not more.
@@ -81,7 +86,7 @@ class LocalLauncher:
         config: BatonConfig,
         coordinator: str,
         on_exit: Callable[[WorkerExit], None],
-        command: tuple[str, ...] = (sys.executable, "-m", "baton.cli.main"),
+        command: Sequence[str] = BATON,
     ) -> None:
         self._config, self._coordinator, self._on_exit = config, coordinator, on_exit
         self._command = command
@@ -100,14 +105,23 @@ class LocalLauncher:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            # A group, not a session: Linux shares the CPU between sessions (autogroup), and vLLM's
-            # ranks, which spin for a second after each step, then starve the transfer services of
-            # other sessions for as long.
-            process_group=0,
+            env={**os.environ, **self._own_cores(len(self._children))},
         )
         child = _Child(worker_id, process, self._on_exit)
         self._children[worker_id] = child
         child.begin(dump(self._config).encode())
+
+    def _own_cores(self, index: int) -> dict[str, str]:
+        """Environment that binds a CPU engine's threads to cores no other worker's threads use.
+
+        Left alone, every vLLM on a host would bind to the same ones. Nothing else reads it.
+        """
+        if _BIND_THREADS in os.environ or self._config.engine_args.get("tensor_parallel_size"):
+            return {}
+        cores = sorted(os.sched_getaffinity(0))
+        num_workers = max(1, self._config.prefill.workers + self._config.decode.workers)
+        share = cores[index % len(cores) :: num_workers]
+        return {_BIND_THREADS: ",".join(map(str, share))}
 
     async def stop(self) -> None:
         patience_s = self._config.worker.drain_timeout_s + _STOP_MARGIN_S

@@ -1,7 +1,10 @@
 """Runs a command that ends when its parent does: `python -m baton.coordinator.tether PID COMMAND`.
 
 The kernel sends SIGTERM to this process when the one that started it dies, and keeps that promise
-across the exec that replaces this program by the command. Done here and not between fork and exec
+across the exec that replaces this program by the command. The command leads a process group of its
+own, so that it can be killed with all it started and a terminal's Ctrl-C does not reach it. A group,
+not a session: Linux shares the CPU between sessions (autogroup), and vLLM's ranks, which spin for a
+second after each step, then starve the transfer services of other sessions for as long. Done here and not between fork and exec
 of the parent, where a process with threads may not run Python.
 """
 
@@ -17,6 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
+    os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # It died before the promise was made.
