@@ -206,6 +206,12 @@ class TransferCore:
         self._num_streams += 1
         stream = self._num_streams
         self._incoming[stream] = push
+        if self._layout is None:
+            push.reply(
+                pb.PushReply(kind=pb.PushReply.KIND_REFUSED, detail="the engine is not ready yet")
+            )
+            push.end()
+            return stream
         self._loop.call_later(UNUSED_PUSH_TIMEOUT_S, self._end_unless_served, stream)
         return stream
 

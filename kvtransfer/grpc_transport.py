@@ -23,6 +23,8 @@ SERVICE = "baton.v1.KvTransfer"
 PUSH_METHOD = f"/{SERVICE}/Push"
 # To peers that nothing is pushed to at the moment.
 MAX_IDLE_CHANNELS = 64
+# For a client to read the last reply of a push and end its side.
+END_GRACE_S = 2.0
 
 
 class GrpcPush:
@@ -105,19 +107,23 @@ class GrpcTransport:
 
 
 class GrpcIncomingPush:
-    """The receiving end of one stream: replies are written by the stream's own task."""
+    """The receiving end of one stream: replies are written by the stream's own task.
+
+    Attributes:
+        ending: what still comes in is thrown away.
+    """
 
     def __init__(self) -> None:
         self._replies: deque[kv_transfer_pb2.PushReply] = deque()
         self._changed = asyncio.Event()
-        self._ending = False
+        self.ending = False
 
     def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
         self._replies.append(reply)
         self._changed.set()
 
     def end(self) -> None:
-        self._ending = True
+        self.ending = True
         self._changed.set()
 
     async def replies(self) -> AsyncIterator[kv_transfer_pb2.PushReply]:
@@ -125,7 +131,7 @@ class GrpcIncomingPush:
         while True:
             while self._replies:
                 yield self._replies.popleft()
-            if self._ending:
+            if self.ending:
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -170,14 +176,15 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     async def _push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        if self._describe() is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
         push = GrpcIncomingPush()
         stream = self._handler.push_started(push)
         reader = asyncio.create_task(self._read(stream, messages, push))
         try:
             async for reply in push.replies():
                 await context.write(reply)
+            # A call that ends while its client writes looks to that client like an internal error,
+            # and the last reply is lost: let it read that, and say itself that it is done.
+            await asyncio.wait([reader], timeout=END_GRACE_S)
         finally:
             reader.cancel()
             await asyncio.wait([reader])
@@ -190,6 +197,8 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     ) -> None:
         try:
             async for message in messages:
+                if push.ending:
+                    continue
                 try:
                     for frame in frames.decode(message):
                         self._handler.push_frame(stream, frame)
