@@ -10,7 +10,6 @@ import grpc
 from baton.coordinator import events as ev
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.shell import Shell
-from baton.coordinator.tasks import first_of
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, InvalidArgument, abort
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
@@ -37,16 +36,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         stream = object()
         try:
             hello = await self._hello(context)
-            link, received = self._shell.attach(hello, stream)
+            link = self._shell.attach(hello, stream)
         except BatonError as error:
             await abort(context, error)
             return
         try:
-            await context.write(cluster_pb2.CoordinatorMessage(welcome=self._welcome(received)))
-            await first_of(
-                self._read(link, stream, context),
-                self._write(link, stream, context),
-            )
+            await context.write(cluster_pb2.CoordinatorMessage(welcome=self._welcome(link)))
+            reader = asyncio.create_task(self._read(link, stream, context))
+            reader.add_done_callback(lambda _: link.wake.set())
+            try:
+                await self._write(link, stream, context, reader)
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
             if link.error is not None:
                 await abort(context, link.error)
         except BatonError as error:
@@ -78,9 +80,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             raise InvalidArgument("hello.kv_address", "", "must be host:port")
         return hello
 
-    def _welcome(self, received: int) -> cluster_pb2.Welcome:
+    def _welcome(self, link: WorkerLink) -> cluster_pb2.Welcome:
         """First form: after a restart nothing is adopted, and workers abort what they run."""
-        welcome = cluster_pb2.Welcome(generation=self._shell.generation, ack=received)
+        welcome = cluster_pb2.Welcome(
+            generation=self._shell.generation, ack=link.received, role=link.role
+        )
         welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))
         return welcome
@@ -114,11 +118,22 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         else:
             raise InvalidArgument("message", kind, "only the first message may be a Hello")
 
-    async def _write(self, link: WorkerLink, stream: object, context: _Context) -> None:
-        """Sends what is kept, and at least an acknowledgement per heartbeat."""
+    async def _write(
+        self, link: WorkerLink, stream: object, context: _Context, reader: asyncio.Task[None]
+    ) -> None:
+        """Sends what is kept, and at least an acknowledgement per heartbeat.
+
+        Until the stream is over; raises what the reader raised. A write is never cancelled: gRPC
+        would refuse the status that should follow it. A worker that reads nothing learns that it
+        is fenced when it reads again.
+        """
         while link.stream is stream and not link.ended:
+            if reader.done():
+                reader.result()
+                return
             link.wake.clear()
-            while (message := link.next_to_send()) is not None:
+            # Asked again before each: a newer stream may have taken over meanwhile.
+            while link.stream is stream and (message := link.next_to_send()) is not None:
                 await context.write(message)
             if link.owes_acknowledgement:
                 await context.write(link.bare_acknowledgement())

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
 from baton.coordinator import events as ev
 from baton.coordinator.intake import Intake
 from baton.coordinator.request import StreamKey
-from baton.coordinator.shell import ClientSession, Shell, slow_reader
-from baton.coordinator.tasks import first_of
+from baton.coordinator.shell import ClientSession, Shell
+from baton.coordinator.stall import StallGuard, slow_reader
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, Internal, InvalidArgument, ResourceExhausted, abort
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-
-# A client that takes nothing at all for so long is gone in all but name.
-_STALLED_S = 60.0
 
 _GenerateContext: TypeAlias = (
     "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateEvent]"
@@ -43,6 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         arrived_at = self._shell.now()
         session = self._shell.open_session()
+        guard = StallGuard(context, lambda: self._shell.close_session(session))
         try:
             deadline_s = context.time_remaining()
             submission = await self._intake.submission(
@@ -50,28 +48,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
             session.live.add(0)
             self._shell.post(ev.Submitted(submission))
-            await self._write_one(session, context)
+            await _write_one(session, guard)
         except BatonError as error:
             await abort(context, error)
         finally:
+            guard.close()
             self._shell.close_session(session)
-
-    async def _write_one(self, session: ClientSession, context: _GenerateContext) -> None:
-        """Writes the events of the session's only stream, up to its last."""
-        while True:
-            for one in await session.outbox.take():
-                payload = one.payload
-                if isinstance(payload, BatonError):
-                    raise payload
-                if isinstance(payload, common_pb2.TokenDelta):
-                    event = inference_pb2.GenerateEvent(delta=payload)
-                elif isinstance(payload, inference_pb2.Accepted):
-                    event = inference_pb2.GenerateEvent(accepted=payload)
-                else:
-                    event = inference_pb2.GenerateEvent(finished=payload)
-                await _write(context, event)
-                if isinstance(payload, inference_pb2.Finished):
-                    return
 
     async def Session(  # type: ignore[override]
         self, request_iterator: object, context: _SessionContext
@@ -86,6 +68,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await call.close()
 
 
+async def _write_one(session: ClientSession, guard: StallGuard) -> None:
+    """Writes the events of the session's only stream, up to its last."""
+    while True:
+        taken = await session.outbox.take()
+        if session.slow:
+            raise slow_reader()
+        for one in taken:
+            payload = one.payload
+            if isinstance(payload, BatonError):
+                raise payload
+            if isinstance(payload, common_pb2.TokenDelta):
+                event = inference_pb2.GenerateEvent(delta=payload)
+            elif isinstance(payload, inference_pb2.Accepted):
+                event = inference_pb2.GenerateEvent(accepted=payload)
+            else:
+                event = inference_pb2.GenerateEvent(finished=payload)
+            await guard.write(event)
+            if isinstance(payload, inference_pb2.Finished):
+                return
+
+
 class _SessionCall:
     """One Session stream: submissions in, batches of events out."""
 
@@ -94,9 +97,9 @@ class _SessionCall:
     ) -> None:
         self._shell, self._intake, self._context = shell, intake, context
         self._max_requests = config.max_requests_per_session
-        self._session = shell.open_session()
+        self._session = session = shell.open_session()
+        self._guard = StallGuard(context, lambda: shell.close_session(session))
         self._submitting: dict[int, asyncio.Task[None]] = {}
-        self._complete = False
 
     async def run(self) -> None:
         """Until the client has said and heard everything.
@@ -104,7 +107,13 @@ class _SessionCall:
         Raises:
             BatonError: what ends the whole session.
         """
-        await first_of(self._write(), self._read())
+        reader = asyncio.create_task(self._read())
+        reader.add_done_callback(lambda _: self._session.outbox.wake())
+        try:
+            await self._write(reader)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def close(self) -> None:
         """Cancels whatever has not ended."""
@@ -112,6 +121,7 @@ class _SessionCall:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._guard.close()
         self._shell.close_session(self._session)
 
     async def _read(self) -> None:
@@ -123,10 +133,6 @@ class _SessionCall:
                 self._cancel(message.cancel.stream)
             else:
                 raise InvalidArgument("message", None, "must be submit or cancel")
-        # The client has said everything; it still hears the rest.
-        self._complete = True
-        self._session.outbox.wake()
-        await asyncio.get_running_loop().create_future()
 
     def _submit(self, submit: inference_pb2.Submit) -> None:
         session, stream = self._session, submit.stream
@@ -174,23 +180,17 @@ class _SessionCall:
             finished = inference_pb2.Finished(reason=common_pb2.FINISH_REASON_CANCELLED)
             self._session.end(stream, finished)
 
-    async def _write(self) -> None:
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        """Until the client has said and heard everything; raises what the reader raised."""
         session = self._session
         while True:
             taken = await session.outbox.take()
-            if session.outbox.overfull:
+            if session.slow:
                 raise slow_reader()
             if taken:
                 events = [one.session_event() for one in taken]
-                await _write(self._context, inference_pb2.SessionEvents(events=events))
-            if self._complete and not session.live and not len(session.outbox):
-                return
-
-
-async def _write(context: Any, message: object) -> None:
-    """Writes one message to a client that takes it within a bounded time."""
-    try:
-        async with asyncio.timeout(_STALLED_S):
-            await context.write(message)
-    except TimeoutError:
-        raise slow_reader() from None
+                await self._guard.write(inference_pb2.SessionEvents(events=events))
+            if reader.done():
+                reader.result()
+                if not session.live and not len(session.outbox):
+                    return

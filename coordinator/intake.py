@@ -18,7 +18,7 @@ from baton.coordinator.validation import (
     check_token_ids,
 )
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.errors import BatonError, ResourceExhausted
+from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.v1 import common_pb2, inference_pb2
 
 # W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
@@ -102,6 +102,14 @@ class Intake:
             raise refused
         prompt = array("I", request.resume.prompt_token_ids)
         if not prompt:
+            num_least = self._tokenizer.min_tokens(request)
+            if limits.max_model_len is not None and num_least >= limits.max_model_len:
+                raise InvalidArgument(
+                    request.WhichOneof("prompt") or "prompt",
+                    f"at least {num_least} tokens",
+                    f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
+                    "tokens and must leave room for one",
+                )
             self._num_pending += 1
             try:
                 prompt = await self._tokenizer.prompt_token_ids(request)

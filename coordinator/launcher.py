@@ -97,17 +97,26 @@ class LocalLauncher:
         tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
         worker = ("worker", "--role", role, "--worker-id", worker_id)
         settings = ("--coordinator", self._coordinator, "--config", "-")
-        process = await asyncio.create_subprocess_exec(
-            *tether,
-            *self._command,
-            *worker,
-            *settings,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **self._own_cores(len(self._children))},
-        )
-        child = _Child(worker_id, process, self._on_exit)
+        output, errors = await _Pipe.open(), await _Pipe.open()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *tether,
+                *self._command,
+                *worker,
+                *settings,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output.write_end,
+                stderr=errors.write_end,
+                env={**os.environ, **self._own_cores(len(self._children))},
+            )
+        except BaseException:
+            output.close()
+            errors.close()
+            raise
+        finally:
+            os.close(output.write_end)
+            os.close(errors.write_end)
+        child = _Child(worker_id, process, output, errors, self._on_exit)
         self._children[worker_id] = child
         child.begin(dump(self._config).encode())
 
@@ -136,6 +145,31 @@ class LocalLauncher:
         return {worker_id: child.pid for worker_id, child in self._children.items()}
 
 
+class _Pipe:
+    """What a process writes, as a stream.
+
+    Not asyncio's own pipes: with those, waiting for the process also waits for every process that
+    inherited its output.
+    """
+
+    def __init__(
+        self, write_end: int, reader: asyncio.StreamReader, transport: asyncio.ReadTransport
+    ) -> None:
+        self.write_end, self.reader, self._transport = write_end, reader, transport
+
+    @classmethod
+    async def open(cls) -> _Pipe:
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+        return cls(write_end, reader, transport)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
 class _Child:
     """One worker process: fed, watched, its output passed on."""
 
@@ -143,9 +177,12 @@ class _Child:
         self,
         worker_id: str,
         process: asyncio.subprocess.Process,
+        output: _Pipe,
+        errors: _Pipe,
         on_exit: Callable[[WorkerExit], None],
     ) -> None:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
+        self._output, self._errors = output, errors
         self._stopping = False
         self._last_line = ""
         self._watch: asyncio.Task[None] | None = None
@@ -180,17 +217,17 @@ class _Child:
 
     async def _run(self, config: bytes) -> None:
         """Until the process has ended and its output is read."""
-        process = self._process
-        assert process.stdout is not None
-        assert process.stderr is not None
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._feed(config))
-            group.create_task(self._relay(process.stdout, remember=False))
-            errors = group.create_task(self._relay(process.stderr, remember=True))
-            exit_code = await process.wait()
-            # Its children may hold the pipes open after it: they go with it.
-            self._kill_group()
-            await errors
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._feed(config))
+                group.create_task(self._relay(self._output.reader, remember=False))
+                group.create_task(self._relay(self._errors.reader, remember=True))
+                exit_code = await self._process.wait()
+                # Its own children go with it, and let go of its output.
+                self._kill_group()
+        finally:
+            self._output.close()
+            self._errors.close()
         if not self._stopping:
             self._on_exit(WorkerExit(self._worker_id, exit_code, self._last_line))
 

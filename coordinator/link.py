@@ -8,7 +8,7 @@ from collections import deque
 from baton.coordinator.events import Command
 from baton.coordinator.request import WorkerKey
 from baton.runtime.errors import BatonError
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 _MAX_KEPT_MESSAGES = 8192
 _MAX_KEPT_BYTES = 64 * 2**20
@@ -23,6 +23,7 @@ class WorkerLink:
     and coordinator loses nothing.
 
     Attributes:
+        role: that the worker is to serve.
         received: highest sequence number processed.
         stream: the stream it runs over now; a newer one takes over from an older.
         wake: set when the writer has something to do.
@@ -31,6 +32,7 @@ class WorkerLink:
 
     def __init__(self, key: WorkerKey) -> None:
         self.key = key
+        self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
         self.received = 0
         self.stream: object | None = None
         self.wake = asyncio.Event()

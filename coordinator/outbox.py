@@ -105,6 +105,13 @@ class Outbox:
         self._pending.append(Pending(stream, payload, num_bytes))
         self._posted.set()
 
+    def clear(self) -> None:
+        """Gives up what waits; `take` returns with nothing."""
+        self._pending.clear()
+        self._deltas.clear()
+        self._num_bytes = 0
+        self._posted.set()
+
     async def take(self) -> list[Pending]:
         """Waits for events and takes out as many, oldest first, as one message may hold."""
         await self._posted.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from grpc_health.v1 import health_pb2
@@ -17,7 +17,7 @@ from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
 from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
-from baton.coordinator.launcher import LocalLauncher, WorkerExit
+from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
 from baton.coordinator.shell import Shell
 from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
@@ -166,6 +166,7 @@ async def serve(
     launch: bool,
     ready: Callable[[str], None],
     stop: asyncio.Event | None = None,
+    command: Sequence[str] = BATON,
 ) -> int:
     """Runs a coordinator until it is asked to stop.
 
@@ -175,6 +176,7 @@ async def serve(
         ready: called once with host:port, when requests can be served (without `launch`: when
             workers can attach).
         stop: set to stop it; None for SIGINT and SIGTERM.
+        command: what runs a worker, as in LocalLauncher.
 
     Returns:
         The exit code: 0 after a stop that was asked for.
@@ -191,7 +193,7 @@ async def serve(
             # wait for the next coordinator.
             await coordinator.drain(config.coordinator.drain_timeout_s)
             return 0
-        return await _serve_with_workers(coordinator, config, ready, stop)
+        return await _serve_with_workers(coordinator, config, ready, stop, command)
 
 
 async def _serve_with_workers(
@@ -199,6 +201,7 @@ async def _serve_with_workers(
     config: BatonConfig,
     ready: Callable[[str], None],
     stop: asyncio.Event,
+    command: Sequence[str],
 ) -> int:
     exits: asyncio.Queue[WorkerExit] = asyncio.Queue()  # One entry per worker at most.
 
@@ -207,7 +210,7 @@ async def _serve_with_workers(
         coordinator.shell.post(ev.WorkerLost(worker_exit.worker_id, worker_exit.reason))
         exits.put_nowait(worker_exit)
 
-    launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit)
+    launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit, command)
     roles = {
         f"{role}-{number}": role
         for role, pool in (("prefill", config.prefill), ("decode", config.decode))

@@ -15,7 +15,8 @@ from baton.coordinator.core import Core
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import WorkerKey
-from baton.runtime.errors import BatonError, ResourceExhausted
+from baton.coordinator.stall import slow_reader
+from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, inference_pb2
 
 _log = logging.getLogger(__name__)
@@ -25,12 +26,17 @@ _TIMER_SLACK_S = 0.001
 
 
 class ClientSession:
-    """One client stream: its outbox, and which of its streams have not ended."""
+    """One client stream: its outbox, and which of its streams have not ended.
+
+    Attributes:
+        slow: it was given up, since more waited for its reader than may.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.outbox = Outbox()
         self.live: set[int] = set()
+        self.slow = False
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
         """The stream's last event."""
@@ -124,6 +130,7 @@ class Shell:
     def close_session(self, session: ClientSession) -> None:
         """The client is gone, or has everything; what still runs is cancelled."""
         if self._sessions.pop(session.number, None) is not None:
+            session.outbox.clear()
             self.post(ev.SessionLost(session.number))
 
     @property
@@ -132,11 +139,8 @@ class Shell:
 
     # ---- Workers
 
-    def attach(self, hello: cluster_pb2.Hello, stream: object) -> tuple[WorkerLink, int]:
+    def attach(self, hello: cluster_pb2.Hello, stream: object) -> WorkerLink:
         """Lets a worker in over a new stream.
-
-        Returns:
-            Its link, and the highest message number processed of this incarnation.
 
         Raises:
             BatonError: it is refused, in the words of cluster.proto.
@@ -149,7 +153,7 @@ class Shell:
         link = self._links[hello.worker_id, hello.incarnation]
         # A worker that never heard this generation's welcome has processed nothing of it.
         link.open(stream, hello.ack if hello.generation == self.generation else 0)
-        return link, link.received
+        return link
 
     def detach(self, link: WorkerLink, stream: object) -> None:
         """A stream ended; a newer one of the same worker is left alone."""
@@ -177,7 +181,10 @@ class Shell:
         if not session.outbox.push_delta(effect.to.stream, effect.delta):
             self._follow_ups.append(ev.StreamFailed(effect.to, slow_reader()))
         elif session.outbox.overfull:
-            session.outbox.wake()
+            session.slow = True
+            del self._sessions[session.number]
+            session.outbox.clear()
+            self._follow_ups.append(ev.SessionLost(session.number))
 
     def _send_finished(self, effect: ev.SendFinished) -> None:
         session = self._sessions.get(effect.to.session)
@@ -208,6 +215,7 @@ class Shell:
         if effect.worker not in self._links:
             self._links[effect.worker] = WorkerLink(effect.worker)
             _log.info("worker attached", extra={"worker": effect.worker[0]})
+        self._links[effect.worker].role = effect.role
 
     def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
         self._refusal = effect.error
@@ -247,12 +255,3 @@ _MEMBERSHIP = (
     ev.DrainAsked,
     ev.Tick,
 )
-
-
-def slow_reader() -> ResourceExhausted:
-    """What ends a stream whose client does not read it."""
-    return ResourceExhausted(
-        "the client does not read its stream: too much output waits for it",
-        reason="SLOW_READER",
-        retry_after_s=None,
-    )

@@ -1,11 +1,13 @@
 """Runs a command that ends when its parent does: `python -m baton.coordinator.tether PID COMMAND`.
 
 The kernel sends SIGTERM to this process when the one that started it dies, and keeps that promise
-across the exec that replaces this program by the command. The command leads a process group of its
-own, so that it can be killed with all it started and a terminal's Ctrl-C does not reach it. A group,
-not a session: Linux shares the CPU between sessions (autogroup), and vLLM's ranks, which spin for a
-second after each step, then starve the transfer services of other sessions for as long. Done here and not between fork and exec
+across the exec that replaces this program by the command. Done here and not between fork and exec
 of the parent, where a process with threads may not run Python.
+
+The command leads a process group of its own, so that it can be killed with all it started and a
+terminal's Ctrl-C does not reach it. A group, not a session: Linux shares the CPU between sessions
+(autogroup), and vLLM's ranks, which spin for a second after each step, then starve the transfer
+services of other sessions for as long.
 """
 
 from __future__ import annotations

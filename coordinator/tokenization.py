@@ -67,6 +67,7 @@ class Tokenizer:
         self.vocab_size = _positive(config.get("vocab_size")) or int(
             self._tokenizer.get_vocab_size(with_added_tokens=True)
         )
+        self._max_token_chars = _max_token_chars(self._tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -82,6 +83,17 @@ class Tokenizer:
             return await self._off_loop(len(request.text), self.encode_text, request.text)
         num_chars = sum(len(message.content) for message in request.chat.messages)
         return await self._off_loop(num_chars, self.encode_chat, request.chat)
+
+    def min_tokens(self, request: inference_pb2.GenerateRequest) -> int:
+        """How many tokens the prompt has at least, without tokenizing it: 0 where unknown.
+
+        Tokenizing takes seconds per megabyte; a text far beyond the context is not worth it.
+        """
+        if self._max_token_chars is None:
+            return 0
+        num_chars = len(request.text)
+        num_chars += sum(len(message.content) for message in request.chat.messages)
+        return num_chars // self._max_token_chars
 
     def encode_text(self, text: str) -> array[int]:
         """Plain text, with the special tokens that the model's tokenizer adds to it."""
@@ -202,6 +214,14 @@ def _set_post_processor(
         template.append(f"{eos}:0")
         added.append((eos, tokenizer.token_to_id(eos)))
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=added)
+
+
+def _max_token_chars(tokenizer: Any) -> int | None:
+    """The longest token, where tokens cover every byte of a text; None where they need not."""
+    parts = tokenizer.pre_tokenizer
+    if tokenizer.normalizer is not None or "ByteLevel" not in repr(parts):
+        return None
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
 
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
 from baton.coordinator.request import StreamKey, Submission
+from baton.coordinator.server import Coordinator
+from baton.runtime import rpc
+from baton.runtime.config import parse
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+# With import-mode=importlib a folder's helper modules are not importable by themselves.
+sys.path.append(str(Path(__file__).parent))
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
@@ -29,12 +40,12 @@ CONFIG = CoreConfig(
 )
 
 
-def hello(worker_id: str, role: int, incarnation: int = 1, **changes) -> cluster_pb2.Hello:
+def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
     """What a worker of the demo model says; `changes` are fields of the Hello."""
     message = cluster_pb2.Hello(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        role=role,
+        worker_id=name,
+        incarnation=start,
+        role=pool,
         state=cluster_pb2.WORKER_STATE_SERVING,
         model=common_pb2.ModelDescription(
             name="demo", revision="r1", max_model_len=1024, vocab_size=512
@@ -60,14 +71,14 @@ def hello(worker_id: str, role: int, incarnation: int = 1, **changes) -> cluster
             max_receive_bytes=2**20,
             supports_forced_tokens=True,
         ),
-        kv_address=f"{worker_id}.test:1",
+        kv_address=f"{name}.test:1",
         engine="scripted",
     )
-    for name, value in changes.items():
+    for field, value in changes.items():
         if hasattr(value, "DESCRIPTOR"):
-            getattr(message, name).CopyFrom(value)
+            getattr(message, field).CopyFrom(value)
         else:
-            setattr(message, name, value)
+            setattr(message, field, value)
     return message
 
 
@@ -179,3 +190,76 @@ def new_world() -> type[World]:
 @pytest.fixture
 def out():
     return output
+
+
+@pytest.fixture
+def say_hello():
+    return hello
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(directory: Path) -> Path:
+    """A model directory as far as the coordinator reads it: 512 byte-level tokens at most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"vocab_size": 512, "max_position_embeddings": 1024}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture
+def fresh_model_dir(tmp_path) -> Path:
+    return make_model(tmp_path / "demo")
+
+
+@pytest.fixture
+def coordinator_config(model_dir):
+    """Builds a configuration; keyword arguments go to its coordinator section."""
+
+    def build(**coordinator):
+        values = {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "worker_timeout_s": 5.0}
+        return parse({"model": str(model_dir), "coordinator": {**values, **coordinator}}, "test")
+
+    return build
+
+
+@pytest_asyncio.fixture
+async def coordinator(coordinator_config):
+    async with Coordinator(coordinator_config()) as running:
+        yield running
+        assert running.shell.core.num_requests == 0
+        running.shell.core.check_integrity()
+
+
+@pytest_asyncio.fixture
+async def channel(coordinator):
+    async with rpc.channel(coordinator.address) as channel:
+        yield channel

@@ -1,0 +1,182 @@
+"""The whole process: workers started, watched and stopped; nothing left in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from scripted_worker import WAIT_S
+
+from baton.coordinator import launcher
+from baton.coordinator.server import serve
+from baton.runtime import rpc
+from baton.runtime.config import BatonConfig, ConfigError, dump, parse
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+WORKER = (sys.executable, str(Path(__file__).parent / "worker_program.py"))
+
+
+@pytest.fixture
+def config(model_dir):
+    def build(coordinator=None, **engine_args) -> BatonConfig:
+        listen = {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "drain_timeout_s": 2.0}
+        return parse(
+            {
+                "model": str(model_dir),
+                "engine_args": engine_args,
+                "coordinator": {**listen, **(coordinator or {})},
+                "worker": {"drain_timeout_s": 5.0, "start_timeout_s": 20.0},
+            },
+            "test",
+        )
+
+    return build
+
+
+def descendants() -> set[int]:
+    """Live processes started here."""
+    found = psutil.Process().children(recursive=True)
+    return {one.pid for one in found if one.status() != psutil.STATUS_ZOMBIE}
+
+
+@contextlib.asynccontextmanager
+async def up(config: BatonConfig, before: set[int]):
+    """Serving with workers; stopped at the end, and nothing is left."""
+    ready: asyncio.Queue[str] = asyncio.Queue()
+    stop = asyncio.Event()
+    running = asyncio.create_task(
+        serve(config, launch=True, ready=ready.put_nowait, stop=stop, command=WORKER)
+    )
+    try:
+        getting = asyncio.create_task(ready.get())
+        await asyncio.wait({running, getting}, return_when=asyncio.FIRST_COMPLETED, timeout=20.0)
+        getting.cancel()
+        if not getting.done():
+            running.result()
+        yield getting.result(), stop, running
+    finally:
+        stop.set()
+        assert await running == 0
+        assert descendants() <= before
+
+
+def generate(**sampling) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        text="fox", sampling=common_pb2.SamplingParams(**{"max_tokens": 3, **sampling})
+    )
+
+
+async def test_up_serves_then_drains_and_leaves_nothing(config):
+    before = descendants()
+    async with up(config(), before) as (address, _stop, _running):
+        async with rpc.channel(address) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            events = [one async for one in inference.Generate(generate(), timeout=WAIT_S)]
+            assert events[-1].finished.reason == common_pb2.FINISH_REASON_LENGTH
+        assert len(descendants() - before) == 2
+
+
+async def test_stubborn_worker_is_killed(config, monkeypatch):
+    monkeypatch.setattr(launcher, "_STOP_MARGIN_S", 0.1)
+    before = descendants()
+    stubborn = config(stubborn=True)
+    impatient = stubborn.worker.model_copy(update={"drain_timeout_s": 0.1})
+    async with up(stubborn.model_copy(update={"worker": impatient}), before):
+        assert len(descendants() - before) == 2
+
+
+async def test_killed_worker_fails_its_requests_at_once(config):
+    before = descendants()
+    async with up(config(), before) as (address, _stop, _running), rpc.channel(address) as channel:
+        (decode,) = (
+            pid for pid in descendants() - before if "decode" in psutil.Process(pid).cmdline()
+        )
+        os.kill(decode, signal.SIGSTOP)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(), timeout=WAIT_S)
+        assert (await call.read()).HasField("accepted")
+        assert (await call.read()).HasField("delta")
+        os.kill(decode, signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "worker decode-0 was killed by SIGKILL" in caught.value.details()
+
+
+async def test_worker_that_dies_while_loading(config):
+    before = descendants()
+    with pytest.raises(ConfigError) as caught:
+        await serve(
+            config(die="decode"), launch=True, ready=print, stop=asyncio.Event(), command=WORKER
+        )
+    assert str(caught.value) == "worker decode-0 exited with code 3: no such weights"
+    assert descendants() <= before
+
+
+async def test_whatever_a_worker_leaves_behind_is_killed(config):
+    before = descendants()
+    async with up(config(child=True), before):
+        assert len(descendants() - before) == 4
+
+
+async def test_port_in_use_and_missing_model(config, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        for key in ("listen", "metrics_listen"):
+            with pytest.raises(ConfigError, match=f"cannot listen on {listen}"):
+                await serve(config({key: listen}), launch=False, ready=print, stop=asyncio.Event())
+    missing = config().model_copy(update={"model": str(tmp_path / "absent")})
+    with pytest.raises(ConfigError, match="no such directory"):
+        await serve(missing, launch=False, ready=print, stop=asyncio.Event())
+
+
+async def test_running_requests_end_before_the_coordinator_does(config):
+    stop, ready = asyncio.Event(), asyncio.Queue()
+    running = asyncio.create_task(
+        serve(config({"drain_timeout_s": 0.2}), launch=False, ready=ready.put_nowait, stop=stop)
+    )
+    address = await ready.get()
+    async with rpc.channel(address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        stop.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "stopped" in caught.value.details()
+    assert await running == 0
+
+
+async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path):
+    """The coordinator gets SIGKILL: the kernel ends its workers."""
+    program = (
+        "import asyncio, sys\n"
+        "from baton.coordinator.server import serve\n"
+        "from baton.runtime.config import load\n"
+        "ready = lambda address: print(address, flush=True)\n"
+        "command = sys.argv[2:]\n"
+        "asyncio.run(serve(load(sys.argv[1]), launch=True, ready=ready, command=command))\n"
+    )
+    path = tmp_path / "baton.yaml"
+    path.write_text(dump(config()))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(path), *WORKER, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(20.0):
+        await process.stdout.readline()
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == 2
+    process.kill()
+    await process.wait()
+    _gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, 10.0)
+    assert not alive

@@ -1,0 +1,190 @@
+"""The attach stream: welcome and refusal, replay, acknowledgement, fencing, health."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
+
+from baton.coordinator.server import Coordinator
+from baton.runtime import rpc
+from baton.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def generate(**fields) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        text="the fox", sampling=common_pb2.SamplingParams(max_tokens=4), **fields
+    )
+
+
+async def first_status(channel, message) -> tuple[grpc.StatusCode, str]:
+    call = cluster_pb2_grpc.ClusterStub(channel).Attach()
+    await call.write(message)
+    async with asyncio.timeout(WAIT_S):
+        return await call.code(), await call.details()
+
+
+async def test_first_message_must_be_hello(channel):
+    message = cluster_pb2.WorkerMessage(load=cluster_pb2.LoadReport())
+    code, details = await first_status(channel, message)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Hello" in details
+
+
+async def test_hello_is_checked(channel, say_hello):
+    for name, value in (("worker_id", ""), ("incarnation", 0), ("role", 7), ("kv_address", "")):
+        hello = say_hello("p", PREFILL, **{name: value})
+        code, details = await first_status(channel, cluster_pb2.WorkerMessage(hello=hello))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"hello.{name}" in details
+
+
+async def test_other_layout_is_refused(coordinator, channel, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)):
+        hello = say_hello("d", DECODE)
+        hello.fingerprint.dtype = "bfloat16"
+        code, details = await first_status(channel, cluster_pb2.WorkerMessage(hello=hello))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "fingerprint.dtype is 'bfloat16', here 'float32'" in details
+
+
+async def test_welcome_tells_generation_and_heartbeat(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        assert worker.welcome.generation == coordinator.shell.generation != 0
+        assert worker.welcome.heartbeat_interval.ToMilliseconds() == 200
+        assert worker.welcome.adoption_grace.ToSeconds() == 30
+        assert worker.welcome.role == PREFILL
+        assert not worker.welcome.adopted
+
+
+async def test_reconnect_loses_nothing_either_way(coordinator, channel, say_hello):
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    async with attached(coordinator.address, *hellos, auto=False) as (p, d):
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        await p.step(answer((await p.command("prefill")).spec, 0, 1, 0))
+        spec = (await d.command("decode")).spec
+        await call.read()
+        await d.disconnect()
+        # Said while there was no stream: kept, and sent again by the worker.
+        d.seq += 1
+        step = cluster_pb2.StepOutputs(outputs=[answer(spec, 1, 1)])
+        d.kept.append(cluster_pb2.WorkerMessage(seq=d.seq, step=step))
+        await d.connect()
+        assert list((await call.read()).delta.token_ids) == [1]
+        # Asked for while there was no stream: kept by the coordinator.
+        await d.disconnect()
+        call.cancel()
+        await p.command("cancel")
+        await d.connect()
+        assert (await d.command("cancel")).request_id == spec.request_id
+        # A duplicate is not applied twice, and is acknowledged.
+        await d.raw(d.kept[0])
+    assert coordinator.shell.core.num_requests == 0
+
+
+async def test_newer_stream_takes_over_from_a_half_open_one(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (first,):
+        second = ScriptedWorker(coordinator.address, say_hello("p", PREFILL))
+        second.welcome = first.welcome
+        await second.connect()
+        assert (await first.ended())[0] is grpc.StatusCode.OK
+        worker = coordinator.shell.core.workers.by_id("p")
+        assert worker.connected
+        await second.close()
+
+
+async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        await worker.raw(cluster_pb2.WorkerMessage(seq=2, step=cluster_pb2.StepOutputs()))
+        code, details = await worker.ended()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "seq is 2; must be 1" in details
+        assert coordinator.shell.core.workers.by_id("p") is None
+
+
+async def test_everything_is_acknowledged(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        for _ in range(200):
+            await worker.step()
+        async with asyncio.timeout(WAIT_S):
+            while worker.acked < 200:
+                await asyncio.sleep(0.01)
+
+
+async def test_silent_and_vanished_workers_are_lost_then_fenced(coordinator_config, say_hello):
+    config = coordinator_config(worker_timeout_s=0.3, heartbeat_s=0.1)
+    async with Coordinator(config) as coordinator:
+        hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+        async with attached(coordinator.address, *hellos) as (p, d):
+            await d.disconnect()
+            code, details = await p.ended()
+            assert code is grpc.StatusCode.ABORTED
+            assert "was silent for 0.3 s" in details
+            async with asyncio.timeout(WAIT_S):
+                while len(coordinator.shell.core.workers):
+                    await asyncio.sleep(0.01)
+            async with rpc.channel(coordinator.address) as channel:
+                message = cluster_pb2.WorkerMessage(hello=say_hello("d", DECODE))
+                code, details = await first_status(channel, message)
+            assert code is grpc.StatusCode.ABORTED
+            assert "was gone for 0.3 s" in details
+
+
+async def test_newer_incarnation_replaces(coordinator, channel, say_hello):
+    hellos = say_hello("p", PREFILL, 1), say_hello("p", PREFILL, 2)
+    async with attached(coordinator.address, *hellos) as (old, _new):
+        assert (await old.ended())[0] is grpc.StatusCode.ABORTED
+        message = cluster_pb2.WorkerMessage(hello=say_hello("p", PREFILL, 1))
+        assert (await first_status(channel, message))[0] is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_health_follows_the_pools(coordinator, channel, say_hello):
+    health = health_pb2_grpc.HealthStub(channel)
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+    assert (await watch.read()).status == NOT_SERVING
+    overall = await health.Check(health_pb2.HealthCheckRequest())
+    assert overall.status == SERVING
+    async with attached(coordinator.address, say_hello("p", PREFILL), say_hello("d", DECODE)):
+        assert (await watch.read()).status == SERVING
+    async with asyncio.timeout(WAIT_S):
+        assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_metrics_endpoint(coordinator, channel, say_hello):
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    async with attached(coordinator.address, say_hello("p", PREFILL), say_hello("d", DECODE)):
+        async for _ in inference.Generate(generate(), timeout=WAIT_S):
+            pass
+        url = f"http://{coordinator.metrics_address}/metrics"
+
+        def fetch() -> str:
+            with urllib.request.urlopen(url) as response:
+                return response.read().decode()
+
+        text = await asyncio.to_thread(fetch)
+    for line in (
+        'gen_ai_server_time_to_first_token_seconds_count{lane="interactive"} 1.0',
+        'baton_inter_token_latency_seconds_count{lane="interactive"} 3.0',
+        'baton_requests_total{lane="interactive",outcome="length"} 1.0',
+        'baton_tokens_total{kind="output"} 4.0',
+        'baton_workers{pool="decode",state="serving"} 1.0',
+        'baton_queue_depth{lane="batch"} 0.0',
+    ):
+        assert line in text

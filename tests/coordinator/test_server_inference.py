@@ -1,0 +1,374 @@
+"""Clients against a real coordinator server, with scripted workers on real attach streams."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from scripted_worker import WAIT_S, answer, attached
+
+from baton.coordinator.server import Coordinator
+from baton.runtime import rpc
+from baton.runtime.errors import from_rpc_error
+from baton.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cluster_pb2,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+def generate(text="the quick fox", **fields) -> inference_pb2.GenerateRequest:
+    sampling = {"max_tokens": 4, **fields.pop("sampling", {})}
+    return inference_pb2.GenerateRequest(
+        text=text, sampling=common_pb2.SamplingParams(**sampling), **fields
+    )
+
+
+@pytest.fixture
+def inference(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture
+def admin(channel):
+    return admin_pb2_grpc.AdminStub(channel)
+
+
+@pytest.fixture
+def pair(coordinator, say_hello):
+    def attach(**options):
+        hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+        return attached(coordinator.address, *hellos, **options)
+
+    return attach
+
+
+class Client:
+    """A session whose events are sorted by stream."""
+
+    def __init__(self, inference) -> None:
+        self.call = inference.Session()
+        self.batches: list = []
+        self._seen: dict[int, list] = {}
+
+    async def submit(self, stream: int, request: inference_pb2.GenerateRequest) -> None:
+        submit = inference_pb2.Submit(stream=stream, request=request)
+        await self.call.write(inference_pb2.SessionRequest(submit=submit))
+
+    async def cancel(self, stream: int) -> None:
+        cancel = inference_pb2.Cancel(stream=stream)
+        await self.call.write(inference_pb2.SessionRequest(cancel=cancel))
+
+    async def until(self, stream: int, kind: str) -> list:
+        """Reads until the stream has had an event of a kind; all of the stream's events."""
+        async with asyncio.timeout(WAIT_S):
+            while not any(one.WhichOneof("event") == kind for one in self.of(stream)):
+                batch = await self.call.read()
+                assert batch is not grpc.aio.EOF
+                self.batches.append(batch)
+                for event in batch.events:
+                    self._seen.setdefault(event.stream, []).append(event)
+        return self.of(stream)
+
+    def of(self, stream: int) -> list:
+        return self._seen.get(stream, [])
+
+
+async def test_generate_streams_accepted_tokens_finished(coordinator, pair, inference):
+    async with pair():
+        events = [event async for event in inference.Generate(generate(), timeout=WAIT_S)]
+    assert events[0].accepted.model == "demo"
+    assert events[0].accepted.prompt_tokens > 1
+    tokens = [token for event in events for token in event.delta.token_ids]
+    assert tokens == [0, 1, 2, 3]
+    finished = events[-1].finished
+    assert finished.reason == LENGTH
+    assert finished.usage.completion_tokens == 4
+    budget = finished.budget
+    assert sum(stage.duration_us for stage in budget.stages) == budget.total_us
+    assert 0 < budget.ttft_us <= budget.total_us
+
+
+BAD = [
+    (inference_pb2.GenerateRequest(), "prompt", "None"),
+    (generate(""), "text", "''"),
+    (generate("x", sampling={"max_tokens": 2000}), "sampling.max_tokens", "2000"),
+    (generate("x " * 1024), "text", "tokens"),
+    (generate("x", sampling={"temperature": float("nan")}), "sampling.temperature", "nan"),
+    (generate("x", sampling={"stop": ["s"] * 10_000}), "sampling.stop", "10000"),
+    (generate("x" * (5 * 2**20)), "text", "5242880 bytes"),
+    (generate("x" * (2**20)), "text", "at least"),
+    (
+        inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot", "content": "x"}]}),
+        "chat.messages",
+        "unknown role robot",
+    ),
+]
+
+
+async def test_bad_input_names_field_and_value(inference):
+    for request, field, shown in BAD:
+        with pytest.raises(grpc.RpcError) as caught:
+            await inference.Generate(request, timeout=WAIT_S).read()
+        error = from_rpc_error(caught.value)
+        assert error.name == "INVALID_ARGUMENT"
+        assert shown in str(error)
+        bad = error_details_pb2.BadRequest()
+        assert error.details()[0].Unpack(bad)
+        assert bad.field_violations[0].field == field
+
+
+async def test_unknown_model_names_the_served_one(inference):
+    with pytest.raises(grpc.RpcError) as caught:
+        await inference.Generate(generate(model="other"), timeout=WAIT_S).read()
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "'demo'" in caught.value.details()
+
+
+async def test_queue_full_says_when_to_retry(coordinator_config):
+    async with (
+        Coordinator(coordinator_config(max_queued_requests=1)) as coordinator,
+        rpc.channel(coordinator.address) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        waiting = inference.Generate(generate())
+        assert (await waiting.read()).HasField("accepted")
+        with pytest.raises(grpc.RpcError) as caught:
+            await inference.Generate(generate(), timeout=WAIT_S).read()
+        error = from_rpc_error(caught.value)
+        assert error.name == "RESOURCE_EXHAUSTED"
+        assert error.retry_after_s > 0
+        info = error_details_pb2.ErrorInfo()
+        assert error.details()[0].Unpack(info)
+        assert info.reason == "QUEUE_FULL"
+        waiting.cancel()
+
+
+async def test_no_worker_within_the_queue_time(coordinator_config):
+    async with (
+        Coordinator(coordinator_config(max_queue_s=0.1)) as coordinator,
+        rpc.channel(coordinator.address) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(), timeout=WAIT_S)
+        assert (await call.read()).HasField("accepted")
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no prefill and no decode worker is attached" in caught.value.details()
+
+
+async def test_vanished_generate_client_cancels_both_workers(pair, inference):
+    async with pair(auto=False) as (p, d):
+        call = inference.Generate(generate())
+        await call.read()
+        prefill = await p.command("prefill")
+        call.cancel()
+        for worker in (p, d):
+            cancel = await worker.command("cancel")
+            assert cancel.handoff_id == prefill.handoff.handoff_id
+
+
+async def test_request_timeout_and_grpc_deadline(pair, inference):
+    async with pair(auto=False) as (p, d):
+        request = generate()
+        request.timeout.FromMilliseconds(50)
+        call = inference.Generate(request)
+        await call.read()
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await p.command("prefill")
+        await p.command("cancel")
+        await d.command("cancel")
+
+        with pytest.raises(grpc.RpcError) as caught:
+            async for _ in inference.Generate(generate(), timeout=0.1):
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        spec = (await p.command("prefill")).spec
+        assert 0 < spec.timeout.ToMilliseconds() <= 100
+        await p.command("cancel")
+
+
+async def test_session_multiplexes_and_batches_each_step(pair, inference):
+    async with pair(auto=False) as (p, d):
+        client = Client(inference)
+        for stream in range(8):
+            await client.submit(stream, generate())
+        specs = [(await p.command("prefill")).spec for _ in range(8)]
+        await p.step(*(answer(spec, 0, 1, 0) for spec in specs))
+        decodes = [(await d.command("decode")).spec for _ in range(8)]
+        for stream in range(8):
+            await client.until(stream, "delta")
+        client.batches.clear()
+        await d.step(*(answer(spec, 1, 1) for spec in decodes))
+        await d.step(*(answer(spec, 2, 2, LENGTH) for spec in decodes))
+        for stream in range(8):
+            events = await client.until(stream, "finished")
+            tokens = [token for one in events for token in one.delta.token_ids]
+            assert tokens == [0, 1, 2, 3]
+            assert "".join(one.delta.text for one in events) == "xxxx"
+        assert len(client.batches) <= 2
+        await client.call.done_writing()
+        async with asyncio.timeout(WAIT_S):
+            assert await client.call.read() is grpc.aio.EOF
+            assert await client.call.code() is grpc.StatusCode.OK
+
+
+async def test_bad_submission_fails_alone(pair, inference):
+    async with pair():
+        client = Client(inference)
+        await client.submit(1, generate(sampling={"top_p": 0.0}))
+        await client.submit(2, generate())
+        assert (await client.until(1, "failed"))[0].failed.code == 3
+        await client.until(2, "finished")
+        await client.submit(1, generate())
+        await client.until(1, "finished")
+        client.call.cancel()
+
+
+async def test_stream_number_in_use_ends_the_session(pair, inference):
+    async with pair(auto=False):
+        client = Client(inference)
+        await client.submit(1, generate())
+        await client.submit(1, generate())
+        with pytest.raises(grpc.RpcError):
+            await client.until(1, "finished")
+        assert await client.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "submit.stream is 1" in await client.call.details()
+
+
+async def test_session_cancel_and_loss(coordinator, pair, inference):
+    async with pair(auto=False) as (p, d):
+        client = Client(inference)
+        await client.submit(1, generate())
+        await client.submit(2, generate())
+        first = (await p.command("prefill")).spec.request_id
+        await p.command("prefill")
+        await client.cancel(1)
+        await client.cancel(77)
+        events = await client.until(1, "finished")
+        assert events[-1].finished.reason == common_pb2.FINISH_REASON_CANCELLED
+        assert (await p.command("cancel")).request_id == first
+        client.call.cancel()
+        assert (await p.command("cancel")).request_id != first
+        await d.command("cancel")
+        await d.command("cancel")
+    assert coordinator.shell.core.num_requests == 0
+
+
+async def test_cancel_while_a_long_prompt_is_tokenized(pair, inference):
+    async with pair(auto=False):
+        client = Client(inference)
+        await client.submit(1, generate("the fox " * 600))
+        await client.cancel(1)
+        last = (await client.until(1, "finished"))[-1].finished
+        assert last.reason == common_pb2.FINISH_REASON_CANCELLED
+        client.call.cancel()
+
+
+async def test_resume_continues_after_received_tokens(pair, inference):
+    async with pair() as (p, d):
+        request = generate()
+        request.resume.token_ids.extend([0, 1])
+        request.resume.num_text_chars = 2
+        request.resume.prompt_token_ids.extend([5, 6, 7])
+        events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
+        assert [t for event in events for t in event.delta.token_ids] == [2, 3]
+        decode = await d.command("decode")
+        assert list(decode.spec.prompt_token_ids) == [5, 6, 7]
+        assert decode.spec.known_text_chars == 2
+        assert p.commands.empty()
+
+
+async def test_lost_decode_worker_fails_the_stream_cleanly(coordinator, pair, inference):
+    async with pair(auto=False) as (p, d):
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        await p.step(answer((await p.command("prefill")).spec, 0, 1, 0))
+        assert list((await call.read()).delta.token_ids) == [0]
+        await d.command("decode")
+        await d.leave()
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "worker d stopped" in caught.value.details()
+        assert await d.ended() == (grpc.StatusCode.OK, "")
+
+
+async def test_admin_shows_pools_workers_and_requests(pair, inference, admin):
+    async with pair(auto=False) as (p, d):
+        await d.load(num_steps=3, num_running=1)
+        call = inference.Generate(generate(request_id="mine"), timeout=WAIT_S)
+        await call.read()
+        spec = (await p.command("prefill")).spec
+        listed = await admin.ListRequests(admin_pb2.ListRequestsRequest())
+        assert [one.request_id for one in listed.requests] == ["mine"]
+        assert listed.requests[0].state == admin_pb2.REQUEST_STATE_PREFILLING
+        pools = await admin.ListPools(admin_pb2.ListPoolsRequest())
+        assert [pool.num_serving for pool in pools.pools] == [1, 1]
+        assert pools.model.vocab_size == 512
+        assert pools.lanes[0].num_running == 1
+        workers = await admin.ListWorkers(admin_pb2.ListWorkersRequest(role=DECODE))
+        assert [(one.worker_id, one.num_requests) for one in workers.workers] == [("d", 1)]
+        await p.step(answer(spec, 0, 1, STOP))
+        assert list((await call.read()).delta.token_ids) == [0]
+        assert (await call.read()).finished.reason == STOP
+        info = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="mine"))
+        assert info.state == admin_pb2.REQUEST_STATE_FINISHED
+        assert info.budget.total_us > 0
+        assert (info.prefill_worker_id, info.decode_worker_id) == ("p", "d")
+
+
+async def test_admin_cancels_and_refuses(pair, inference, admin):
+    async with pair(auto=False):
+        call = inference.Generate(generate(request_id="mine"), timeout=WAIT_S)
+        await call.read()
+        await admin.CancelRequest(admin_pb2.CancelRequestRequest(request_id="mine"))
+        assert (await call.read()).finished.reason == common_pb2.FINISH_REASON_CANCELLED
+        for method, request in (
+            (admin.CancelRequest, admin_pb2.CancelRequestRequest(request_id="mine")),
+            (admin.GetRequest, admin_pb2.GetRequestRequest(request_id="other")),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await method(request)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.RpcError) as caught:
+            await admin.ScalePool(admin_pb2.ScalePoolRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_model_is_known_before_any_worker(inference, pair):
+    before = await inference.GetModel(inference_pb2.GetModelRequest())
+    assert (before.name, before.max_model_len, before.vocab_size) == ("demo", 1024, 512)
+    async with pair():
+        after = await inference.GetModel(inference_pb2.GetModelRequest())
+        assert after.revision == "r1"
+
+
+async def test_handoff_reports_are_counted(coordinator, pair, inference):
+    async with pair(auto=False) as (p, _):
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        command = await p.command("prefill")
+        report = cluster_pb2.HandoffReport(
+            request_id=command.spec.request_id,
+            attempt=1,
+            handoff_id=command.handoff.handoff_id,
+            state=3,
+            num_bytes=512,
+            exposed_us=100,
+        )
+        await p.say(handoff=report)
+        await p.step(answer(command.spec, 0, 1, STOP))
+        await call.read()
+        assert (await call.read()).HasField("finished")
+    assert coordinator.shell.core.stats.num_handoff_bytes == 512

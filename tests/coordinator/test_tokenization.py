@@ -1,0 +1,108 @@
+"""Prompts through the files of a model directory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from baton.coordinator.tokenization import Tokenizer
+from baton.runtime.config import ConfigError
+from baton.runtime.errors import InvalidArgument
+from baton.v1 import inference_pb2
+
+
+@pytest.fixture
+def tokenizer(model_dir):
+    tokenizer = Tokenizer(str(model_dir))
+    yield tokenizer
+    tokenizer.close()
+
+
+def chat(*messages, **fields) -> inference_pb2.ChatPrompt:
+    return inference_pb2.ChatPrompt(
+        messages=[{"role": role, "content": content} for role, content in messages], **fields
+    )
+
+
+def set_settings(directory, **settings) -> None:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_plain_text_gets_the_post_processors_tokens(tokenizer):
+    assert tokenizer.encode_text("fox")[0] == 0
+    assert tokenizer.encode_text("fox").count(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [({"add_bos_token": False}, ()), ({"add_bos_token": True, "add_eos_token": True}, (0, 1))],
+)
+def test_settings_decide_about_special_tokens(fresh_model_dir, settings, ends):
+    set_settings(fresh_model_dir, **settings)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    ids = tokenizer.encode_text("fox")
+    assert tuple(one for one in ids if one in (0, 1)) == ends
+    tokenizer.close()
+
+
+def test_chat_writes_its_own_special_tokens(tokenizer):
+    assert tokenizer.render(chat(("user", "hi"))) == "<s><user>hi</s><assistant>"
+    bare = chat(("user", "<b>&"), add_generation_prompt=False)
+    assert tokenizer.render(bare) == "<s><user><b>&</s>"
+    assert list(tokenizer.encode_chat(chat(("user", "hi")))).count(0) == 1
+
+
+def test_template_refusal_is_the_callers_fault(tokenizer):
+    with pytest.raises(InvalidArgument, match="unknown role robot"):
+        tokenizer.render(chat(("robot", "hi")))
+
+
+def test_template_file_wins_and_its_extensions_work(fresh_model_dir):
+    (fresh_model_dir / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    rendered = tokenizer.render(chat(("user", "<ü>"), ("user", "again")))
+    assert rendered == '{"role": "user", "content": "<ü>"}'
+    tokenizer.close()
+
+
+def test_no_template(fresh_model_dir):
+    set_settings(fresh_model_dir, chat_template=None)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    with pytest.raises(InvalidArgument, match="no chat template"):
+        tokenizer.render(chat(("user", "hi")))
+    tokenizer.close()
+
+
+def test_template_cannot_reach_out(fresh_model_dir):
+    source = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    with pytest.raises(InvalidArgument):
+        tokenizer.render(chat(("user", "hi")))
+    tokenizer.close()
+
+
+def test_limits_come_from_the_model(tokenizer):
+    assert (tokenizer.max_model_len, tokenizer.vocab_size) == (1024, 512)
+
+
+async def test_long_texts_give_the_same_tokens(tokenizer):
+    text = "the quick brown fox jumps " * 400
+    request = inference_pb2.GenerateRequest(text=text)
+    assert await tokenizer.prompt_token_ids(request) == tokenizer.encode_text(text)
+    assert tokenizer.min_tokens(request) <= len(tokenizer.encode_text(text))
+
+
+def test_missing_models_are_said_clearly(tmp_path):
+    with pytest.raises(ConfigError, match="no such directory"):
+        Tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        Tokenizer(str(tmp_path))

@@ -1,0 +1,141 @@
+"""Every wrong field, by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.coordinator.validation import ModelLimits, check_lengths, check_request
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import InvalidArgument, NotFound
+from baton.v1 import common_pb2, inference_pb2
+
+CONFIG = CoordinatorConfig()
+MODEL = ModelLimits("demo", 1024, 512)
+NAN, INF = float("nan"), float("inf")
+
+
+def request(sampling=None, **fields) -> inference_pb2.GenerateRequest:
+    if not {"text", "chat", "tokens"} & fields.keys():
+        fields["text"] = "hello"
+    return inference_pb2.GenerateRequest(
+        sampling=common_pb2.SamplingParams(**(sampling or {})), **fields
+    )
+
+
+def structured(**fields) -> dict:
+    return {"structured_output": common_pb2.StructuredOutput(**fields)}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"max_tokens": 3, "min_tokens": 4}, "sampling.min_tokens"),
+        *(({"temperature": bad}, "sampling.temperature") for bad in (NAN, INF, -0.1, 2.1)),
+        *(({"top_p": bad}, "sampling.top_p") for bad in (NAN, 0.0, -1.0, 1.1)),
+        ({"top_k": -2}, "sampling.top_k"),
+        *(({"min_p": bad}, "sampling.min_p") for bad in (NAN, -0.1, 1.1)),
+        *(({"presence_penalty": bad}, "sampling.presence_penalty") for bad in (NAN, -2.1, 2.1)),
+        *(({"frequency_penalty": bad}, "sampling.frequency_penalty") for bad in (INF, -2.1)),
+        *(({"repetition_penalty": bad}, "sampling.repetition_penalty") for bad in (0.0, NAN, 2.1)),
+        ({"stop": ["s"] * 10_000}, "sampling.stop"),
+        ({"stop": ["ok", ""]}, "sampling.stop[1]"),
+        ({"stop": ["s" * 257]}, "sampling.stop[0]"),
+        ({"bad_words": [""]}, "sampling.bad_words[0]"),
+        ({"bad_words": ["w"] * 1000}, "sampling.bad_words"),
+        ({"stop_token_ids": [1, 512]}, "sampling.stop_token_ids[1]"),
+        ({"stop_token_ids": [1] * 1000}, "sampling.stop_token_ids"),
+        ({"allowed_token_ids": [512]}, "sampling.allowed_token_ids[0]"),
+        ({"logit_bias": {512: 1.0}}, "sampling.logit_bias"),
+        ({"logit_bias": {5: NAN}}, "sampling.logit_bias[5]"),
+        ({"logprobs": 21}, "sampling.logprobs"),
+        ({"prompt_logprobs": 21}, "sampling.prompt_logprobs"),
+        (structured(), "sampling.structured_output"),
+        (structured(json_schema="{not json"), "sampling.structured_output.json_schema"),
+        (structured(json_schema="[1]"), "sampling.structured_output.json_schema"),
+        (structured(json_schema="[" * 5000), "sampling.structured_output.json_schema"),
+        (structured(json_object=False), "sampling.structured_output.json_object"),
+        (structured(regex=""), "sampling.structured_output.regex"),
+        (structured(grammar="x" * 70_000), "sampling.structured_output.grammar"),
+        (structured(choice=common_pb2.Choices()), "sampling.structured_output.choice.values"),
+    ],
+)
+def test_sampling(sampling, field):
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request(sampling), CONFIG, MODEL)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": ""}, "text"),
+        ({"text": "x" * (4 * 2**20 + 1)}, "text"),
+        ({"tokens": {"ids": []}}, "tokens.ids"),
+        ({"tokens": {"ids": [1, 512]}}, "tokens.ids[1]"),
+        ({"chat": {}}, "chat.messages"),
+        ({"chat": {"messages": [{"role": "", "content": "x"}]}}, "chat.messages[0].role"),
+        ({"lane": 9}, "lane"),
+        ({"lane": -1}, "lane"),
+        ({"request_id": "has space"}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"request_id": "ü"}, "request_id"),
+        ({"session_id": "x" * 257}, "session_id"),
+        ({"timeout": {}}, "timeout"),
+        ({"timeout": {"seconds": -1}}, "timeout"),
+        ({"resume": {"token_ids": [512]}}, "resume.token_ids[0]"),
+        ({"resume": {"token_ids": [1, 2]}, "sampling": {"max_tokens": 1}}, "resume.token_ids"),
+        ({"resume": {"num_text_chars": 1}}, "resume.num_text_chars"),
+        ({"resume": {"prompt_token_ids": [600]}}, "resume.prompt_token_ids[0]"),
+    ],
+)
+def test_request(fields, field):
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request(**fields), CONFIG, MODEL)
+    assert caught.value.field == field
+
+
+def test_good_edges_pass():
+    sampling = {
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "temperature": 2.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": -2.0,
+        "repetition_penalty": 0.1,
+        "stop": ["s" * 256] * 16,
+        "logprobs": 20,
+        "stop_token_ids": [511],
+        **structured(json_schema='{"type": "object"}'),
+    }
+    good = request(sampling, request_id="a.b:c-D_9", timeout={"nanos": 1}, model="demo", lane=2)
+    check_request(good, CONFIG, MODEL)
+
+
+def test_another_model():
+    with pytest.raises(NotFound, match="'demo'"):
+        check_request(request(model="other"), CONFIG, MODEL)
+
+
+def test_lengths():
+    check_lengths(request({"max_tokens": 1}), 1023, MODEL)
+    check_lengths(request(), 1023, MODEL)
+    for sampling, num_prompt, field in (
+        ({}, 0, "text"),
+        ({}, 1024, "text"),
+        ({"max_tokens": 25}, 1000, "sampling.max_tokens"),
+        ({"min_tokens": 25}, 1000, "sampling.min_tokens"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            check_lengths(request(sampling), num_prompt, MODEL)
+        assert caught.value.field == field
+    many = ModelLimits("demo", None, None)
+    with pytest.raises(InvalidArgument, match="prompt_logprobs"):
+        check_lengths(request({"prompt_logprobs": 20}), 100_000, many)
+
+
+def test_unknown_limits_are_not_checked():
+    unknown = ModelLimits("demo", None, None)
+    check_request(request(tokens={"ids": [10**6]}), CONFIG, unknown)
+    check_lengths(request({"max_tokens": 10**6}), 10**6, unknown)

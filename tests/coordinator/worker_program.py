@@ -1,0 +1,72 @@
+"""A worker process for the launcher's tests: takes `baton worker`'s arguments, serves by script.
+
+What it does is in the configuration's engine_args: "die" says last words and exits; "stubborn"
+ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import yaml
+from scripted_worker import ScriptedWorker
+
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+_SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["worker"])
+    for name in ("--role", "--worker-id", "--coordinator", "--config"):
+        parser.add_argument(name, required=True)
+    arguments = parser.parse_args()
+    config = yaml.safe_load(sys.stdin)
+    behaviour = config["engine_args"]
+    if behaviour.get("die") == arguments.role:
+        print("loading\nno such weights", file=sys.stderr)
+        sys.exit(3)
+    if behaviour.get("child"):
+        child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
+        print(f"child {child.pid}", file=sys.stderr, flush=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if not behaviour.get("stubborn"):
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hello = cluster_pb2.Hello(
+        worker_id=arguments.worker_id,
+        incarnation=os.getpid(),
+        pid=os.getpid(),
+        role=common_pb2.Role.Value(f"ROLE_{arguments.role.upper()}"),
+        state=cluster_pb2.WORKER_STATE_SERVING,
+        model=common_pb2.ModelDescription(name="demo", max_model_len=1024, vocab_size=512),
+        fingerprint=kv_transfer_pb2.KvFingerprint(num_layers=1, block_bytes=64),
+        capacity=cluster_pb2.Capacity(max_send_bytes=2**20, max_receive_bytes=2**20),
+        kv_address="127.0.0.1:9",
+    )
+    worker = ScriptedWorker(arguments.coordinator, hello)
+    await worker.connect()
+    try:
+        beating = asyncio.create_task(beat(worker))
+        await stop.wait()
+        beating.cancel()
+        await worker.leave()
+    finally:
+        await worker.close()
+
+
+async def beat(worker: ScriptedWorker) -> None:
+    while True:
+        await worker.load()
+        await asyncio.sleep(0.1)
+
+
+asyncio.run(main())
