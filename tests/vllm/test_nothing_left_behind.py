@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-import cases
 import psutil
 import pytest
-from conftest import DECODE, MAX_DECODES, SEND_BYTES, Cluster
+import vllm_cases as cases
+from vllm_cluster import DECODE, MAX_DECODES, SEND_BYTES, Cluster
 
 from baton.client import errors
 from baton.client.client import BatonClient

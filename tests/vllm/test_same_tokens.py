@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import cases
 import pytest
-from conftest import Cluster
+import vllm_cases as cases
+from vllm_cluster import Cluster
 
 from baton.client.client import BatonClient
 

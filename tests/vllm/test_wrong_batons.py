@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-import cases
 import pytest
-from conftest import Cluster
-from relay import Relay, Spoil
+import vllm_cases as cases
+from vllm_cluster import Cluster
+from vllm_relay import Relay, Spoil
 
 from baton.client.client import BatonClient
 from baton.kvtransfer import frames

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-import cases
+import vllm_cases as cases
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 

@@ -1,0 +1,173 @@
+"""A `baton up` on real vLLM as a child process, with handles on its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import vllm_cases as cases
+import yaml
+from vllm_relay import Relay
+
+from baton.client.admin import AdminClient
+from baton.client.client import BatonClient
+from baton.kvtransfer.control import EnginePort
+from baton.v1 import admin_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 240
+IDLE_TIMEOUT_S = 2.0
+MAX_DECODES = 10
+SEND_BYTES = 64 * 2**20
+RELAY_HOST = "127.0.0.2"
+
+ENGINE_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": cases.BLOCK_SIZE,
+    "max_num_batched_tokens": cases.CHUNK,
+    "max_model_len": cases.MAX_MODEL_LEN,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 32 * 2**20,
+}
+CONFIG = {
+    "engine": "vllm",
+    "engine_args": ENGINE_ARGS,
+    "coordinator": {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "handoff_timeout_s": 5},
+    # 64 blocks: a few long requests overflow it, and vLLM preempts.
+    "decode": {
+        "engine_args": {"kv_cache_memory_bytes": 8 * 2**20},
+        "max_requests_per_worker": MAX_DECODES,
+    },
+    "kv_transfer": {
+        "send_bytes": SEND_BYTES,
+        "receive_bytes": SEND_BYTES,
+        # What other workers dial is the relay, on the same port.
+        "advertise_host": RELAY_HOST,
+        "commit_ttl_s": 3,
+    },
+}
+
+
+@dataclass
+class Cluster:
+    """A running `baton up` with one prefill and one decode worker."""
+
+    address: str
+    process: subprocess.Popen[str]
+    log: list[str]
+    relay: Relay | None = None
+
+    def worker_process(self, role: str) -> psutil.Process:
+        """The main process of a role's only worker."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            line = process.cmdline()
+            if "worker" in line and role in line:
+                return process
+        raise AssertionError(f"no {role} worker is running")
+
+    def transfer_service(self, role: str) -> psutil.Process:
+        for process in self.worker_process(role).children(recursive=True):
+            if "baton.kvtransfer.service" in " ".join(process.cmdline()):
+                return process
+        raise AssertionError(f"no transfer service beside the {role} worker")
+
+    def port(self, role: str) -> EnginePort:
+        """A connection of the test's own to the transfer service beside a worker."""
+        arguments = json.loads(self.transfer_service(role).cmdline()[-1])
+        return EnginePort(arguments["socket_path"])
+
+    def engine_processes(self, role: str) -> list[psutil.Process]:
+        """vLLM's engine core and rank."""
+        found = [
+            process
+            for process in self.worker_process(role).children(recursive=True)
+            if "VLLM" in " ".join(process.cmdline())
+        ]
+        assert found
+        return found
+
+    def client(self) -> BatonClient:
+        return BatonClient(self.address)
+
+    async def workers(self) -> dict[int, admin_pb2.WorkerInfo]:
+        async with AdminClient(self.address) as admin:
+            return {worker.role: worker for worker in await admin.list_workers()}
+
+    async def requests(self) -> list[admin_pb2.RequestInfo]:
+        async with AdminClient(self.address) as admin:
+            return await admin.list_requests()
+
+    async def assert_idle(self) -> None:
+        """Within two seconds nothing is left of any request, anywhere."""
+        left = ["never looked"]
+        try:
+            async with asyncio.timeout(IDLE_TIMEOUT_S):
+                while left:
+                    left = await self._leftovers()
+                    # The next load report says more.
+                    await asyncio.sleep(0.05 if left else 0)
+        except TimeoutError:
+            raise AssertionError(f"left behind: {'; '.join(left)}") from None
+
+    async def _leftovers(self) -> list[str]:
+        left = [f"request {r.request_id} in state {r.state}" for r in await self.requests()]
+        for worker in (await self.workers()).values():
+            load = worker.load
+            for name in ("kv_tokens_used", "staging_bytes_used", "num_running", "num_waiting"):
+                if (value := getattr(load, name)) != 0:
+                    left.append(f"{worker.worker_id} {name}={value}")
+            if worker.num_requests or load.num_handoffs:
+                left.append(
+                    f"{worker.worker_id} requests={worker.num_requests} "
+                    f"handoffs={load.num_handoffs}"
+                )
+        return left
+
+
+def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
+    path = directory / "baton.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli.main", "up", "--config", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    log: list[str] = []
+    drain = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
+    drain.start()
+    timer = threading.Timer(START_TIMEOUT_S, process.kill)
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    ready = re.match(r"ready grpc=(\S+)", line)
+    assert ready, f"did not start: {line!r}\n{''.join(log)[-4000:]}"
+    return Cluster(ready[1], process, log)
+
+
+def stop_cluster(cluster: Cluster) -> None:
+    children = psutil.Process(cluster.process.pid).children(recursive=True)
+    cluster.process.send_signal(signal.SIGINT)
+    try:
+        assert cluster.process.wait(timeout=60) == 0, "".join(cluster.log)[-4000:]
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"still running: {alive}"
+    finally:
+        for process in [*children, cluster.process]:
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
