@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socketserver
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -190,6 +191,14 @@ def new_world() -> type[World]:
 @pytest.fixture
 def out():
     return output
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_metrics_close():
+    """The metrics endpoint's thread looks for its end every half second: here, more often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
+        yield
 
 
 @pytest.fixture
