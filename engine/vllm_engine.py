@@ -26,6 +26,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -59,6 +60,8 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
+_CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
+_CPU_CACHE_BYTES = 2**30
 _BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
@@ -183,6 +186,9 @@ class VllmEngine:
             "enable_log_requests": False,
             **self._engine_args,
         }
+        if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
+            # vLLM would take most of the machine's memory, and so would the next worker on it.
+            args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
         if not args.get("speculative_config"):
             own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
             args["logits_processors"] = [*args.get("logits_processors", []), own]
@@ -221,7 +227,8 @@ class VllmEngine:
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
         elif known:
-            params.prompt_logprobs = None
+            # They came with the first token.
+            sampling.prompt_logprobs = params.prompt_logprobs = None
             if needs_exact_state(request.sampling):
                 params.extra_args[EXTRA_ARG] = known
             else:
@@ -358,7 +365,7 @@ class VllmEngine:
             if (stats := live.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_handoff_tokens = stats.num_external_cached_tokens
-            if live.request.sampling.HasField("prompt_logprobs") and made.prompt_logprobs:
+            if made.prompt_logprobs:
                 output.prompt_logprobs = _logprobs(made.prompt_logprobs)
         return output
 

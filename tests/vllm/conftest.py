@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import vllm_cases as cases
 from vllm_cluster import (
     CONFIG,
@@ -59,13 +59,13 @@ def reference(model: str) -> list[cases.Case]:
         return json.load(output)
 
 
-@pytest.fixture(scope="session")
-def cluster(
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster(
     model: str, reference: list[cases.Case], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+) -> AsyncIterator[Cluster]:
     # After the reference: three engines at once would be slow to load.
     started = start_cluster({"model": model, **CONFIG}, tmp_path_factory.mktemp("cluster"))
-    decode = asyncio.run(started.workers())[DECODE]
+    decode = (await started.workers())[DECODE]
     port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")
     started.relay = Relay(decode.kv_address, f"127.0.0.1:{port}")
     yield started
@@ -81,7 +81,7 @@ def relay(cluster: Cluster) -> Iterator[Relay]:
     cluster.relay.spoil = as_it_is
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(cluster: Cluster) -> AsyncIterator[BatonClient]:
     async with cluster.client() as made:
         yield made

@@ -11,7 +11,7 @@ from vllm_cluster import Cluster
 
 from baton.client.client import BatonClient
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 CONCURRENCY = 8
 
