@@ -66,6 +66,7 @@ class Cluster:
     address: str
     process: subprocess.Popen[str]
     log: list[str]
+    log_reader: threading.Thread
     relay: Relay | None = None
 
     def worker_process(self, role: str) -> psutil.Process:
@@ -155,7 +156,7 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
     timer.cancel()
     ready = re.match(r"ready grpc=(\S+)", line)
     assert ready, f"did not start: {line!r}\n{''.join(log)[-4000:]}"
-    return Cluster(ready[1], process, log)
+    return Cluster(ready[1], process, log, drain)
 
 
 def stop_cluster(cluster: Cluster) -> None:
@@ -171,3 +172,7 @@ def stop_cluster(cluster: Cluster) -> None:
                 process.kill()
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
+        cluster.log_reader.join(timeout=10)
+        for pipe in (cluster.process.stdout, cluster.process.stderr):
+            assert pipe is not None
+            pipe.close()
