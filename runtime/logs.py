@@ -19,8 +19,11 @@ class _Formatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        # vLLM's record factory marks every record of the process, not only its own.
         fields = "".join(
-            f" {key}={value}" for key, value in vars(record).items() if key not in self._STANDARD
+            f" {key}={value}"
+            for key, value in vars(record).items()
+            if key not in self._STANDARD and not key.startswith("vllm_")
         )
         line = (
             f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d} "
