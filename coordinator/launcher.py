@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -22,6 +23,8 @@ BATON = (sys.executable, "-m", "baton.cli.main")
 
 _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10
+# How a traceback ends, as it is or behind the prefix of vLLM's log lines.
+_EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 # vLLM's setting, read from the environment only.
 _BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
@@ -36,12 +39,16 @@ class WorkerExit:
 
     Attributes:
         exit_code: negative for a signal's number.
-        last_line: of its stderr; empty when it wrote nothing.
+        last_line: of its stderr: what it gave as its reason, whatever else was written after that;
+            empty when it wrote nothing.
+        first_error: the first exception that it, or a process it started, reported on stderr;
+            empty when there was none. While it loads, that is where the trouble began.
     """
 
     worker_id: str
     exit_code: int
     last_line: str
+    first_error: str = ""
 
     @property
     def reason(self) -> str:
@@ -51,6 +58,12 @@ class WorkerExit:
         else:
             how = f"exited with code {self.exit_code}"
         return f"{how}: {self.last_line}" if self.last_line else how
+
+    @property
+    def loading_failure(self) -> str:
+        """Why it never served: an engine of several processes knows it only as "see above"."""
+        known = not self.first_error or self.first_error in self.last_line
+        return str(self) if known else f"{self}; first error: {self.first_error}"
 
     def __str__(self) -> str:
         return f"worker {self.worker_id} {self.reason}"
@@ -184,7 +197,7 @@ class _Child:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
         self._output, self._errors = output, errors
         self._stopping = False
-        self._last_line = ""
+        self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -229,7 +242,8 @@ class _Child:
             self._output.close()
             self._errors.close()
         if not self._stopping:
-            self._on_exit(WorkerExit(self._worker_id, exit_code, self._last_line))
+            last_line = self._last_words or self._last_line
+            self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
 
     async def _feed(self, config: bytes) -> None:
         stdin = self._process.stdin
@@ -241,7 +255,7 @@ class _Child:
             await stdin.wait_closed()
 
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
-        """Passes output on as it comes, and remembers the last line that says something."""
+        """Passes output on as it comes, and remembers what tells why the worker ended."""
         tail: deque[bytes] = deque([b""], maxlen=2)
         while chunk := await pipe.read(_READ_BYTES):
             sys.stderr.write(chunk.decode(errors="replace"))
@@ -255,8 +269,14 @@ class _Child:
 
     def _remember(self, line: bytes, remember: bool) -> None:
         text = line.decode(errors="replace").strip()
-        if remember and text:
-            self._last_line = text
+        if not remember or not text:
+            return
+        self._last_line = text
+        own = f"baton worker {self._worker_id}: "
+        if text.startswith(own):
+            self._last_words = text.removeprefix(own)
+        if not self._first_error and (found := _EXCEPTION.search(text)) is not None:
+            self._first_error = found[1]
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

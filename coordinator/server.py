@@ -21,7 +21,8 @@ from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
 from baton.coordinator.shell import Shell
 from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
-from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.config import BatonConfig
+from baton.runtime.errors import BatonError
 from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc, inference_pb2_grpc
@@ -36,7 +37,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _CLOSE_GRACE_S = 1.0
 
 
-class WorkersFailed(ConfigError):
+class WorkersFailed(BatonError):
     """The workers that were to be started cannot serve; the message says which and why."""
 
 
@@ -144,11 +145,16 @@ class Coordinator:
 
     async def wait_serving(self, worker_ids: Iterable[str]) -> None:
         """Until all these workers are attached and serve."""
-        wanted, changed = set(worker_ids), asyncio.Event()
+        wanted, changed = list(worker_ids), asyncio.Event()
         self.shell.watch_members(changed.set)
-        while not wanted <= {worker.id for worker in self.shell.core.workers if worker.serving}:
+        while self.not_serving(wanted):
             changed.clear()
             await changed.wait()
+
+    def not_serving(self, worker_ids: Iterable[str]) -> list[str]:
+        """Those of these workers that are not attached, or do not serve."""
+        serving = {worker.id for worker in self.shell.core.workers if worker.serving}
+        return [worker_id for worker_id in worker_ids if worker_id not in serving]
 
     async def _follow_health(self) -> None:
         serving = False
@@ -182,7 +188,9 @@ async def serve(
         The exit code: 0 after a stop that was asked for.
 
     Raises:
-        ConfigError: it cannot start, or a worker ended before it served; nothing is left running.
+        ConfigError: it cannot start.
+        WorkersFailed: a worker ended before all served, or they took too long. Nothing is left
+            running in either case.
     """
     stop = stop if stop is not None else stop_requested()
     async with Coordinator(config, launched=launch) as coordinator:
@@ -253,9 +261,10 @@ async def _all_serve(
         if stopped.done():
             return False
         if exited.done():
-            raise WorkersFailed(f"{exited.result()}")
+            raise WorkersFailed(exited.result().loading_failure)
         if not serving.done():
-            raise WorkersFailed(f"the workers do not serve after {timeout_s:g} s")
+            late = ", ".join(coordinator.not_serving(worker_ids))
+            raise WorkersFailed(f"not serving after worker.start_timeout_s {timeout_s:g}: {late}")
         return True
     finally:
         for task in tasks:

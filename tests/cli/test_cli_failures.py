@@ -79,3 +79,14 @@ def test_light_commands_do_not_import_grpc(baton, command):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_dies_while_loading_is_exit_1_and_the_last_line(baton):
+    """An address of no interface here: the worker's transfer service cannot listen."""
+    config = "engine: simulated\nkv_transfer: {listen: '192.0.2.1:0'}\n"
+    result = baton("up", "--listen", "127.0.0.1:0", "--config", "-", stdin=config)
+    assert result.code == 1
+    last = result.err.splitlines()[-1]
+    assert last.startswith("baton: worker "), last
+    assert "-0 exited with code 1: transfer service: " in last
+    assert "192.0.2.1:0" in last

@@ -16,7 +16,7 @@ import pytest
 from scripted_worker import WAIT_S
 
 from baton.coordinator import launcher
-from baton.coordinator.server import serve
+from baton.coordinator.server import WorkersFailed, serve
 from baton.runtime import rpc
 from baton.runtime.config import BatonConfig, ConfigError, dump, parse
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -112,11 +112,37 @@ async def test_killed_worker_fails_its_requests_at_once(config):
 
 async def test_worker_that_dies_while_loading(config):
     before = descendants()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WorkersFailed) as caught:
         await serve(
             config(die="decode"), launch=True, ready=print, stop=asyncio.Event(), command=WORKER
         )
     assert str(caught.value) == "worker decode-0 exited with code 3: no such weights"
+    assert descendants() <= before
+
+
+async def test_the_reason_is_found_amid_what_its_processes_write(config):
+    with pytest.raises(WorkersFailed) as caught:
+        await serve(
+            config(noisily="decode"), launch=True, ready=print, stop=asyncio.Event(), command=WORKER
+        )
+    assert str(caught.value) == (
+        "worker decode-0 exited with code 1: engine: see above; "
+        "first error: RuntimeError: no weights in x"
+    )
+
+
+async def test_workers_that_take_too_long_are_named(config):
+    before = descendants()
+    late = config(late="decode")
+    impatient = late.worker.model_copy(update={"start_timeout_s": 3.0})
+    with pytest.raises(WorkersFailed, match=r"not serving after .* 3: decode-0$"):
+        await serve(
+            late.model_copy(update={"worker": impatient}),
+            launch=True,
+            ready=print,
+            stop=asyncio.Event(),
+            command=WORKER,
+        )
     assert descendants() <= before
 
 

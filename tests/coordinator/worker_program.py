@@ -1,7 +1,7 @@
 """A worker process for the launcher's tests: takes `baton worker`'s arguments, serves by script.
 
-What it does is in the configuration's engine_args: "die" says last words and exits; "stubborn"
-ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
+What it does is in the configuration's engine_args: "die" says last words and exits, "noisily" amid
+what others of its processes write; "late" never attaches; "stubborn" ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ async def main() -> None:
     if behaviour.get("die") == arguments.role:
         print("loading\nno such weights", file=sys.stderr)
         sys.exit(3)
+    if behaviour.get("noisily") == arguments.role:
+        print("(Worker pid=7) ERROR [model.py:9] RuntimeError: no weights in x", file=sys.stderr)
+        print("Exception: a background process failed", file=sys.stderr)
+        print(f"baton worker {arguments.worker_id}: engine: see above", file=sys.stderr)
+        print("resource_tracker: there appear to be leaked semaphores", file=sys.stderr)
+        sys.exit(1)
+    if behaviour.get("late") == arguments.role:
+        signal.pause()
     if behaviour.get("child"):
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
