@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig, RequestBook
-from baton.coordinator.dispatch import needs_exact_state, place
+from baton.coordinator.dispatch import place
 from baton.coordinator.outputs import apply_output
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}

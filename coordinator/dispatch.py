@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.coordinator.request import Request
 from baton.coordinator.workers import Worker
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 LANES: tuple[common_pb2.Lane.ValueType, ...] = (common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
@@ -103,23 +104,6 @@ def max_output_tokens(request: Request, max_model_len: int) -> int:
     sampling = request.submission.sampling
     room = max_model_len - request.num_prompt_tokens
     return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
-
-
-def needs_exact_state(sampling: common_pb2.SamplingParams) -> bool:
-    """Whether continuing after known tokens needs them forced through the sampler.
-
-    Seeded generators, penalties over the output, bad words and grammars carry state from token to
-    token; greedy and unseeded sampling depend on the tokens alone.
-    """
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    return (
-        (sampling.HasField("seed") and temperature > 0)
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-        or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
-        or bool(sampling.bad_words)
-        or sampling.HasField("structured_output")
-    )
 
 
 def place(

@@ -220,21 +220,3 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Ends the engine's processes; idempotent."""
         ...
-
-
-def needs_exact_state(sampling: common_pb2.SamplingParams) -> bool:
-    """Whether continuing must replay known tokens through the sampler.
-
-    Greedy and unseeded sampling depend on the tokens alone: they continue from prompt + tokens.
-    Seeded generators, penalties over the output, bad words and grammars carry state from token to
-    token, so the known tokens are forced, one decode step each.
-    """
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    return (
-        (sampling.HasField("seed") and temperature > 0)
-        or sampling.presence_penalty != 0
-        or sampling.frequency_penalty != 0
-        or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
-        or bool(sampling.bad_words)
-        or sampling.HasField("structured_output")
-    )

@@ -48,10 +48,10 @@ from baton.engine.base import (
     Logprob,
     RequestRejected,
     StepSample,
-    needs_exact_state,
 )
 from baton.engine.vllm_forced_tokens import EXTRA_ARG, ForcedTokens
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
