@@ -1,7 +1,8 @@
 """A worker process for the launcher's tests: takes `baton worker`'s arguments, serves by script.
 
 What it does is in the configuration's engine_args: "die" says last words and exits, "noisily" amid
-what others of its processes write; "late" never attaches; "stubborn" ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
+what others of its processes write; "late" never attaches; "stubborn" ignores SIGTERM; "child"
+starts a process of its own that ignores SIGTERM too.
 """
 
 from __future__ import annotations
