@@ -47,6 +47,8 @@ class Core:
         self._book = RequestBook(config, self.workers, self._timers, random_bytes)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
+        # Workers that said that they drain and have something assigned.
+        self._draining: set[WorkerKey] = set()
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.StreamCancelled: self._stream_cancelled,
@@ -80,6 +82,8 @@ class Core:
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
+        if self._draining:
+            self._release_drained()
         effects, self._book.out = self._book.out, []
         return effects
 
@@ -260,7 +264,12 @@ class Core:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
             self.workers.add(worker)
         else:
-            worker.hello, worker.role, worker.state = hello, hello.role, hello.state
+            # Nothing leads out of draining; the worker may not have heard of it yet.
+            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+            worker.state = worker.state if drains else hello.state
+            worker.hello, worker.role = hello, hello.role
+        if hello.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
+            self._draining.add(key)
         worker.connected, worker.heard_at = True, now
         self._timers.set(key, now + self._config.worker_timeout_s)
         self._book.out.append(ev.WelcomeWorker(key, worker.role))
@@ -316,6 +325,8 @@ class Core:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
             self._lose(worker, reason, now, fenced=False)
             return
+        if change.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
+            self._draining.add(worker.key)
         if change.state:
             worker.state = change.state
         if change.role:
@@ -340,6 +351,21 @@ class Core:
             command = cluster_pb2.DrainCommand(reason=event.reason)
             command.timeout.FromMicroseconds(round(event.timeout_s * 1e6))
             self._book.out.append(ev.SendCommand(worker.key, command))
+
+    def _release_drained(self) -> None:
+        """Lets go of those draining workers that nothing is assigned to any more.
+
+        Only once they said themselves that they drain: what was sent to them before is ahead of
+        this command in their stream.
+        """
+        for key in tuple(self._draining):
+            worker = self.workers.get(key)
+            if worker is not None and worker.assigned:
+                continue
+            self._draining.discard(key)
+            if worker is not None:
+                worker.released = True
+                self._book.out.append(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))
 
     def _lose(self, worker: Worker, reason: str, now: float, *, fenced: bool = True) -> None:
         """Takes a worker out; its requests fail, and their other workers are told."""

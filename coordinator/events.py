@@ -208,6 +208,7 @@ Command = (
     | cluster_pb2.CancelCommand
     | cluster_pb2.SetRoleCommand
     | cluster_pb2.DrainCommand
+    | cluster_pb2.ReleaseCommand
 )
 
 

@@ -79,8 +79,10 @@ class WorkerLink:
             message.cancel.CopyFrom(command)
         elif isinstance(command, cluster_pb2.SetRoleCommand):
             message.set_role.CopyFrom(command)
-        else:
+        elif isinstance(command, cluster_pb2.DrainCommand):
             message.drain.CopyFrom(command)
+        else:
+            message.release.CopyFrom(command)
         self._next_seq += 1
         num_bytes = message.ByteSize()
         self._kept.append((message, num_bytes))

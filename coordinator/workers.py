@@ -26,6 +26,7 @@ class Worker:
         heard_at: when it last gave a sign of life, by the core's clock.
         assigned: tokens by request that the coordinator has there: its own count of the load,
             which is ahead of what the worker reports.
+        released: it drains, and was told that nothing more will come.
     """
 
     hello: cluster_pb2.Hello
@@ -38,6 +39,7 @@ class Worker:
     assigned: dict[str, int] = field(default_factory=dict)
     assigned_tokens: int = 0
     last_dispatch: int = 0
+    released: bool = False
 
     @property
     def id(self) -> str:

@@ -115,6 +115,9 @@ class Attachment:
         host: answers for the worker.
         outbox: what is sent, beside load reports.
         attach_timeout_s: a coordinator that does not answer for so long is given up.
+
+    Attributes:
+        detached: set while no stream is up.
     """
 
     def __init__(
@@ -127,6 +130,8 @@ class Attachment:
         self._heartbeat_s, self._grace_s = 1.0, 0.0
         self._load: cluster_pb2.LoadReport | None = None
         self._leaving = False
+        self.detached = asyncio.Event()
+        self.detached.set()
 
     @property
     def generation(self) -> int:
@@ -178,10 +183,12 @@ class Attachment:
         try:
             await self._introduce(call)
             attached.set()
+            self.detached.clear()
             await _first_of(self._read(call), self._write(call), self._beat())
         except _ENDS_A_STREAM as error:
             await self._explain(call, error)
         finally:
+            self.detached.set()
             call.cancel()
 
     async def _introduce(self, call: _Call) -> None:

@@ -31,6 +31,7 @@ class WorkerHost:
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
         drain_s: resolves to the longest wait, once the coordinator asks the worker to leave.
+        released: set once the coordinator will send this draining worker nothing more.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerHost:
         self._startup_ms = startup_ms
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
-        self.attached = asyncio.Event()
+        self.attached, self.released = asyncio.Event(), asyncio.Event()
         self.drain_s: asyncio.Future[tuple[float, str]] = asyncio.get_running_loop().create_future()
 
     def change_state(self, state: cluster_pb2.WorkerState.ValueType, reason: str) -> None:
@@ -136,6 +137,8 @@ class WorkerHost:
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
                 if not self.drain_s.done():
                     self.drain_s.set_result((timeout_s, message.drain.reason))
+            case "release":
+                self.released.set()
             case kind:
                 # From a newer coordinator; it can see that nothing came of it.
                 _log.warning("unknown command %s", kind)

@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 # Beside a pool's limit: what is being cleaned up while its successor is here already.
 _REQUESTS_FACTOR = 2
 _SETTLE_S = 5.0
-# A drained worker waits so long for what was sent to it before it said that it drains.
-_QUIET_S = 0.25
 _LEAVE_S = 8.0
 
 EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
@@ -248,7 +246,7 @@ class _Worker:
             ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
             await asyncio.wait([*ends, stopping, host.drain_s], return_when=asyncio.FIRST_COMPLETED)
             if not any(end.done() for end in ends):
-                await self._drain(host, runner, ends)
+                await self._drain(host, runner, attachment, ends)
             await self._leave(host, runner, attachment, attaching, running)
         finally:
             for task in tasks:
@@ -256,7 +254,11 @@ class _Worker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(
-        self, host: WorkerHost, runner: Runner, ends: list[asyncio.Future[Any]]
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        ends: list[asyncio.Future[Any]],
     ) -> None:
         """Takes no new work and waits for what runs, for as long as it may."""
         timeout_s, reason = self._config.worker.drain_timeout_s, "the process is to stop"
@@ -264,22 +266,13 @@ class _Worker:
             timeout_s, reason = host.drain_s.result()
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
-        idle = asyncio.create_task(self._quiet(runner), name="drain")
+        idle = asyncio.create_task(_quiet(host, runner, attachment), name="drain")
         try:
             await asyncio.wait(
                 [idle, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             idle.cancel()
-
-    @staticmethod
-    async def _quiet(runner: Runner) -> None:
-        """Until nothing has run or come for a moment."""
-        num_started = -1
-        while not (runner.idle.is_set() and runner.num_started == num_started):
-            await runner.idle.wait()
-            num_started = runner.num_started
-            await asyncio.sleep(_QUIET_S)
 
     async def _leave(
         self,
@@ -310,6 +303,18 @@ class _Worker:
 
     def _mark(self, stage: str, begun_at: float) -> None:
         self._startup_ms[stage] = max(0, round((monotonic() - begun_at) * 1e3))
+
+
+async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
+    """Until nothing runs and nothing can come: the coordinator has said so, or is not there."""
+    released = asyncio.create_task(host.released.wait(), name="released")
+    detached = asyncio.create_task(attachment.detached.wait(), name="detached")
+    try:
+        await asyncio.wait([released, detached], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        released.cancel()
+        detached.cancel()
+    await runner.idle.wait()
 
 
 def _failure(

@@ -90,8 +90,7 @@ class Runner:
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
-        # Commands carried out, and tokens reported, since the start.
-        self.num_started = 0
+        # Reported since the start.
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
         self.num_ended: dict[str, int] = {}
@@ -183,7 +182,6 @@ class Runner:
             self._post([attempt.failed(refusal)])
             policy.release(attempt)
             return
-        self.num_started += 1
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
         self._by_engine_id[attempt.engine_id] = held
@@ -227,7 +225,7 @@ class Runner:
 
     async def _free(self, held: _Held) -> None:
         try:
-            if held.begin is not None and held.begin is not asyncio.current_task():
+            if held.begin is not None:
                 held.begin.cancel()
                 await asyncio.wait([held.begin])
             await self._engine.abort([held.attempt.engine_id])

@@ -46,6 +46,42 @@ def test_nothing_is_dispatched_to_a_disconnected_or_draining_worker(world):
     assert len(world.commands["p"]) == 1
 
 
+def draining() -> cluster_pb2.WorkerStateChanged:
+    return cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
+
+
+def last_command(world, worker_id: str) -> str:
+    return type(world.commands[worker_id][-1]).__name__ if world.commands[worker_id] else ""
+
+
+def test_a_draining_worker_is_released_when_its_last_request_has_ended(world, out):
+    to = world.submit()
+    world.handle(ev.DrainAsked("d", 5.0, "scale down"))
+    assert last_command(world, "d") == "DrainCommand"
+    world.handle(ev.WorkerChanged(("d", 1), draining()))
+    assert last_command(world, "d") == "DrainCommand"
+    world.step("p", out("r1", [7], finish=0))
+    assert last_command(world, "d") == "DecodeCommand"
+    world.step("d", out("r1", [8], offset=1, finish=common_pb2.FINISH_REASON_STOP))
+    assert world.tokens(to) == [7, 8]
+    assert last_command(world, "d") == "ReleaseCommand"
+    world.handle(ev.WorkerChanged(("d", 1), draining()))
+    world.attach("d", DECODE, state=cluster_pb2.WORKER_STATE_DRAINING)
+    assert [type(one).__name__ for one in world.commands["d"]].count("ReleaseCommand") == 1
+
+
+def test_an_idle_worker_is_released_once_it_says_itself_that_it_drains(world):
+    world.handle(ev.DrainAsked("d", 5.0, "scale down"))
+    world.handle(ev.WorkerDetached(("d", 1)))
+    # Its Hello may be older than the command; nothing new goes there all the same.
+    world.attach("d", DECODE)
+    world.submit()
+    assert last_command(world, "d") == "DrainCommand"
+    assert not world.commands["p"]
+    world.handle(ev.WorkerChanged(("d", 1), draining()))
+    assert last_command(world, "d") == "ReleaseCommand"
+
+
 def test_restarted_worker_replaces_its_older_incarnation(world):
     to = world.submit()
     world.attach("p", PREFILL, incarnation=2)

@@ -132,12 +132,40 @@ async def test_a_drained_worker_finishes_and_leaves(coordinator, start_worker, v
             message = await stream._inbox.get()
             outputs += message.step.outputs
             if message.HasField("state_changed"):
+                if not states:
+                    await coordinator.command(stream, release=cluster_pb2.ReleaseCommand())
                 states.append((message.state_changed.state, len(outputs)))
     (draining, num_before), (stopped, num_after) = states
     assert draining == cluster_pb2.WORKER_STATE_DRAINING
     assert stopped == cluster_pb2.WORKER_STATE_STOPPED
     assert num_before < num_after == 14
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6], 15)[1:]
+    assert await worker.exit_code() == 0
+
+
+async def test_a_draining_worker_waits_for_what_is_still_assigned_to_it(
+    coordinator, start_worker, vocabulary
+):
+    """A decode whose prompt is being computed elsewhere: the worker cannot know of it."""
+    worker = start_worker()
+    stream = await coordinator.stream()
+    await stream.load_after()
+    worker.stop.set()
+    change = (await stream.next("state_changed")).state_changed
+    assert change.state == cluster_pb2.WORKER_STATE_DRAINING
+    for _ in range(20):
+        await stream.load_after()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=5))
+    await coordinator.command(stream, release=cluster_pb2.ReleaseCommand())
+    assert tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, [5, 6], 5)
+    assert await worker.exit_code() == 0
+
+
+async def test_a_draining_worker_waits_for_no_coordinator_that_is_gone(coordinator, start_worker):
+    worker = start_worker(worker={"attach_timeout_s": 60, "drain_timeout_s": 60})
+    await (await coordinator.stream()).load_after()
+    await coordinator.stop()
+    worker.stop.set()
     assert await worker.exit_code() == 0
 
 

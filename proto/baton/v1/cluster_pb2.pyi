@@ -105,6 +105,7 @@ class CoordinatorMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
     ack: _builtins.int
@@ -121,6 +122,8 @@ class CoordinatorMessage(_message.Message):
     def set_role(self) -> Global___SetRoleCommand: ...
     @_builtins.property
     def drain(self) -> Global___DrainCommand: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseCommand: ...
     def __init__(
         self,
         *,
@@ -132,12 +135,13 @@ class CoordinatorMessage(_message.Message):
         cancel: Global___CancelCommand | None = ...,
         set_role: Global___SetRoleCommand | None = ...,
         drain: Global___DrainCommand | None = ...,
+        release: Global___ReleaseCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -728,6 +732,26 @@ class DrainCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainCommand: _TypeAlias = DrainCommand  # noqa: Y015
+
+@_typing.final
+class ReleaseCommand(_message.Message):
+    """To a worker that said that it drains: nothing of the coordinator's is assigned to it any more, and
+    nothing will be. Until then a decode may still come, of a request whose prompt is being computed
+    elsewhere; the worker leaves once it is told this and nothing runs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseCommand: _TypeAlias = ReleaseCommand  # noqa: Y015
 
 @_typing.final
 class StepOutputs(_message.Message):
