@@ -16,7 +16,7 @@ from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import InvalidArgument, NotFound, abort
+from baton.runtime.errors import InvalidArgument, NotFound, abort, shown
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
@@ -84,7 +84,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await abort(
                 context,
                 NotFound(
-                    f"request {request.request_id!r} is neither running nor among those that "
+                    f"request {shown(request.request_id)} is neither running nor among those that "
                     "ended recently"
                 ),
             )
@@ -95,7 +95,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.CancelRequestRequest, context: Any
     ) -> admin_pb2.CancelRequestResponse:
         if not isinstance(self._core.request(request.request_id), Request):
-            await abort(context, NotFound(f"request {request.request_id!r} is not running"))
+            await abort(context, NotFound(f"request {shown(request.request_id)} is not running"))
         self._shell.post(ev.RequestCancelled(request.request_id))
         return admin_pb2.CancelRequestResponse()
 

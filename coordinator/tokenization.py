@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
 from baton.runtime.config import ConfigError
-from baton.runtime.errors import InvalidArgument
+from baton.runtime.errors import InvalidArgument, shown
 from baton.v1 import inference_pb2
 
 _FILES = (
@@ -125,7 +125,7 @@ class Tokenizer:
             raise InvalidArgument(
                 "chat.messages",
                 [message["role"] for message in messages],
-                f"the model's chat template refuses them: {error}",
+                f"the model's chat template refuses them: {shown(str(error))}",
             ) from None
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.errors import InvalidArgument, NotFound
+from baton.runtime.errors import InvalidArgument, NotFound, shown
 from baton.v1 import common_pb2, inference_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
@@ -48,7 +48,7 @@ def check_request(
         NotFound: another model than the one served.
     """
     if request.model and request.model != model.name:
-        raise NotFound(f"model is {request.model!r}; this coordinator serves {model.name!r}")
+        raise NotFound(f"model is {shown(request.model)}; this coordinator serves {model.name!r}")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidArgument(
             "request_id", request.request_id, "1 to 128 characters of [A-Za-z0-9._:-]"
@@ -304,14 +304,19 @@ def _check_structured(output: common_pb2.StructuredOutput) -> None:
         if not values:
             raise InvalidArgument(f"{field}.values", [], "must not be empty")
         _check_strings(f"{field}.values", values, _MAX_CHOICES, _MAX_GRAMMAR_BYTES)
+        _check_grammar_bytes(f"{field}.values", sum(len(one.encode()) for one in values))
         return
     text: str = getattr(output, kind)
     if not text.strip():
         raise InvalidArgument(field, text, "must not be empty")
-    if len(text.encode()) > _MAX_GRAMMAR_BYTES:
-        raise InvalidArgument(field, f"{len(text.encode())} bytes", f"at most {_MAX_GRAMMAR_BYTES}")
+    _check_grammar_bytes(field, len(text.encode()))
     if kind == "json_schema":
         _check_schema(field, text)
+
+
+def _check_grammar_bytes(field: str, num_bytes: int) -> None:
+    if num_bytes > _MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(field, f"{num_bytes} bytes", f"at most {_MAX_GRAMMAR_BYTES}")
 
 
 def _check_schema(field: str, text: str) -> None:

@@ -26,6 +26,15 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from baton.v1 import common_pb2
 
+# Of a caller's value in an error: the whole message has to fit a call's trailing metadata.
+_MAX_SHOWN_CHARS = 80
+
+
+def shown(value: object) -> str:
+    """A caller's value as errors quote it: its repr, shortened when long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+
 
 class BatonError(Exception):
     """Base of everything that is reported to another process.
@@ -53,10 +62,7 @@ class InvalidArgument(BatonError):
     code = code_pb2.INVALID_ARGUMENT
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = f"{shown[:77]}..."
-        super().__init__(f"{field} is {shown}; {allowed}")
+        super().__init__(f"{field} is {shown(value)}; {allowed}")
         self.field, self.allowed = field, allowed
 
     def details(self) -> list[any_pb2.Any]:

@@ -118,6 +118,18 @@ def test_another_model():
         check_request(request(model="other"), CONFIG, MODEL)
 
 
+def test_errors_quote_no_more_than_trailing_metadata_can_carry():
+    with pytest.raises(NotFound) as caught:
+        check_request(request(model="m" * 2**20), CONFIG, MODEL)
+    assert len(str(caught.value)) < 200
+
+
+def test_choices_count_as_one_grammar():
+    choices = common_pb2.Choices(values=["c" * 1024] * 65)
+    with pytest.raises(InvalidArgument, match="66560 bytes"):
+        check_request(request(structured(choice=choices)), CONFIG, MODEL)
+
+
 def test_lengths():
     check_lengths(request({"max_tokens": 1}), 1023, MODEL)
     check_lengths(request(), 1023, MODEL)
