@@ -1,8 +1,8 @@
 """What disaggregation costs: Baton beside one plain vLLM and vLLM's NixlConnector.
 
 `make bench`, or `python -m baton.bench.disaggregation --help`. One core per engine. Baton and plain
-vLLM answer in turn, request by request, so that noise of the machine meets both; NIXL's progress
-threads spin, so its pair runs by itself, after.
+vLLM answer the same prompts in turn, in rounds, so that noise of the machine meets both; NIXL's
+progress threads spin, so its pair runs by itself, after.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ ENGINE_ARGS = {
 # Token ids of the demo tokenizer, special ones left out.
 TOKEN_IDS = range(5, 430)
 READY_TIMEOUT_S = 300.0
-WARM_UP_REQUESTS = 3
+# Requests of one system before it is another's turn, and those before them that do not count.
+ROUND = 10
+WARM_UP_REQUESTS = 2
+# A vLLM rank spins for a second after its last step; the next system's turn begins after that.
+SPIN_S = 1.5
 
 Ask = Callable[[list[int]], Awaitable[Timed]]
 
@@ -50,15 +54,15 @@ def fresh_prompt(source: random.Random, length: int) -> list[int]:
 async def in_turn(
     asks: dict[str, Ask], length: int, repeats: int, seed: int
 ) -> dict[str, list[Timed]]:
-    """The same prompts to every system, one request at a time."""
+    """The same prompts to every system, one request at a time, in rounds."""
     source, results = random.Random(seed), {name: list[Timed]() for name in asks}
-    for _ in range(WARM_UP_REQUESTS):
-        for ask in asks.values():
-            await ask(fresh_prompt(source, length))
-    for _ in range(repeats):
-        prompt = fresh_prompt(source, length)
+    for done in range(0, repeats, ROUND):
+        prompts = [fresh_prompt(source, length) for _ in range(min(ROUND, repeats - done))]
         for name, ask in asks.items():
-            results[name].append(await ask(prompt))
+            await asyncio.sleep(SPIN_S)
+            for _ in range(WARM_UP_REQUESTS):
+                await ask(fresh_prompt(source, length))
+            results[name] += [await ask(prompt) for prompt in prompts]
     return results
 
 

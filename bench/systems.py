@@ -99,6 +99,8 @@ def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> It
         "engine_args": engine_args,
         "log_level": "warning",
         "coordinator": {"listen": f"127.0.0.1:{port}"},
+        # As `baton up` does: off the core that prefills.
+        "kv_transfer": {"cpus": [int(cores[1])]},
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = Path(directory) / "baton.yaml"

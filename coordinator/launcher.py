@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.coordinator import cpu_cores
 from baton.runtime.config import BatonConfig, dump
 
 _log = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10
 # How a traceback ends, as it is or behind the prefix of vLLM's log lines.
 _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
-# vLLM's setting, read from the environment only.
-_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 _STOP_MARGIN_S = 10.0
 # After SIGKILL the kernel needs a moment, not more.
@@ -103,6 +102,11 @@ class LocalLauncher:
     ) -> None:
         self._config, self._coordinator, self._on_exit = config, coordinator, on_exit
         self._command = command
+        self._cores = cpu_cores.on_this_host(config)
+        if self._cores.transfer and not config.kv_transfer.cpus:
+            cpus = {"cpus": list(self._cores.transfer)}
+            transfer = config.kv_transfer.model_copy(update=cpus)
+            self._config = config.model_copy(update={"kv_transfer": transfer})
         self._children: dict[str, _Child] = {}
 
     async def start(self, worker_id: str, role: str) -> None:
@@ -120,7 +124,7 @@ class LocalLauncher:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output.write_end,
                 stderr=errors.write_end,
-                env={**os.environ, **self._own_cores(len(self._children))},
+                env={**os.environ, **self._cores.environment(len(self._children))},
             )
         except BaseException:
             output.close()
@@ -132,18 +136,6 @@ class LocalLauncher:
         child = _Child(worker_id, process, output, errors, self._on_exit)
         self._children[worker_id] = child
         child.begin(dump(self._config).encode())
-
-    def _own_cores(self, index: int) -> dict[str, str]:
-        """Environment that binds a CPU engine's threads to cores no other worker's threads use.
-
-        Left alone, every vLLM on a host would bind to the same ones. Nothing else reads it.
-        """
-        if _BIND_THREADS in os.environ or self._config.engine_args.get("tensor_parallel_size"):
-            return {}
-        cores = sorted(os.sched_getaffinity(0))
-        num_workers = max(1, self._config.prefill.workers + self._config.decode.workers)
-        share = cores[index % len(cores) :: num_workers]
-        return {_BIND_THREADS: ",".join(map(str, share))}
 
     async def stop(self) -> None:
         patience_s = self._config.worker.drain_timeout_s + _STOP_MARGIN_S

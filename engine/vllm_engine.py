@@ -29,6 +29,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -132,8 +133,8 @@ class VllmEngine:
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
+            "rank_cpus": _bind_threads(config),
         }
-        _bind_threads(config)
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
@@ -448,17 +449,25 @@ def _refuse_unsupported(config: Any) -> None:
             raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
 
 
-def _bind_threads(config: Any) -> None:
+def _bind_threads(config: Any) -> list[int]:
     """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
 
     vLLM's own choice keeps two cores free for itself, which small machines do not have. It reads
     this setting from the environment only.
+
+    Returns:
+        The cores that ranks compute on; empty where there is a GPU.
     """
-    if config.device_config.device_type != "cpu" or _BIND_THREADS in os.environ:
-        return
-    cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
-    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
-    os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
+    if config.device_config.device_type != "cpu":
+        return []
+    if _BIND_THREADS not in os.environ:
+        cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
+        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
+    bound = os.environ[_BIND_THREADS]
+    if bound in ("auto", "nobind"):
+        return []
+    return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
 
 
 def _layout(config: Any, served_name: str) -> KvLayout:

@@ -93,6 +93,7 @@ class TransferCore:
         if request.HasField("frames"):
             for filled in request.frames.frames:
                 self._carry_out(self._sender.fill(filled, time.monotonic()))
+            self._arm()
             return
         reply: pb.LocalReply | None
         try:

@@ -56,8 +56,11 @@ class SenderLimits:
         max_wait_s: for room, whatever the caller is willing to wait.
         reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
         idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
-        linger_s: how long the extent of a send that ended early stays reserved: the engine may be
-            in the middle of writing to it, and learns only later that nobody wants it.
+        linger_s: how long the extent of an aborted send stays reserved: the engine may be in the
+            middle of writing to it, and learns only later that nobody wants it.
+        writer_timeout_s: how long the extent of a send that failed by itself stays reserved for its
+            writer, whom nobody tells: it ends with an abort, or each rank's last frame. Longer than
+            any request.
         max_sends: at a time.
     """
 
@@ -65,6 +68,7 @@ class SenderLimits:
     reply_grace_s: float = 5.0
     idle_timeout_s: float = 15.0
     linger_s: float = 0.5
+    writer_timeout_s: float = 3600.0
     max_sends: int = 1024
 
 
@@ -241,10 +245,17 @@ class Sender:
     def fill(self, filled: pb.LocalFrame, now: float) -> list[Effect]:
         """A rank has filled blocks of staging. Ones of unknown sends and older epochs are ignored.
 
-        A newer epoch than known is a restart that the sending rank heard of first.
+        A newer epoch than known is a restart that the sending rank heard of first. Of a send that
+        is over, the ranks' last frames free the extent.
         """
         send = self._sends.get(filled.handoff_id)
-        if send is None or send.state in _OVER or filled.epoch < send.epoch:
+        if send is None or filled.epoch < send.epoch:
+            return self._taken()
+        if send.state in _OVER:
+            if filled.last and filled.rank < len(send.last):
+                send.last[filled.rank] = True
+                if all(send.last):
+                    self._forget(send, now)
             return self._taken()
         if (problem := self._problem(send, filled)) is not None:
             self._fail(send, pb.REFUSAL_REASON_MALFORMED, problem, now)
@@ -284,9 +295,11 @@ class Sender:
         return self._taken()
 
     def abort(self, handoff_id: bytes, now: float) -> list[Effect]:
-        """Nobody wants it any more. Idempotent; unknown ids are ignored."""
+        """Nobody wants it any more, and nobody writes it. Idempotent; unknown ids are ignored."""
         send = self._sends.get(handoff_id)
-        if send is not None and send.state not in _OVER:
+        if send is not None and send.state in _OVER:
+            send.deadline = min(send.deadline, now + self._limits.linger_s)
+        elif send is not None:
             farewell = frames.encode(FrameKind.ABORT, handoff_id, send.epoch)
             self._end(send, _S.ABORTED, now, "aborted", farewell)
         return self._taken()
@@ -491,7 +504,7 @@ class Sender:
         farewell: bytes | None,
         reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
     ) -> None:
-        """The one way out; what it holds is freed now, or after the linger."""
+        """The one way out; what it holds is freed now, or when its writer has surely stopped."""
         if send.state is _S.WAITING:
             del self._queue[send.handoff_id]
             self._effects.append(NotReserved(send.handoff_id, detail))
@@ -515,7 +528,8 @@ class Sender:
         self.statistics.num_failed += state is _S.FAILED
         self._advance(send, state)
         send.filled.clear()
-        send.deadline = now + self._limits.linger_s
+        is_told = state is _S.ABORTED
+        send.deadline = now + (self._limits.linger_s if is_told else self._limits.writer_timeout_s)
         if send.extent is None or all(send.last):
             self._forget(send, now)
 

@@ -63,6 +63,19 @@ def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
     return sending, receiving
 
 
+def _run_on(cpus: list[int]) -> None:
+    """Keeps this process, and the threads it is about to start, on some cores."""
+    if not cpus:
+        return
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_transfer.cpus: is {cpus}; this process may use {sorted(os.sched_getaffinity(0))}: "
+            f"{error}"
+        ) from None
+
+
 async def serve(arguments: ServiceArguments) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
 
@@ -74,6 +87,7 @@ async def serve(arguments: ServiceArguments) -> int:
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = arguments.kv_transfer
+    _run_on(config.cpus)
     server, transport = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES), GrpcTransport()
     address = advertised(
         rpc.bind(server, config.listen, "kv_transfer.listen"), config.advertise_host

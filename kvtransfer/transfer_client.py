@@ -196,10 +196,11 @@ class TransferClient:
         return reply.send_opened.offset
 
     def abort_send(self, handoff_id: bytes) -> None:
-        """The send is over: cancelled, or finished with its first token. Idempotent.
+        """The send is over: cancelled, failed, or finished with its first token. Idempotent.
 
         Abort the request in the engine first. Its staging is free half a second later, since the
-        engine may still be writing to it.
+        engine may still be writing to it. A send that fails keeps its staging until this, or until
+        every rank has said that it filled the last of it: the engine does not hear of the failure.
         """
         self._write(pb.LocalRequest(abort_send=pb.LocalAbortSend(handoff_id=handoff_id)))
 

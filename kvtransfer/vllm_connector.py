@@ -17,6 +17,7 @@ in vLLM computing the prompt itself.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -343,6 +344,12 @@ class _RankHalf:
         return invalid
 
 
+def _keep_off(cpus: list[int]) -> None:
+    """Moves this process off the cores its ranks compute on: its scheduler spins while they do."""
+    if others := os.sched_getaffinity(0) - set(cpus):
+        os.sched_setaffinity(0, others)
+
+
 class BatonConnector(KVConnectorBase_V1):
     """The class vLLM loads; each method belongs to one half.
 
@@ -367,6 +374,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._scheduler: _SchedulerHalf | None = None
         self._ranks: _RankHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
+            _keep_off(extra["rank_cpus"])
             self._scheduler = _SchedulerHalf(self._port, self._layout)
         else:
             self._ranks = _RankHalf(self._port, self._layout)
