@@ -76,8 +76,12 @@ class PrefillRole:
 
     def release(self, attempt: Attempt) -> None:
         """Gives the handoff up. The engine must have stopped writing it."""
-        if attempt.handoff is not None:
-            self.give_up(attempt.handoff.handoff_id)
+        if attempt.handoff is None:
+            return
+        # Also of a send that has failed: until then its staging is kept for the engine.
+        self._transfer.abort_send(attempt.handoff.handoff_id)
+        if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
+            self._on_change()
 
     def sends(self, handoff_id: bytes) -> bool:
         return handoff_id in self._sends

@@ -41,7 +41,10 @@ class Worker:
                     kept[event.handoff_id] = event
 
     async def sent(self, handoff_id):
+        """How a send ended; of one that failed the engine's request then ends too."""
         await self.until(lambda: handoff_id in self.sends)
+        if self.sends[handoff_id].state == pb.LocalSendState.STATE_FAILED:
+            self.client.abort_send(handoff_id)
         return self.sends[handoff_id]
 
     async def received(self, handoff_id, state):

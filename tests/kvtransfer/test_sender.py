@@ -157,9 +157,37 @@ def test_every_state_has_a_timed_exit(harness, stage):
     stop, ended = harness.sender.expire(harness.now)
     assert stop.farewell is not None
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_EXPIRED)
+    harness.sender.abort(A, harness.now)
     harness.now = 3.5
     harness.sender.expire(harness.now)
     harness.assert_empty()
+
+
+@pytest.mark.parametrize("end", ["abort", "last frames", "timeout"])
+def test_what_failed_by_itself_keeps_its_extent_until_its_writer_has_stopped(harness, end):
+    """Nobody tells the engine: it gathers on for as long as the prompt takes."""
+    harness.open()
+    harness.fill(1, 0, 0)
+    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CANCELLED)
+    assert harness.open(B) == []
+    harness.now = 1.0
+    assert harness.sender.expire(harness.now) == []
+    assert harness.fill(1, 0, 1) == []
+    if end == "abort":
+        harness.sender.abort(A, harness.now)
+        harness.now += LIMITS.linger_s
+        effects = harness.sender.expire(harness.now)
+    elif end == "last frames":
+        assert harness.fill(1, 0, 2, last=True) == []
+        effects = harness.fill(1, 1, 2, last=True)
+    else:
+        harness.sender.abort(B, harness.now)
+        harness.now = LIMITS.writer_timeout_s
+        harness.sender.expire(harness.now)
+        harness.assert_empty()
+        return
+    assert effects[0] == Reserved(B, 0)
+    harness.sender.check_integrity()
 
 
 def test_an_aborted_extent_lingers_for_an_engine_in_the_middle_of_writing(harness):
