@@ -136,6 +136,9 @@ class _SessionCall:
 
     def _submit(self, submit: inference_pb2.Submit) -> None:
         session, stream = self._session, submit.stream
+        if session.outbox.overfull or not self._shell.is_open(session):
+            # Refusals need no worker: a client that reads none could send wrong requests for ever.
+            raise slow_reader()
         if stream in session.live:
             raise InvalidArgument(
                 "submit.stream", stream, "must differ from those of requests that have not ended"
@@ -164,7 +167,9 @@ class _SessionCall:
         except Exception as error:  # One request's trouble must not end the others.
             self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
         else:
-            self._shell.post(ev.Submitted(submission))
+            # Given up meanwhile, it has no end at which its requests would be cancelled.
+            if self._shell.is_open(self._session):
+                self._shell.post(ev.Submitted(submission))
         finally:
             self._submitting.pop(stream, None)
 

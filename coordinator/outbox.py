@@ -12,6 +12,8 @@ from baton.v1 import common_pb2, inference_pb2
 # Of one stream's tokens that wait for the reader, and of everything that waits.
 MAX_STREAM_BYTES = 1 * 2**20
 MAX_SESSION_BYTES = 64 * 2**20
+# What an event takes beside its payload, about.
+_EVENT_BYTES = 512
 # One message; a client's own limit is several times that.
 _MAX_BATCH_BYTES = 2 * 2**20
 
@@ -100,7 +102,8 @@ class Outbox:
     ) -> None:
         """Adds an event other than tokens."""
         self._deltas.pop(stream, None)
-        num_bytes = 256 if isinstance(payload, BatonError) else payload.ByteSize()
+        num_bytes = _EVENT_BYTES
+        num_bytes += len(str(payload)) if isinstance(payload, BatonError) else payload.ByteSize()
         self._num_bytes += num_bytes
         self._pending.append(Pending(stream, payload, num_bytes))
         self._posted.set()

@@ -133,6 +133,10 @@ class Shell:
             session.outbox.clear()
             self.post(ev.SessionLost(session.number))
 
+    def is_open(self, session: ClientSession) -> bool:
+        """False once it was closed or given up: nothing of it may run any more."""
+        return session.number in self._sessions
+
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
@@ -173,6 +177,7 @@ class Shell:
                 prompt_tokens=effect.num_prompt_tokens,
             )
             session.outbox.push(effect.to.stream, accepted)
+            self._bound(session)
 
     def _send_delta(self, effect: ev.SendDelta) -> None:
         session = self._sessions.get(effect.to.session)
@@ -180,9 +185,12 @@ class Shell:
             return
         if not session.outbox.push_delta(effect.to.stream, effect.delta):
             self._follow_ups.append(ev.StreamFailed(effect.to, slow_reader()))
-        elif session.outbox.overfull:
+        self._bound(session)
+
+    def _bound(self, session: ClientSession) -> None:
+        """Gives a session up when more waits for its reader than may."""
+        if session.outbox.overfull and self._sessions.pop(session.number, None) is not None:
             session.slow = True
-            del self._sessions[session.number]
             session.outbox.clear()
             self._follow_ups.append(ev.SessionLost(session.number))
 
@@ -197,11 +205,13 @@ class Shell:
                 prompt_logprobs=effect.prompt_logprobs,
             )
             session.end(effect.to.stream, finished)
+            self._bound(session)
 
     def _send_failed(self, effect: ev.SendFailed) -> None:
         session = self._sessions.get(effect.to.session)
         if session is not None:
             session.end(effect.to.stream, effect.error)
+            self._bound(session)
 
     def _send_command(self, effect: ev.SendCommand) -> None:
         link = self._links.get(effect.worker)

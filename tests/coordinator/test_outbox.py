@@ -109,7 +109,7 @@ async def test_slow_stream_fails_alone(shell):
 
 async def test_overfull_session_is_given_up_whole(shell):
     session = shell.open_session()
-    session.outbox._max_bytes = 1000
+    session.outbox._max_bytes = 2000
     for stream in (1, 2):
         submit(shell, session, stream)
         say(shell, "p", f"r1-{stream}", common_pb2.TokenDelta(token_ids=[0], text="x" * 600))

@@ -9,9 +9,11 @@ import pytest
 from google.rpc import error_details_pb2
 from scripted_worker import WAIT_S, answer, attached
 
+from baton.coordinator.inference import _SessionCall
+from baton.coordinator.intake import Intake
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
-from baton.runtime.errors import from_rpc_error
+from baton.runtime.errors import ResourceExhausted, from_rpc_error
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -233,6 +235,55 @@ async def test_bad_submission_fails_alone(pair, inference):
         await client.submit(1, generate())
         await client.until(1, "finished")
         client.call.cancel()
+
+
+class Unread:
+    """A call whose client sends what it likes and reads nothing until it is let."""
+
+    def __init__(self, messages) -> None:
+        self.messages, self.released = iter(messages), asyncio.Event()
+
+    async def read(self):
+        await asyncio.sleep(0)
+        return next(self.messages, grpc.aio.EOF)
+
+    async def write(self, message: object) -> None:
+        await self.released.wait()
+
+
+def session_call(coordinator, model_dir, context) -> _SessionCall:
+    config = coordinator._config.coordinator
+    intake = Intake(coordinator.shell.core, coordinator._tokenizer, config, str(model_dir))
+    return _SessionCall(coordinator.shell, intake, config, context)
+
+
+def submission(stream: int, request) -> inference_pb2.SessionRequest:
+    return inference_pb2.SessionRequest(submit=inference_pb2.Submit(stream=stream, request=request))
+
+
+async def test_refusals_that_nobody_reads_are_bounded(coordinator, model_dir):
+    wrong = generate(sampling={"top_p": 0.0})
+    context = Unread(submission(stream, wrong) for stream in range(3000))
+    call = session_call(coordinator, model_dir, context)
+    call._session.outbox._max_bytes = 100_000
+    running = asyncio.create_task(call.run())
+    async with asyncio.timeout(WAIT_S):
+        while not call._session.outbox.overfull:
+            await asyncio.sleep(0)
+    context.released.set()
+    with pytest.raises(ResourceExhausted, match="does not read"):
+        await running
+    await call.close()
+
+
+async def test_a_session_that_was_given_up_admits_nothing_more(coordinator, model_dir):
+    context = Unread([submission(1, generate())])
+    call = session_call(coordinator, model_dir, context)
+    coordinator.shell.close_session(call._session)
+    with pytest.raises(ResourceExhausted):
+        await call.run()
+    await call.close()
+    assert coordinator.shell.core.num_requests == 0
 
 
 async def test_stream_number_in_use_ends_the_session(pair, inference):
