@@ -118,7 +118,7 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
         path = f"sampling.{name}" if name in SamplingOptions.__annotations__ else name
         try:
             _set_option(request, name, value)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise errors.invalid(path, value, str(error)) from None
     chosen = [name for name in _STRUCTURED if options.get(name) is not None]
     if len(chosen) > 1:
@@ -131,6 +131,9 @@ def _set_prompt(
 ) -> None:
     if isinstance(prompt, str):
         request.text = prompt
+    elif isinstance(prompt, (bytes, bytearray)):
+        # A sequence of integers, but none of token ids.
+        raise errors.invalid("prompt", prompt, "must be text, chat turns or token ids")
     elif len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping)):
         turns = cast("Sequence[ChatMessage | Mapping[str, str]]", prompt)
         request.chat.CopyFrom(_chat(turns, add_generation_prompt))
@@ -181,6 +184,9 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
         setattr(request, name, value)
     elif name == "stop":
         sampling.stop.extend([value] if isinstance(value, str) else value)
+    elif name in ("bad_words", "choice") and isinstance(value, str):
+        # A string is a sequence of strings: its characters would go for the words.
+        raise TypeError("must be a list of strings")
     elif name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         getattr(sampling, name).extend(value)
     elif name == "logit_bias":
