@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TypeAlias
 
 import grpc
@@ -11,8 +12,10 @@ from baton.coordinator import events as ev
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.shell import Shell
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.errors import BatonError, InvalidArgument, abort
+from baton.runtime.errors import BatonError, Internal, InvalidArgument, abort
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
+
+_log = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
 _MAX_WORKER_ID_CHARS = 128
@@ -99,7 +102,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     continue
                 if message.seq != link.received + 1:
                     raise InvalidArgument("seq", message.seq, f"must be {link.received + 1}")
-            self._apply(link, message)
+            try:
+                self._apply(link, message)
+            except BatonError:
+                raise
+            except Exception as error:
+                # Kept by the worker, it would come again on every new stream: the worker goes.
+                _log.exception("a message could not be applied", extra={"worker": link.key[0]})
+                raise Internal(f"a message could not be applied: {error!r}") from error
             if message.seq:
                 link.processed(message.seq)
 

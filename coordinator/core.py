@@ -108,8 +108,10 @@ class Core:
 
     @property
     def can_serve(self) -> bool:
-        """Whether both pools have a serving worker."""
-        return all(self.workers.serving(role) for role in _POOLS.values())
+        """Whether requests are admitted, and both pools have a serving worker."""
+        return not self._book.closing and all(
+            self.workers.serving(role) for role in _POOLS.values()
+        )
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why a request of this lane would not be admitted now; None when it would."""

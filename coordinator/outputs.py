@@ -147,8 +147,10 @@ def _deliver(
 
 
 def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:
-    if failed.code == code_pb2.OK:
-        return errors.Internal(f"worker {worker_id} failed the request with no code")
+    if failed.code == code_pb2.OK or failed.code not in code_pb2.Code.values():
+        return errors.Internal(
+            f"worker {worker_id} failed the request with code {failed.code}: {failed.message}"
+        )
     return errors.from_message(failed)
 
 

@@ -87,5 +87,7 @@ class CoreStats:
                 lane.tpot.observe((request.last_token_at - request.first_token_at) / (num_new - 1))
 
     def handoff_failed(self, reason: kv_transfer_pb2.RefusalReason.ValueType) -> None:
-        name = kv_transfer_pb2.RefusalReason.Name(reason)
+        # A newer worker may know reasons that are none here.
+        known = kv_transfer_pb2.RefusalReason.DESCRIPTOR.values_by_number.get(reason)
+        name = known.name if known is not None else f"reason_{reason}"
         self.handoff_failures[name.removeprefix("REFUSAL_REASON_").lower()] += 1

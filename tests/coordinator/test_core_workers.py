@@ -119,6 +119,25 @@ def test_other_layout_is_refused_with_both_values(world):
     assert "fingerprint.block_size_tokens is 32, here 16" in str(refusal.error)
 
 
+def test_numbers_of_a_newer_contract_do_no_harm(world, out):
+    to = world.submit()
+    failed = out("r1")
+    failed.failed.code, failed.failed.message = 99, "new"
+    world.step("p", failed)
+    assert str(world.last(to).error) == "worker p failed the request with code 99: new"
+    report = cluster_pb2.HandoffReport(
+        handoff_id=b"h", state=kv_transfer_pb2.HANDOFF_STATE_FAILED, reason=99
+    )
+    world.handle(ev.WorkerHandoff(("p", 1), report))
+    assert dict(world.core.stats.handoff_failures) == {"reason_99": 1}
+
+
+def test_nothing_serves_once_admission_is_closed(world):
+    assert world.core.can_serve
+    world.handle(ev.AdmissionClosed())
+    assert not world.core.can_serve
+
+
 def test_a_flip_moves_a_worker_to_the_other_pool(world):
     world.attach("p2", PREFILL)
     change = cluster_pb2.WorkerStateChanged(

@@ -6,9 +6,11 @@ import asyncio
 import urllib.request
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
 
+from baton.coordinator import events as ev
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
 from baton.v1 import (
@@ -116,6 +118,23 @@ async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "seq is 2; must be 1" in details
         assert coordinator.shell.core.workers.by_id("p") is None
+
+
+async def test_a_message_that_cannot_be_applied_is_not_asked_for_again(
+    coordinator, say_hello, monkeypatch
+):
+    def broken(event: ev.WorkerStep, now: float) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setitem(coordinator.shell.core._handlers, ev.WorkerStep, broken)
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        await worker.step()
+        code, details = await worker.ended()
+        assert code is grpc.StatusCode.INTERNAL
+        assert "a bug" in details
+        assert coordinator.shell.core.workers.by_id("p") is None
+        with pytest.raises((AssertionError, grpc.RpcError), match="fenced"):
+            await worker.connect()
 
 
 async def test_everything_is_acknowledged(coordinator, say_hello):
