@@ -115,7 +115,6 @@ class Request:
         decode: the decode worker of this attempt; None when nothing is to be decoded.
         prefill_done: the prefill worker's part of this attempt is over.
         handoff_id: of this attempt; empty when nothing is handed over.
-        handoff_ended: the handoff's end was reported (and counted).
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
     """
@@ -132,7 +131,6 @@ class Request:
     decode: WorkerKey | None = None
     prefill_done: bool = False
     handoff_id: bytes = b""
-    handoff_ended: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None
