@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-PositiveSeconds = Annotated[float, Field(gt=0)]
+# Three years stand for "for ever": infinity fits no message.
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -47,7 +55,7 @@ class CoordinatorConfig(Section):
     max_queue_s: PositiveSeconds = Field(60, description="longest wait for a worker")
     heartbeat_s: PositiveSeconds = Field(1.0, description="of the workers' streams")
     worker_timeout_s: PositiveSeconds = Field(
-        10.0, description="a worker silent for so long is lost"
+        10.0, validate_default=True, description="a worker silent for so long is lost"
     )
     adoption_grace_s: PositiveSeconds = Field(
         30.0, description="how long workers go on without a coordinator"
@@ -56,6 +64,15 @@ class CoordinatorConfig(Section):
         10.0, description="how long a decode worker waits for a commit before it recomputes"
     )
     drain_timeout_s: PositiveSeconds = Field(30.0, description="Ctrl-C: longest wait for requests")
+
+    @field_validator("worker_timeout_s")
+    @classmethod
+    def _heartbeats_fit(cls, timeout_s: float, info: ValidationInfo) -> float:
+        """A healthy worker, heard once per heartbeat, must not be lost for one that is late."""
+        least_s = 2 * info.data.get("heartbeat_s", 0.0)
+        if timeout_s < least_s:
+            raise ValueError(f"must be at least twice heartbeat_s, {least_s:g}")
+        return timeout_s
 
 
 class PoolConfig(Section):
@@ -79,7 +96,7 @@ class KvTransferConfig(Section):
     receive_bytes: PositiveInt = Field(256 * 2**20, description="the receiver's staging")
     open_timeout_s: PositiveSeconds = Field(5.0, description="wait for a reservation")
     idle_timeout_s: PositiveSeconds = Field(
-        10.0, description="an open handoff that gets no frame for so long expires"
+        60.0, description="an open handoff that gets no frame for so long expires"
     )
     commit_ttl_s: PositiveSeconds = Field(
         30.0, description="a committed handoff that nobody loads for so long expires"
