@@ -40,8 +40,9 @@ class WorkerExit:
         exit_code: negative for a signal's number.
         last_line: of its stderr: what it gave as its reason, whatever else was written after that;
             empty when it wrote nothing.
-        first_error: the first exception that it, or a process it started, reported on stderr;
-            empty when there was none. While it loads, that is where the trouble began.
+        first_error: the first exception that it, or a process it started, wrote of, also on stdout
+            (vLLM logs there); empty when there was none. While it loads, that is where the trouble
+            began.
     """
 
     worker_id: str
@@ -261,14 +262,14 @@ class _Child:
 
     def _remember(self, line: bytes, remember: bool) -> None:
         text = line.decode(errors="replace").strip()
+        if not self._first_error and (found := _EXCEPTION.search(text)) is not None:
+            self._first_error = found[1]
         if not remember or not text:
             return
         self._last_line = text
         own = f"baton worker {self._worker_id}: "
         if text.startswith(own):
             self._last_words = text.removeprefix(own)
-        if not self._first_error and (found := _EXCEPTION.search(text)) is not None:
-            self._first_error = found[1]
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

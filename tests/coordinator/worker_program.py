@@ -34,8 +34,7 @@ async def main() -> None:
         print("loading\nno such weights", file=sys.stderr)
         sys.exit(3)
     if behaviour.get("noisily") == arguments.role:
-        print("(Worker pid=7) ERROR [model.py:9] RuntimeError: no weights in x", file=sys.stderr)
-        print("Exception: a background process failed", file=sys.stderr)
+        print("(Worker pid=7) ERROR [model.py:9] RuntimeError: no weights in x", flush=True)
         print(f"baton worker {arguments.worker_id}: engine: see above", file=sys.stderr)
         print("resource_tracker: there appear to be leaked semaphores", file=sys.stderr)
         sys.exit(1)
