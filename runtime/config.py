@@ -233,7 +233,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
         if problem["type"] == "extra_forbidden":
             yield f"{key}: unknown key{_nearest(path)}"
         else:
-            yield f"{key}: is {problem['input']!r}; {problem['msg'].removeprefix('Value error, ').lower()}"
+            allowed = problem["msg"].removeprefix("Value error, ").lower()
+            yield f"{key}: is {problem['input']!r}; {allowed}"
 
 
 def _nearest(path: list[str]) -> str:
