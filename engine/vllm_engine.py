@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import itertools
 import logging
 import os
@@ -61,6 +62,7 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
+_REVISION_BYTES = 2**20
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
 _BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
@@ -90,6 +92,7 @@ class _Live:
     prefill_stats: PrefillStats | None = None
     reported: bool = False
     cut: bool = False
+    retried: bool = False
 
 
 class VllmEngine:
@@ -127,6 +130,9 @@ class VllmEngine:
 
     def _start(self) -> EngineInfo:
         args = AsyncEngineArgs(**self._checked_args())
+        if not args.speculative_config:
+            # Its second model runner, the default on GPUs, takes logits processors of another form.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = args.create_engine_config()
         _refuse_unsupported(config)
         self._layout = _layout(config, self._served_name)
@@ -180,8 +186,9 @@ class VllmEngine:
                 "kv_connector": "BatonConnector",
                 "kv_connector_module_path": "baton.kvtransfer.vllm_connector",
                 "kv_role": "kv_both",
-                # A handoff that is lost at the last moment costs a recompute, never the request.
-                "kv_load_failure_policy": "recompute",
+                # A load that fails ends the request inside vLLM, and `_retry` runs it again without
+                # the handoff: vLLM's own recompute would leave seeded generators one draw ahead.
+                "kv_load_failure_policy": "fail",
             },
             "scheduling_policy": "priority",
             "enable_log_requests": False,
@@ -198,9 +205,15 @@ class VllmEngine:
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
             raise RequestRejected(f"request {request.request_id} is already running here")
-        live = _Live(
-            request, f"{request.request_id}#{next(self._counter)}", submitted_at=time.monotonic()
+        await self._submit(
+            _Live(request, self._new_internal_id(request), submitted_at=time.monotonic())
         )
+
+    def _new_internal_id(self, request: EngineRequest) -> str:
+        return f"{request.request_id}#{next(self._counter)}"
+
+    async def _submit(self, live: _Live) -> None:
+        request = live.request
         try:
             shown, run = self._engine_core_requests(live)
         except (ValueError, TypeError) as error:
@@ -228,8 +241,11 @@ class VllmEngine:
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
         elif known:
-            # They came with the first token.
+            # They came with the first token; asking for them had turned prefix caching off.
             sampling.prompt_logprobs = params.prompt_logprobs = None
+            params.skip_reading_prefix_cache = False
+            if len(known) >= params.max_tokens:
+                raise ValueError(f"all {params.max_tokens} tokens are known already")
             if needs_exact_state(request.sampling):
                 params.extra_args[EXTRA_ARG] = known
             else:
@@ -294,6 +310,9 @@ class VllmEngine:
             return EngineStep()
         for output in outputs.outputs:
             self._before_processing(output)
+        for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
+            outputs.outputs.remove(output)
+            await self._retry(self._by_internal_id[output.request_id])
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         step = EngineStep()
         for made in processed.request_outputs:
@@ -314,6 +333,23 @@ class VllmEngine:
         if processed.reqs_to_abort:
             await self._core.abort_requests_async(processed.reqs_to_abort)
         return step
+
+    def _failed_to_load(self, output: EngineCoreOutput) -> bool:
+        live = self._by_internal_id.get(output.request_id)
+        return (
+            output.finish_reason == FinishReason.ERROR
+            and live is not None
+            and not live.reported
+            and not live.retried
+        )
+
+    async def _retry(self, live: _Live) -> None:
+        """Runs a request again from its prompt, as if its handoff had never come."""
+        self._output.abort_requests([live.internal_id], internal=True)
+        del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+        request = dataclasses.replace(live.request, receive=None)
+        again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
+        await self._submit(again)
 
     def _before_processing(self, output: EngineCoreOutput) -> None:
         live = self._by_internal_id.get(output.request_id)
@@ -496,12 +532,22 @@ def _layout(config: Any, served_name: str) -> KvLayout:
 
 
 def _revision(model: Any) -> str:
-    """Changes with the weights: the hub revision, or sizes and times of the weight files."""
+    """Changes with the weights: the hub revision, or a digest over the local weight files.
+
+    Of each file its name, its size, and its first and last mebibyte: hashing all of a large model
+    would take longer than loading it.
+    """
     directory = Path(model.model)
     if not directory.is_dir():
         return str(model.revision or "main")
-    sizes = sorted(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return "-".join(map(str, sizes)) or "local"
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_REVISION_BYTES))
+            file.seek(max(0, path.stat().st_size - _REVISION_BYTES))
+            digest.update(file.read(_REVISION_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _sampling_params(request: EngineRequest) -> SamplingParams:

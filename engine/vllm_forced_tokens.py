@@ -7,7 +7,8 @@ prompt alone is submitted, and each known token is the only one possible at its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.exceptions import VLLMValidationError
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
 
 # Key of SamplingParams.extra_args: the output tokens that exist already, from the first.
 EXTRA_ARG = "baton_forced_tokens"
+
+
+class _RewindableGenerator(torch.Generator):
+    """A CPU generator that can take back what the present step drew.
+
+    vLLM does that to every seeded request whose prompt it computed only in part, by moving the
+    generator's offset (v1/worker/gpu_model_runner.py, "Rewind the generator state"). CPU generators
+    have none: without this, a seeded prompt of two chunks ends the engine. It takes the place of
+    torch.Generator in ranks on CPUs, and nowhere else; vLLM has no seam for it.
+    """
+
+    live: ClassVar[weakref.WeakSet[_RewindableGenerator]] = weakref.WeakSet()
+    before_step: torch.Tensor
+
+    def __new__(cls, device: torch.device | str = "cpu") -> _RewindableGenerator:
+        made: _RewindableGenerator = super().__new__(cls, device=device)
+        made.before_step = made.get_state()
+        cls.live.add(made)
+        return made
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.set_state(self.before_step)
 
 
 class ForcedTokens(LogitsProcessor):
@@ -35,6 +61,9 @@ class ForcedTokens(LogitsProcessor):
             raise VLLMValidationError(f"{EXTRA_ARG} must be a list of token ids")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._rewinds = device.type == "cpu"
+        if self._rewinds:
+            torch.Generator = _RewindableGenerator
         # Batch index -> (known tokens, the request's output tokens so far, vLLM's own list).
         self._requests: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -42,6 +71,9 @@ class ForcedTokens(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if self._rewinds:
+            for generator in _RewindableGenerator.live:
+                generator.before_step = generator.get_state()
         if batch_update is not None:
             for index in batch_update.removed:
                 self._requests.pop(index, None)

@@ -233,7 +233,9 @@ class EnginePort:
                 except BlockingIOError:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
+                        # Half a message may be out: nothing can follow it on this connection.
                         self._alive = False
+                        self._socket.close()
                         return False
                     select.select([], [self._socket], [], remaining)
         except OSError:

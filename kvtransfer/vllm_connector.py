@@ -12,7 +12,7 @@ request is preempted and computed again, so it is never sent twice.
 Receiving. While the handoff is not committed, the scheduler is told to ask again later (the request
 waits without blocks). Once it is, it is loaded synchronously by the step that first runs the
 request, into blocks the scheduler gave to it. Whatever fails (refused, expired, bytes changed) ends
-in vLLM computing the prompt itself.
+in the engine computing the prompt itself.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_ENDED = (kv_transfer_pb2.HANDOFF_STATE_FAILED, kv_transfer_pb2.HANDOFF_STATE_RELEASED)
 # Handoffs that failed before their request came; the oldest are forgotten (their requests then wait
 # for their deadline).
 _MAX_ENDED_EARLY = 4096
@@ -81,9 +81,16 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks to copy from committed staging in this step, of every layer."""
+    """Blocks to copy from committed staging in this step, of every layer.
+
+    Attributes:
+        num_tokens: that the handoff must hold.
+        first_block: index within the handoff of block_ids[0].
+        block_ids: in the engine's cache.
+    """
 
     handoff_id: bytes
+    num_tokens: int
     first_block: int
     block_ids: list[int]
 
@@ -125,6 +132,8 @@ class _SchedulerHalf:
         self._committed: set[bytes] = set()
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
         self._loads: list[Load] = []
+        # Loads of the step under way, each with every block the request has from there on.
+        self._loading: list[tuple[Load, list[int]]] = []
         port.subscribe()
 
     def add(self, request: Request) -> None:
@@ -175,7 +184,22 @@ class _SchedulerHalf:
         usable = self._usable_tokens(receive, request)
         first = (usable - num_loaded_tokens) // self._layout.block_size_tokens
         last = self._layout.num_blocks(usable)
-        self._loads.append(Load(receive.handoff_id, first, block_ids[first:last]))
+        load = Load(receive.handoff_id, receive.num_tokens, first, block_ids[first:last])
+        self._loads.append(load)
+        self._loading.append((load, block_ids[first:]))
+
+    def untrusted_block_ids(self, invalid_block_ids: set[int]) -> set[int]:
+        """After a step: blocks whose content must not be found through the prefix cache.
+
+        vLLM enters blocks into its prefix cache when it allocates them, before a load has filled
+        them, and takes out only those of requests that still exist when the load has failed.
+        """
+        untrusted: set[int] = set()
+        for load, block_ids in self._loading:
+            if not invalid_block_ids.isdisjoint(load.block_ids):
+                untrusted.update(block_ids)
+        self._loading.clear()
+        return untrusted
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         metadata = StepMetadata(list(self._pushes(output)), self._loads)
@@ -232,12 +256,21 @@ class _SchedulerHalf:
         for state in self._port.poll():
             if state.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
                 self._committed.add(state.handoff_id)
-            elif state.state in _ENDED:
+            else:
                 self._committed.discard(state.handoff_id)
                 if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
                     self._ended_early[state.handoff_id] = None
                     if len(self._ended_early) > _MAX_ENDED_EARLY:
                         self._ended_early.popitem(last=False)
+
+
+def _runs(block_ids: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of neighbouring blocks, each one plain copy: (index in block_ids, first id, length)."""
+    begin = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            yield begin, block_ids[begin], index - begin
+            begin = index
 
 
 class _RankHalf:
@@ -273,20 +306,20 @@ class _RankHalf:
     def load(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
             claimed = self._port.claim(load.handoff_id, self._rank)
-            if claimed is None:
+            if claimed is not None and claimed.num_tokens == load.num_tokens:
+                self._copy_in(load, claimed)
+            else:
                 self._invalid_block_ids.update(load.block_ids)
-                continue
-            self._copy_in(load, claimed)
             self._port.release(load.handoff_id, self._rank)
 
     def _copy_in(self, load: Load, claimed: Claim) -> None:
         layout, num_blocks = self._layout, claimed.num_blocks
         last = load.first_block + len(load.block_ids)
-        indices = torch.tensor(load.block_ids)
         for layer, cache in enumerate(self._caches):
             start = claimed.offset + (layer * num_blocks + load.first_block) * layout.block_bytes
             rows = self._rows(start, len(load.block_ids))
-            cache.index_copy_(0, indices.to(cache.device), rows.to(cache.device))
+            for at, block_id, count in _runs(load.block_ids):
+                cache[block_id : block_id + count].copy_(rows[at : at + count])
         # Checked end to end from the sender's cache, and after the copy: staging that is right now
         # was right while it was copied.
         for frame in claimed.frames:
@@ -329,11 +362,8 @@ class _RankHalf:
 
     def _gather(self, layer: int, block_ids: list[int], start: int) -> None:
         cache, rows = self._caches[layer], self._rows(start, len(block_ids))
-        indices = torch.tensor(block_ids, device=cache.device)
-        if cache.device.type == "cpu":
-            torch.index_select(cache, 0, indices, out=rows)
-        else:
-            rows.copy_(torch.index_select(cache, 0, indices))
+        for at, block_id, count in _runs(block_ids):
+            rows[at : at + count].copy_(cache[block_id : block_id + count])
 
     def _rows(self, start: int, num_blocks: int) -> torch.Tensor:
         size = num_blocks * self._layout.block_bytes
@@ -450,6 +480,12 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler_half.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        invalid = connector_output.invalid_block_ids
+        if untrusted := self._scheduler_half.untrusted_block_ids(invalid):
+            assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
+            self._kv_cache_manager.evict_blocks(untrusted)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -42,7 +42,9 @@ def reference(model: str) -> list[cases.Case]:
         "cases": cases.length_cases()
         + cases.concurrent_cases()
         + cases.prefix_cases()
-        + cases.sampling_cases(),
+        + cases.sampling_cases()
+        + cases.chunked_seed_cases()
+        + cases.fault_cases(),
         "stop_candidates": cases.stop_candidates(),
     }
     with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
@@ -57,6 +59,12 @@ def reference(model: str) -> list[cases.Case]:
         )
         assert run.returncode == 0, run.stderr[-3000:]
         return json.load(output)
+
+
+@pytest.fixture(scope="session")
+def expected(reference: list[cases.Case]) -> dict[str, cases.Case]:
+    """The reference by name."""
+    return {case["name"]: case for case in reference}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

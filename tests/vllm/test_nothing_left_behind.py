@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import psutil
 import pytest
 import vllm_cases as cases
-from vllm_cluster import DECODE, MAX_DECODES, SEND_BYTES, Cluster
+from vllm_cluster import MAX_DECODES, SEND_BYTES, Cluster
 
 from baton.client import errors
 from baton.client.client import BatonClient
@@ -25,6 +25,8 @@ from baton.v1 import admin_pb2, kv_transfer_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 LONG = 600
+# Keys and values of two heads of 64 in float32.
+BYTES_PER_TOKEN_AND_LAYER = 2 * 2 * 64 * 4
 
 
 @contextlib.contextmanager
@@ -143,35 +145,29 @@ async def test_deadline(client: BatonClient, cluster: Cluster) -> None:
 
 
 async def test_preempted_decodes_give_the_right_tokens(
-    client: BatonClient, cluster: Cluster
+    client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
 ) -> None:
     """Eight requests outgrow the decode worker's 64 blocks: some wait with their baton committed,
     some lose their blocks after they loaded it."""
-    prompts = [cases.prompt(180 + salt, 7000 + salt) for salt in range(8)]
-
-    async def ask(prompt: list[int]) -> tuple[int, ...]:
-        made = await client.complete(
-            prompt, temperature=0, max_tokens=160, ignore_eos=True, timeout_s=120
-        )
-        return made.token_ids
-
-    together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
-    await cluster.assert_idle()
-    for prompt, tokens in zip(prompts, together, strict=True):
-        assert tokens == await ask(prompt)
+    chosen = [expected[f"outgrow-{index}"] for index in range(8)]
+    together = await asyncio.gather(*(tokens_of(client, case) for case in chosen))
+    assert together == [case["expected"]["token_ids"] for case in chosen]
     await cluster.assert_idle()
 
 
-async def test_baton_longer_than_the_local_hit(client: BatonClient, cluster: Cluster) -> None:
-    """The decode worker holds all of a prompt, then a part of the next one's."""
-    base = cases.prompt(5 * cases.BLOCK_SIZE, 8000)
-    answers = [
-        (await client.complete(prompt, temperature=0, max_tokens=8)).token_ids
-        for prompt in (base, base, base + cases.prompt(70, 8001), base + cases.prompt(70, 8001))
-    ]
-    assert answers[0] == answers[1]
-    assert answers[2] == answers[3]
+async def test_baton_longer_than_the_local_hit(
+    client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
+) -> None:
+    """The decode worker holds nothing of a prompt, then all of it, then a part of the next one."""
+    for name in ("hit-0", "hit-0", "hit-1", "hit-1"):
+        case = expected[name]
+        assert await tokens_of(client, case) == case["expected"]["token_ids"]
     await cluster.assert_idle()
+
+
+async def tokens_of(client: BatonClient, case: cases.Case) -> list[int]:
+    made = await client.complete(case["prompt"], timeout_s=120, **case["sampling"])
+    return list(made.token_ids)
 
 
 def committed(port: EnginePort) -> None:
@@ -184,52 +180,79 @@ def committed(port: EnginePort) -> None:
     raise AssertionError("no handoff was committed")
 
 
-@pytest.mark.parametrize("lost_block", [0, 3])
-async def test_staging_that_changed_is_not_loaded(
-    lost_block: int, client: BatonClient, cluster: Cluster
-) -> None:
-    """A committed baton goes bad before it is loaded, from its first block or in mid-prompt."""
-    prompt = cases.prompt(6 * cases.BLOCK_SIZE + 5, 9000 + lost_block)
+def change_staging(port: EnginePort, block: int) -> None:
+    """Flips a bit of layer 1 of a handoff of 7 blocks that is alone in the receiving arena."""
+    block_bytes = cases.BLOCK_SIZE * BYTES_PER_TOKEN_AND_LAYER
+    port.memory[SEND_BYTES + (7 + block) * block_bytes + 11] ^= 0x55
+
+
+async def expire(port: EnginePort) -> None:
+    """Waits until the handoff that was committed is given up."""
+    async with asyncio.timeout(20):
+        while not any(state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED for state in port.poll()):
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def held_baton(
+    client: BatonClient, cluster: Cluster, case: cases.Case
+) -> AsyncIterator[tuple[TokenStream, list[int], EnginePort]]:
+    """A request whose first token is out and whose baton is committed, but not loaded yet."""
     port = cluster.port("decode")
     try:
         port.subscribe()
         with stopped(cluster.engine_processes("decode")):
-            stream = client.generate(prompt, temperature=0, max_tokens=12)
+            stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
             first = await first_token(stream)
             await asyncio.to_thread(committed, port)
-            num_blocks = 7
-            block_bytes = (await cluster.workers())[DECODE].capacity.block_size_tokens * 1024
-            # Alone in the arena, so at its beginning; layer 1 of 4.
-            at = SEND_BYTES + (num_blocks + lost_block) * block_bytes + 11
-            port.memory[at] ^= 0x55
-        rest = [event async for event in stream if isinstance(event, Tokens)]
+            yield stream, list(first.token_ids), port
     finally:
         port.close()
-    tokens = first.token_ids + tuple(token for event in rest for token in event.token_ids)
-    again = await client.complete(prompt, temperature=0, max_tokens=12)
-    assert tokens == again.token_ids
+
+
+async def rest_of(stream: TokenStream) -> list[int]:
+    events = [event async for event in stream if isinstance(event, Tokens)]
+    return [token for event in events for token in event.token_ids]
+
+
+@pytest.mark.parametrize(("name", "lost_block"), [("lost-0", 0), ("lost-1", 3), ("lost-seeded", 2)])
+async def test_staging_that_changed_is_not_loaded(
+    name: str,
+    lost_block: int,
+    client: BatonClient,
+    cluster: Cluster,
+    expected: dict[str, cases.Case],
+) -> None:
+    """A committed baton goes bad before it is loaded, from its first block or in mid-prompt."""
+    case = expected[name]
+    async with held_baton(client, cluster, case) as (stream, tokens, port):
+        change_staging(port, lost_block)
+    tokens += await rest_of(stream)
+    assert tokens == case["expected"]["token_ids"]
+    # Nothing of it is in the prefix cache either.
+    assert await tokens_of(client, case) == case["expected"]["token_ids"]
     await cluster.assert_idle()
 
 
-async def test_baton_that_expired_is_computed_again(client: BatonClient, cluster: Cluster) -> None:
-    prompt = cases.prompt(6 * cases.BLOCK_SIZE + 5, 9100)
-    port = cluster.port("decode")
-    try:
-        port.subscribe()
-        with stopped(cluster.engine_processes("decode")):
-            stream = client.generate(prompt, temperature=0, max_tokens=12)
-            first = await first_token(stream)
-            await asyncio.to_thread(committed, port)
-            deadline = time.monotonic() + 20
-            while not any(
-                state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED for state in port.poll()
-            ):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.02)
-        rest = [event async for event in stream if isinstance(event, Tokens)]
-    finally:
-        port.close()
-    tokens = first.token_ids + tuple(token for event in rest for token in event.token_ids)
-    again = await client.complete(prompt, temperature=0, max_tokens=12)
-    assert tokens == again.token_ids
+async def test_baton_that_expired_is_computed_again(
+    client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
+) -> None:
+    case = expected["lost-2"]
+    async with held_baton(client, cluster, case) as (stream, tokens, port):
+        await expire(port)
+    tokens += await rest_of(stream)
+    assert tokens == case["expected"]["token_ids"]
+    assert await tokens_of(client, case) == case["expected"]["token_ids"]
+    await cluster.assert_idle()
+
+
+async def test_cancel_while_the_baton_is_lost_leaves_no_bad_blocks(
+    client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
+) -> None:
+    """vLLM would keep the blocks of a failed load in its prefix cache when the request is gone."""
+    case = expected["lost-3"]
+    async with held_baton(client, cluster, case) as (stream, _, port):
+        change_staging(port, 1)
+    await stream.aclose()
+    assert await tokens_of(client, case) == case["expected"]["token_ids"]
     await cluster.assert_idle()

@@ -87,10 +87,20 @@ async def test_sampling_parameters(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     # Every case that was not another test's.
-    taken = ("length-", "concurrent-", "prefix-", "stop-")
-    chosen = [case for case in reference if not case["name"].startswith(taken)]
-    assert len(chosen) >= 20
+    chosen = select(reference, *(case["name"] for case in cases.sampling_cases()))
     assert not await differing(client, chosen)
+    await cluster.assert_idle()
+
+
+async def test_seeds_across_prefill_chunks(
+    client: BatonClient, cluster: Cluster, reference: list[cases.Case]
+) -> None:
+    """Alone, and beside prompts that share its steps, so that it is cut at other places."""
+    chosen = select(reference, "chunked-seed-")
+    assert not await differing(client, chosen)
+    others = select(reference, "seed-1", "seed-2", "length-769", "length-513")
+    found = await asyncio.gather(*(differing(client, [case]) for case in chosen + others))
+    assert not [line for lines in found for line in lines]
     await cluster.assert_idle()
 
 

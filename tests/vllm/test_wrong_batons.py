@@ -124,33 +124,34 @@ FAULTS = {
 }
 
 
-async def undisturbed_then(
-    client: BatonClient, relay: Relay, spoil: Spoil, salt: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of one prompt with its handoff spoiled, and of the same prompt without."""
-    case_prompt = cases.prompt(230, 2000 + salt)
+async def spoiled_tokens(
+    client: BatonClient, relay: Relay, spoil: Spoil, case: cases.Case
+) -> list[int]:
     relay.spoil = spoil
-    spoiled = await client.complete(case_prompt, temperature=0, max_tokens=12, timeout_s=60)
-    relay.spoil = lambda message: [message]
-    right = await client.complete(case_prompt, temperature=0, max_tokens=12, timeout_s=60)
-    return spoiled.token_ids, right.token_ids
+    made = await client.complete(case["prompt"], timeout_s=60, **case["sampling"])
+    return list(made.token_ids)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_spoiled_frames_never_change_tokens(
-    fault: str, client: BatonClient, cluster: Cluster, relay: Relay
+    fault: str,
+    client: BatonClient,
+    cluster: Cluster,
+    relay: Relay,
+    expected: dict[str, cases.Case],
 ) -> None:
     kind, change = FAULTS[fault]
-    salt = list(FAULTS).index(fault)
-    spoiled, right = await undisturbed_then(client, relay, with_kind(kind, change), salt)
+    case = expected[f"fault-{list(FAULTS).index(fault)}"]
+    tokens = await spoiled_tokens(client, relay, with_kind(kind, change), case)
     assert relay.num_spoiled > 0
-    assert spoiled == right
+    assert tokens == case["expected"]["token_ids"]
     await cluster.assert_idle()
 
 
 async def test_reordered_frames_are_put_where_they_belong(
-    client: BatonClient, cluster: Cluster, relay: Relay
+    client: BatonClient, cluster: Cluster, relay: Relay, expected: dict[str, cases.Case]
 ) -> None:
+    case = expected["fault-18"]
     held: list[bytes] = []
 
     def swap(message: bytes) -> list[bytes]:
@@ -166,14 +167,14 @@ async def test_reordered_frames_are_put_where_they_belong(
                 made.append(raw)
         return made
 
-    spoiled, right = await undisturbed_then(client, relay, swap, 900)
+    tokens = await spoiled_tokens(client, relay, swap, case)
     assert relay.num_spoiled > 0
-    assert spoiled == right
+    assert tokens == case["expected"]["token_ids"]
     await cluster.assert_idle()
 
 
 async def test_late_frames_find_nothing_to_write_to(
-    client: BatonClient, cluster: Cluster, relay: Relay
+    client: BatonClient, cluster: Cluster, relay: Relay, expected: dict[str, cases.Case]
 ) -> None:
     """Frames of a handoff that is long over arrive in the stream of the next."""
     kept: list[bytes] = []
@@ -189,6 +190,7 @@ async def test_late_frames_find_nothing_to_write_to(
     def late(raw: bytes, frame: frames.Frame) -> list[bytes]:
         return [*kept, raw]
 
-    spoiled, right = await undisturbed_then(client, relay, with_kind(DATA, late), 901)
-    assert spoiled == right
+    case = expected["fault-19"]
+    tokens = await spoiled_tokens(client, relay, with_kind(DATA, late), case)
+    assert tokens == case["expected"]["token_ids"]
     await cluster.assert_idle()

@@ -17,6 +17,8 @@ VOCAB_SIZE = 430
 # Beginning-of-sequence, end-of-sequence and the chat roles.
 NUM_SPECIAL = 5
 
+NUM_FAULTS = 20
+
 JSON_SCHEMA = (
     '{"type":"object","properties":{"a":{"type":"string","maxLength":6},'
     '"n":{"type":"integer","minimum":0,"maximum":99}},"required":["a","n"],'
@@ -101,6 +103,40 @@ def sampling_cases() -> list[Case]:
         greedy("seed-min-tokens", ids[3], temperature=1.0, seed=6, min_tokens=10, logprobs=2)
     )
     return cases
+
+
+def chunked_seed_cases() -> list[Case]:
+    """Seeded requests whose prompts take several prefill chunks."""
+    base = {"temperature": 1.0, "max_tokens": 16}
+    return [
+        greedy(f"chunked-seed-{seed}", prompt(length, 41), seed=seed, **base)
+        for seed, length in ((1, CHUNK + 1), (2, 2 * CHUNK + 33), (3, 3 * CHUNK))
+    ]
+
+
+def fault_cases() -> list[Case]:
+    """Prompts of the tests that spoil, lose or delay their handoffs."""
+    spoiled = [
+        greedy(f"fault-{index}", prompt(230, 2000 + index), 12) for index in range(NUM_FAULTS)
+    ]
+    lost = prompt(6 * BLOCK_SIZE + 5, 9000)
+    seeded = {"temperature": 1.0, "seed": 3}
+    return [
+        *spoiled,
+        *(
+            greedy(f"lost-{index}", prompt(6 * BLOCK_SIZE + 5, 9000 + index), 12)
+            for index in range(5)
+        ),
+        greedy("lost-seeded", [*lost, 17], 12, **seeded),
+        *(
+            greedy(f"outgrow-{index}", prompt(180 + index, 7000 + index), 160, ignore_eos=True)
+            for index in range(8)
+        ),
+        *(
+            greedy(f"hit-{index}", prompt(5 * BLOCK_SIZE, 8000) + more, 8)
+            for index, more in enumerate(([], prompt(70, 8001)))
+        ),
+    ]
 
 
 def stop_candidates() -> list[Case]:
