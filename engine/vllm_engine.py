@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
-import difflib
-import hashlib
 import itertools
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 import vllm
-from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -47,12 +41,12 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
-    Logprob,
     RequestRejected,
     StepSample,
 )
-from baton.engine.vllm_forced_tokens import EXTRA_ARG, ForcedTokens
-from baton.kvtransfer.layout import KvLayout
+from baton.engine.vllm_config import bind_threads, checked_args, layout_of, refuse_unsupported
+from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
@@ -62,12 +56,6 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
-_REVISION_BYTES = 2**20
-_CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
-_CPU_CACHE_BYTES = 2**30
-_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
-# What Baton sets itself; passing them through would break it.
-_OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
 
 @dataclasses.dataclass(slots=True)
@@ -129,17 +117,17 @@ class VllmEngine:
             raise EngineDead(f"vLLM could not start: {' '.join(str(error).split())}") from error
 
     def _start(self) -> EngineInfo:
-        args = AsyncEngineArgs(**self._checked_args())
+        args = AsyncEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = args.create_engine_config()
-        _refuse_unsupported(config)
-        self._layout = _layout(config, self._served_name)
+        refuse_unsupported(config)
+        self._layout = layout_of(config, self._served_name)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
-            "rank_cpus": _bind_threads(config),
+            "rank_cpus": bind_threads(config),
         }
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
@@ -166,41 +154,6 @@ class VllmEngine:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
         )
-
-    def _checked_args(self) -> dict[str, Any]:
-        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        for name in self._engine_args:
-            if name in _OWN_ARGS:
-                raise EngineDead(
-                    f"engine_args.{name}: is set by Baton and cannot be passed through"
-                )
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
-        args: dict[str, Any] = {
-            "model": self._model,
-            "served_model_name": self._served_name,
-            # Both roles, so that a worker can flip.
-            "kv_transfer_config": {
-                "kv_connector": "BatonConnector",
-                "kv_connector_module_path": "baton.kvtransfer.vllm_connector",
-                "kv_role": "kv_both",
-                # A load that fails ends the request inside vLLM, and `_retry` runs it again without
-                # the handoff: vLLM's own recompute would leave seeded generators one draw ahead.
-                "kv_load_failure_policy": "fail",
-            },
-            "scheduling_policy": "priority",
-            "enable_log_requests": False,
-            **self._engine_args,
-        }
-        if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
-            # vLLM would take most of the machine's memory, and so would the next worker on it.
-            args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
-        if not args.get("speculative_config"):
-            own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
-            args["logits_processors"] = [*args.get("logits_processors", []), own]
-        return args
 
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
@@ -233,10 +186,17 @@ class VllmEngine:
         whatever the core is given to begin with.
         """
         request = live.request
-        shown = self._core_request(live, request.prompt_token_ids, _sampling_params(request))
+        shown: EngineCoreRequest = self._input.process_inputs(
+            live.internal_id,
+            tokens_input(list(request.prompt_token_ids)),
+            sampling_params(request),
+            supported_tasks=("generate",),
+            priority=request.priority,
+        )
+        shown.external_req_id = live.internal_id
         known, sampling = list(request.known_token_ids), shown.sampling_params
         params = sampling.clone()
-        params.extra_args = {"kv_transfer_params": _transfer_params(request)}
+        params.extra_args = {"kv_transfer_params": transfer_params(request)}
         prompt = list(request.prompt_token_ids)
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
@@ -252,20 +212,9 @@ class VllmEngine:
                 prompt += known
                 params.max_tokens -= len(known)
                 params.min_tokens = max(0, params.min_tokens - len(known))
-        return shown, self._core_request(live, prompt, params)
-
-    def _core_request(
-        self, live: _Live, prompt: Sequence[int], params: SamplingParams
-    ) -> EngineCoreRequest:
-        made: EngineCoreRequest = self._input.process_inputs(
-            live.internal_id,
-            tokens_input(list(prompt)),
-            params,
-            supported_tasks=("generate",),
-            priority=live.request.priority,
-        )
-        made.external_req_id = live.internal_id
-        return made
+        run = copy.copy(shown)
+        run.prompt_token_ids, run.sampling_params = prompt, params
+        return shown, run
 
     def _replay(self, live: _Live, run: EngineCoreRequest) -> None:
         """Brings the detokenizer to where the known tokens left it."""
@@ -323,8 +272,8 @@ class VllmEngine:
         self._sample(outputs.outputs, outputs.timestamp)
         finished = [
             live
-            for name in step.outputs
-            if name.finish and (live := self._live.get(name.request_id))
+            for output in step.outputs
+            if output.finish and (live := self._live.get(output.request_id))
         ]
         for live in finished:
             del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
@@ -381,7 +330,7 @@ class VllmEngine:
             live.request.request_id,
             token_ids[dropped:],
             text,
-            logprobs=_logprobs((completion.logprobs or [])[dropped:]),
+            logprobs=logprobs((completion.logprobs or [])[dropped:]),
         )
         if completion.finish_reason is not None:
             live.cut = False
@@ -403,7 +352,7 @@ class VllmEngine:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_handoff_tokens = stats.num_external_cached_tokens
             if made.prompt_logprobs:
-                output.prompt_logprobs = _logprobs(made.prompt_logprobs)
+                output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output
 
     def _sample(self, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
@@ -462,165 +411,3 @@ def _is_vllm(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
         return "VLLM" in line or "multiprocessing" in line
     return False
-
-
-def _refuse_unsupported(config: Any) -> None:
-    model = config.model_config
-    name = model.hf_config.model_type
-    state = {
-        "is an encoder-decoder model": model.is_encoder_decoder,
-        "mixes attention with recurrent state": model.is_hybrid,
-        "has no attention": model.is_attention_free,
-        "is not a text generation model": model.runner_type != "generate",
-        "uses sliding-window attention": model.get_sliding_window() is not None,
-    }
-    for what, refused in state.items():
-        if refused:
-            raise EngineDead(
-                f"model: {name} {what}; Baton hands over paged attention KV only: serve it with "
-                "plain vLLM"
-            )
-    for what in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
-        if (size := getattr(config.parallel_config, what)) != 1:
-            raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
-
-
-def _bind_threads(config: Any) -> list[int]:
-    """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
-
-    vLLM's own choice keeps two cores free for itself, which small machines do not have. It reads
-    this setting from the environment only.
-
-    Returns:
-        The cores that ranks compute on; empty where there is a GPU.
-    """
-    if config.device_config.device_type != "cpu":
-        return []
-    if _BIND_THREADS not in os.environ:
-        cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
-        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
-        os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
-    bound = os.environ[_BIND_THREADS]
-    if bound in ("auto", "nobind"):
-        return []
-    return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
-
-
-def _layout(config: Any, served_name: str) -> KvLayout:
-    """The layout every rank's cache must have; the connector checks it against the tensors."""
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    dtype = model.dtype
-    if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
-        raise EngineDead(
-            f"engine_args.kv_cache_dtype: is {cache.cache_dtype!r}; Baton hands over the model's "
-            "own dtype: leave it at 'auto'"
-        )
-    heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
-    return KvLayout(
-        model=served_name,
-        revision=_revision(model),
-        dtype=str(dtype).removeprefix("torch."),
-        num_layers=model.get_num_layers(parallel),
-        num_kv_heads=heads,
-        head_size=head_size,
-        block_size_tokens=cache.block_size,
-        # Keys and values side by side.
-        block_bytes=2 * heads * cache.block_size * head_size * dtype.itemsize,
-        axes="heads,tokens,content",
-        tp_size=parallel.tensor_parallel_size,
-    )
-
-
-def _revision(model: Any) -> str:
-    """Changes with the weights: the hub revision, or a digest over the local weight files.
-
-    Of each file its name, its size, and its first and last mebibyte: hashing all of a large model
-    would take longer than loading it.
-    """
-    directory = Path(model.model)
-    if not directory.is_dir():
-        return str(model.revision or "main")
-    digest = hashlib.sha256()
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_REVISION_BYTES))
-            file.seek(max(0, path.stat().st_size - _REVISION_BYTES))
-            digest.update(file.read(_REVISION_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def _sampling_params(request: EngineRequest) -> SamplingParams:
-    """The client's parameters as vLLM's, over the whole output."""
-    source = request.sampling
-    present = {
-        name: getattr(source, name)
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "skip_special_tokens",
-            "logprobs",
-            "prompt_logprobs",
-        )
-        if source.HasField(name)
-    }
-    if source.HasField("structured_output"):
-        present["structured_outputs"] = _structured_outputs(source.structured_output)
-    return SamplingParams(
-        max_tokens=source.max_tokens if source.HasField("max_tokens") else None,
-        min_tokens=source.min_tokens,
-        stop=list(source.stop),
-        stop_token_ids=list(source.stop_token_ids),
-        bad_words=list(source.bad_words),
-        ignore_eos=source.ignore_eos,
-        include_stop_str_in_output=source.include_stop_str_in_output,
-        logit_bias=dict(source.logit_bias) or None,
-        allowed_token_ids=list(source.allowed_token_ids) or None,
-        output_kind=RequestOutputKind.DELTA,
-        **present,
-    )
-
-
-def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutputsParams:
-    kind = source.WhichOneof("constraint")
-    if kind == "json_schema":
-        return StructuredOutputsParams(json=source.json_schema)
-    if kind == "choice":
-        return StructuredOutputsParams(choice=list(source.choice.values))
-    if kind is None:
-        raise RequestRejected("sampling.structured_output: has no constraint")
-    return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
-
-
-def _transfer_params(request: EngineRequest) -> dict[str, Any]:
-    """What the connector reads as request.kv_transfer_params."""
-    params: dict[str, Any] = {}
-    if request.send is not None:
-        params["baton_send"] = {
-            "handoff_id": request.send.handoff_id.hex(),
-            "offset": request.send.offset,
-            "num_tokens": request.send.num_tokens,
-        }
-    if request.receive is not None:
-        params["baton_receive"] = {
-            "handoff_id": request.receive.handoff_id.hex(),
-            "num_tokens": request.receive.num_tokens,
-            "timeout_s": request.receive.timeout_s,
-        }
-    return params
-
-
-def _logprobs(positions: Sequence[Any]) -> list[list[Logprob]]:
-    return [
-        [
-            Logprob(token, entry.logprob, entry.rank or 0, entry.decoded_token or "")
-            for token, entry in (position or {}).items()
-        ]
-        for position in positions
-    ]

@@ -1,0 +1,150 @@
+"""From Baton's settings to vLLM's configuration, and what of it handing over depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.cpu_resource_utils import parse_id_list
+
+from baton.engine.base import EngineDead
+from baton.engine.vllm_forced_tokens import ForcedTokens
+from baton.kvtransfer.layout import KvLayout
+
+_CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
+_CPU_CACHE_BYTES = 2**30
+_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+_REVISION_BYTES = 2**20
+# What Baton sets itself; passing them through would break it.
+_OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
+
+
+def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Everything AsyncEngineArgs is made of: what was passed through, and what Baton sets itself.
+
+    Raises:
+        EngineDead: an argument vLLM does not know, or that is Baton's to set.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in engine_args:
+        if name in _OWN_ARGS:
+            raise EngineDead(f"engine_args.{name}: is set by Baton and cannot be passed through")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
+    args: dict[str, Any] = {
+        "model": model,
+        "served_model_name": served_name,
+        # Both roles, so that a worker can flip.
+        "kv_transfer_config": {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.kvtransfer.vllm_connector",
+            "kv_role": "kv_both",
+            # A load that fails ends the request inside vLLM, and `_retry` runs it again without
+            # the handoff: vLLM's own recompute would leave seeded generators one draw ahead.
+            "kv_load_failure_policy": "fail",
+        },
+        "scheduling_policy": "priority",
+        "enable_log_requests": False,
+        **engine_args,
+    }
+    if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
+        # vLLM would take most of the machine's memory, and so would the next worker on it.
+        args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    if not args.get("speculative_config"):
+        own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
+        args["logits_processors"] = [*args.get("logits_processors", []), own]
+    return args
+
+
+def refuse_unsupported(config: Any) -> None:
+    model = config.model_config
+    name = model.hf_config.model_type
+    state = {
+        "is an encoder-decoder model": model.is_encoder_decoder,
+        "mixes attention with recurrent state": model.is_hybrid,
+        "has no attention": model.is_attention_free,
+        "is not a text generation model": model.runner_type != "generate",
+        "uses sliding-window attention": model.get_sliding_window() is not None,
+    }
+    for what, refused in state.items():
+        if refused:
+            raise EngineDead(
+                f"model: {name} {what}; Baton hands over paged attention KV only: serve it with "
+                "plain vLLM"
+            )
+    for what in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(config.parallel_config, what)) != 1:
+            raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
+
+
+def bind_threads(config: Any) -> list[int]:
+    """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
+
+    vLLM's own choice keeps two cores free for itself, which small machines do not have. It reads
+    this setting from the environment only.
+
+    Returns:
+        The cores that ranks compute on; empty where there is a GPU.
+    """
+    if config.device_config.device_type != "cpu":
+        return []
+    if _BIND_THREADS not in os.environ:
+        cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
+        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
+    bound = os.environ[_BIND_THREADS]
+    if bound in ("auto", "nobind"):
+        return []
+    return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
+
+
+def layout_of(config: Any, served_name: str) -> KvLayout:
+    """The layout every rank's cache must have; the connector checks it against the tensors."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    dtype = model.dtype
+    if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+        raise EngineDead(
+            f"engine_args.kv_cache_dtype: is {cache.cache_dtype!r}; Baton hands over the model's "
+            "own dtype: leave it at 'auto'"
+        )
+    heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    return KvLayout(
+        model=served_name,
+        revision=_revision(model),
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=model.get_num_layers(parallel),
+        num_kv_heads=heads,
+        head_size=head_size,
+        block_size_tokens=cache.block_size,
+        # Keys and values side by side.
+        block_bytes=2 * heads * cache.block_size * head_size * dtype.itemsize,
+        axes="heads,tokens,content",
+        tp_size=parallel.tensor_parallel_size,
+    )
+
+
+def _revision(model: Any) -> str:
+    """Changes with the weights: the hub revision, or a digest over the local weight files.
+
+    Of each file its name, its size, and its first and last mebibyte: hashing all of a large model
+    would take longer than loading it.
+    """
+    directory = Path(model.model)
+    if not directory.is_dir():
+        return str(model.revision or "main")
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_REVISION_BYTES))
+            file.seek(max(0, path.stat().st_size - _REVISION_BYTES))
+            digest.update(file.read(_REVISION_BYTES))
+    return digest.hexdigest()[:16]
