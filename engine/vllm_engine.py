@@ -47,6 +47,7 @@ from baton.engine.base import (
 from baton.engine.vllm_config import bind_threads, checked_args, layout_of, refuse_unsupported
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
+from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
@@ -127,7 +128,7 @@ class VllmEngine:
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
-            "rank_cpus": bind_threads(config),
+            "rank_cpus": (rank_cpus := bind_threads(config)),
         }
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
@@ -135,6 +136,8 @@ class VllmEngine:
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
+        # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
+        affinity.keep_off(rank_cpus)
         blocks = config.cache_config.num_gpu_blocks or 0
         self._kv_tokens = blocks * config.cache_config.block_size
         return EngineInfo(

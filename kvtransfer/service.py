@@ -34,7 +34,7 @@ from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferSe
 from baton.kvtransfer.local_server import LocalConnection
 from baton.kvtransfer.receiver import Receiver, ReceiverLimits
 from baton.kvtransfer.sender import Sender, SenderLimits
-from baton.runtime import lifecycle, logs, rpc
+from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.config import ConfigError, KvTransferConfig, Section
 
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
@@ -68,7 +68,7 @@ def _run_on(cpus: list[int]) -> None:
     if not cpus:
         return
     try:
-        os.sched_setaffinity(0, cpus)
+        affinity.run_on(cpus)
     except OSError as error:
         raise ConfigError(
             f"kv_transfer.cpus: is {cpus}; this process may use {sorted(os.sched_getaffinity(0))}: "

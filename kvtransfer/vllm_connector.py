@@ -17,7 +17,6 @@ in the engine computing the prompt itself.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -42,6 +41,7 @@ from baton.kvtransfer.control import (
     split_blocks,
 )
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime import affinity
 from baton.v1 import kv_transfer_pb2
 
 if TYPE_CHECKING:
@@ -374,12 +374,6 @@ class _RankHalf:
         return invalid
 
 
-def _keep_off(cpus: list[int]) -> None:
-    """Moves this process off the cores its ranks compute on: its scheduler spins while they do."""
-    if others := os.sched_getaffinity(0) - set(cpus):
-        os.sched_setaffinity(0, others)
-
-
 class BatonConnector(KVConnectorBase_V1):
     """The class vLLM loads; each method belongs to one half.
 
@@ -404,7 +398,8 @@ class BatonConnector(KVConnectorBase_V1):
         self._scheduler: _SchedulerHalf | None = None
         self._ranks: _RankHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            _keep_off(extra["rank_cpus"])
+            # vLLM's scheduler spins while its ranks compute.
+            affinity.keep_off(extra["rank_cpus"])
             self._scheduler = _SchedulerHalf(self._port, self._layout)
         else:
             self._ranks = _RankHalf(self._port, self._layout)

@@ -1,0 +1,30 @@
+"""Which cores a process runs on, where a few of them make the difference."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+
+def keep_off(cpus: Collection[int]) -> None:
+    """Moves every thread of this process off `cpus`, unless it may use no other core.
+
+    Processes started later inherit it.
+    """
+    if others := os.sched_getaffinity(0).difference(cpus):
+        run_on(others)
+
+
+def run_on(cpus: Collection[int]) -> None:
+    """Moves every thread of this process to `cpus`.
+
+    Raises:
+        OSError: this process may use none of them.
+    """
+    os.sched_setaffinity(0, cpus)
+    for thread in Path("/proc/self/task").iterdir():
+        # One that has just ended needs no core.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cpus)
