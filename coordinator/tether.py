@@ -12,21 +12,16 @@ services of other sessions for as long.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from baton.runtime.orphans import end_with_parent
 
 
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # It died before the promise was made.
-            sys.exit(1)
+    end_with_parent(parent)
     os.execv(command[0], command)
 
 

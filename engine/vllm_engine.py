@@ -412,5 +412,7 @@ class VllmEngine:
 def _is_vllm(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         line = " ".join(process.cmdline())
-        return "VLLM" in line or "multiprocessing" in line
+        # Python's resource tracker ends with the last of them, after it has freed what they leaked.
+        tracker = "resource_tracker" in line
+        return not tracker and ("VLLM" in line or "multiprocessing" in line)
     return False

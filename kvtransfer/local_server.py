@@ -140,5 +140,12 @@ def bind(path: str) -> socket.socket:
 
 
 def remove(path: str) -> None:
-    """Removes a socket's file; idempotent."""
+    """Removes a socket's file, and a worker's directory that held only it; idempotent.
+
+    The worker removes its directory itself, unless it was killed.
+    """
     Path(path).unlink(missing_ok=True)
+    directory = Path(path).parent
+    if directory.name.startswith(local_wire.WORKER_DIRECTORY_PREFIX):
+        with contextlib.suppress(OSError):
+            directory.rmdir()

@@ -17,6 +17,7 @@ in the engine computing the prompt itself.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ from baton.kvtransfer.control import (
 )
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity
+from baton.runtime.orphans import end_with_parent
 from baton.v1 import kv_transfer_pb2
 
 if TYPE_CHECKING:
@@ -398,6 +400,9 @@ class BatonConnector(KVConnectorBase_V1):
         self._scheduler: _SchedulerHalf | None = None
         self._ranks: _RankHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
+            # vLLM's engine core outlives a killed worker otherwise, and with it the ranks.
+            if (worker := multiprocessing.parent_process()) is not None and worker.pid is not None:
+                end_with_parent(worker.pid)
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])
             self._scheduler = _SchedulerHalf(self._port, self._layout)

@@ -21,7 +21,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
-from baton.kvtransfer.control import TransferClient, TransferError
+from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
 from baton.runtime import lifecycle, logs
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.errors import Unavailable
@@ -150,7 +150,7 @@ class _Worker:
 
         # 1. The transfer service: the engine connects to it while it starts.
         begun_at = monotonic()
-        directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        directory = Path(tempfile.mkdtemp(prefix=WORKER_DIRECTORY_PREFIX))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         socket_path = str(directory / "kv.sock")
         try:

@@ -1,0 +1,27 @@
+"""Processes that end when the one that started them does, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """The kernel sends SIGTERM to this process when its parent dies; an exec keeps that promise.
+
+    On other systems than Linux nothing is promised. "Parent" is the thread that started this
+    process: one that lives as long as its process.
+
+    Args:
+        parent_pid: of the parent as it was at the start; when it is dead already, this process
+            exits at once.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        sys.exit(1)

@@ -1,0 +1,40 @@
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+CHILD = """
+import os, signal, sys
+from baton.runtime.orphans import end_with_parent
+end_with_parent(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+PARENT = f"""
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+def test_a_child_ends_with_its_killed_parent():
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+def test_a_child_whose_parent_died_already_does_not_start():
+    not_its_parent = "1"
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, not_its_parent], capture_output=True, timeout=30, check=False
+    )
+    assert run.returncode == 1
+    assert not run.stdout
