@@ -9,7 +9,11 @@ from baton.runtime.errors import BatonError, RemoteError
 
 FAILED, USAGE, UNAVAILABLE = 1, 2, 3
 
-_BY_CODE = {code_pb2.INVALID_ARGUMENT: USAGE, code_pb2.UNAVAILABLE: UNAVAILABLE}
+_BY_CODE = {
+    code_pb2.INVALID_ARGUMENT: USAGE,
+    code_pb2.NOT_FOUND: USAGE,
+    code_pb2.UNAVAILABLE: UNAVAILABLE,
+}
 
 
 def exit_code(error: Exception) -> int | None:

@@ -31,7 +31,9 @@ def generate(
     ] = None,
     model: Annotated[str, typer.Option("--model", help="Empty: what is served.")] = "",
     lane: Annotated[LaneChoice, typer.Option("--lane")] = LaneChoice.INTERACTIVE,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Left out: what the context has room for.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     stop: Annotated[
@@ -94,6 +96,8 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
                 f"{tokens!r} is not a list of numbers", param_hint="--tokens"
             ) from None
     if text == "-":
+        if sys.stdin is None:
+            raise typer.BadParameter("- reads standard input, which is closed", param_hint="PROMPT")
         text = sys.stdin.read()
     assert text is not None
     return [{"role": "user", "content": text}] if chat else text

@@ -6,6 +6,7 @@ there, or none that can serve); 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -61,9 +62,13 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of a pipe left. Nothing more can be written, at exit neither.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         from baton.cli import failures

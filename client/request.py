@@ -130,7 +130,11 @@ def _set_prompt(
     request: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None
 ) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        try:
+            request.text = prompt
+        except UnicodeEncodeError:
+            # Bytes from a command line or a file that were no UTF-8.
+            raise errors.invalid("text", prompt, "must be valid UTF-8") from None
     elif isinstance(prompt, (bytes, bytearray)):
         # A sequence of integers, but none of token ids.
         raise errors.invalid("prompt", prompt, "must be text, chat turns or token ids")

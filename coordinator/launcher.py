@@ -26,6 +26,8 @@ _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10
 # How a traceback ends, as it is or behind the prefix of vLLM's log lines.
 _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+# A log line of everyday work: it says nothing of why a process ended.
+_EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 _STOP_MARGIN_S = 10.0
 # After SIGKILL the kernel needs a moment, not more.
@@ -39,7 +41,7 @@ class WorkerExit:
     Attributes:
         exit_code: negative for a signal's number.
         last_line: of its stderr: what it gave as its reason, whatever else was written after that;
-            empty when it wrote nothing.
+            empty when it wrote nothing, or last of its everyday work.
         first_error: the first exception that it, or a process it started, wrote of, also on stdout
             (vLLM logs there); empty when there was none. While it loads, that is where the trouble
             began.
@@ -266,7 +268,7 @@ class _Child:
             self._first_error = found[1]
         if not remember or not text:
             return
-        self._last_line = text
+        self._last_line = "" if _EVERYDAY.match(text) else text
         own = f"baton worker {self._worker_id}: "
         if text.startswith(own):
             self._last_words = text.removeprefix(own)

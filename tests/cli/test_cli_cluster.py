@@ -152,6 +152,12 @@ def test_a_wrong_request_names_the_field_and_is_exit_2(ask):
     assert "sampling.temperature" in result.err
 
 
+def test_a_model_that_is_not_served_is_exit_2(ask):
+    result = ask("generate", "hello", "--model", "other")
+    assert result.code == 2
+    assert result.err == "baton: model is 'other'; this coordinator serves 'demo'\n"
+
+
 def test_a_deadline_is_exit_1(ask):
     result = ask("generate", "hello", "--max-tokens", "4000", "--timeout", "0.3", "--ignore-eos")
     assert result.code == 1

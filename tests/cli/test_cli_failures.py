@@ -1,7 +1,9 @@
 """What a person sees when something is wrong: one line, and an exit code that says which kind."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,33 @@ def test_a_value_that_no_request_can_hold(baton, unused_address):
     result = baton("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
     assert result.code == 2
     assert "sampling.max_tokens is -5" in one_line(result)
+
+
+def test_a_prompt_that_is_no_text(baton, unused_address):
+    result = baton("generate", os.fsdecode(b"h\xffi"), "--address", unused_address)
+    assert result.code == 2
+    assert "must be valid UTF-8" in one_line(result)
+
+
+def test_a_full_disk_is_one_line():
+    command = [sys.executable, "-m", "baton.cli", "config", "show"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "baton: cannot write: No space left on device\n"
+
+
+def test_closed_standard_input():
+    closed = [
+        sys.executable,
+        "-c",
+        "import os, sys\n"
+        "os.close(0)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', 'generate', '-'])",
+    ]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "standard input, which is closed" in done.stderr
 
 
 def test_a_bad_key_stops_up_before_anything_starts(baton):

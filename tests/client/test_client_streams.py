@@ -388,6 +388,7 @@ async def test_model(client):
         ({"prompt": "x", "choice": "yes"}, "sampling.choice"),
         ({"prompt": "x", "bad_words": "no"}, "sampling.bad_words"),
         ({"prompt": b"x"}, "prompt"),
+        ({"prompt": b"\xff".decode(errors="surrogateescape")}, "text"),
         ({"prompt": "x", "timeout_s": float("nan")}, "timeout_s"),
         ({"prompt": [1, -2]}, "tokens.ids"),
         ({"prompt": [{"role": "user"}]}, "chat.messages[0]"),

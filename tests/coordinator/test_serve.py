@@ -131,6 +131,14 @@ async def test_the_reason_is_found_amid_what_its_processes_write(config):
     )
 
 
+async def test_everyday_work_is_no_reason(config):
+    with pytest.raises(WorkersFailed) as caught:
+        await serve(
+            config(busily="decode"), launch=True, ready=print, stop=asyncio.Event(), command=WORKER
+        )
+    assert str(caught.value) == "worker decode-0 exited with code 1"
+
+
 async def test_workers_that_take_too_long_are_named(config):
     before = descendants()
     late = config(late="decode")

@@ -1,8 +1,8 @@
 """A worker process for the launcher's tests: takes `baton worker`'s arguments, serves by script.
 
 What it does is in the configuration's engine_args: "die" says last words and exits, "noisily" amid
-what others of its processes write; "late" never attaches; "stubborn" ignores SIGTERM; "child"
-starts a process of its own that ignores SIGTERM too.
+what others of its processes write, "busily" after a log line of everyday work; "late" never
+attaches; "stubborn" ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ async def main() -> None:
         print("(Worker pid=7) ERROR [model.py:9] RuntimeError: no weights in x", flush=True)
         print(f"baton worker {arguments.worker_id}: engine: see above", file=sys.stderr)
         print("resource_tracker: there appear to be leaked semaphores", file=sys.stderr)
+        sys.exit(1)
+    if behaviour.get("busily") == arguments.role:
+        print("2026-01-01T12:00:00.123 info w baton.worker.main at work", file=sys.stderr)
         sys.exit(1)
     if behaviour.get("late") == arguments.role:
         signal.pause()
