@@ -10,6 +10,8 @@ from baton.client.errors import RemoteError, UnavailableError
 
 PROMPT = list(range(5, 305))
 DECODING = {"simulated": {"step_base_ms": 20}}
+# Before a worker whose stream broke is given up.
+DYING = {**DECODING, "coordinator": {"worker_timeout_s": 3}}
 
 
 async def decoding(client, **options):
@@ -29,7 +31,7 @@ async def test_a_killed_worker_fails_its_requests_and_nothing_is_left(new_cluste
     over = {"step_base_ms": 20}
     if victim == "p1":
         over["prefill_per_token_ms"] = 20
-    cluster = new_cluster("p1", "d1", simulated=over)
+    cluster = new_cluster("p1", "d1", **DYING | {"simulated": over})
     await cluster.serving()
     async with BatonClient(cluster.address) as client:
         if victim == "d1":
@@ -72,7 +74,7 @@ async def test_a_worker_that_stands_still_is_lost_and_fenced(new_cluster):
 
 @pytest.mark.parametrize("leaver", ["p1", "d1"])
 async def test_a_worker_told_to_stop_finishes_first(new_cluster, leaver):
-    cluster = new_cluster("p1", "d1", **DECODING)
+    cluster = new_cluster("p1", "d1", **DYING)
     await cluster.serving()
     async with BatonClient(cluster.address) as client:
         streams = [await decoding(client, max_tokens=40) for _ in range(3)]
@@ -95,7 +97,7 @@ async def test_a_worker_told_to_stop_finishes_first(new_cluster, leaver):
 
 
 async def test_the_transfer_services_death_ends_its_worker(new_cluster):
-    cluster = new_cluster("p1", "d1", **DECODING)
+    cluster = new_cluster("p1", "d1", **DYING)
     await cluster.serving()
     async with BatonClient(cluster.address) as client:
         stream = await decoding(client, max_tokens=900)
@@ -111,7 +113,7 @@ async def test_the_transfer_services_death_ends_its_worker(new_cluster):
 
 async def test_a_lost_coordinator_ends_requests_and_a_new_one_serves(new_cluster):
     """First form: nothing is adopted, so the workers end what they had and go on."""
-    cluster = new_cluster("p1", "d1", **DECODING)
+    cluster = new_cluster("p1", "d1", **DYING)
     await cluster.serving()
     async with BatonClient(cluster.address) as client:
         stream = await decoding(client, max_tokens=900)
