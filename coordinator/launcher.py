@@ -30,6 +30,9 @@ _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 _EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 _STOP_MARGIN_S = 10.0
+# A dead worker's transfer service frees its shared memory and its socket, when it is let.
+_GROUP_GRACE_S = 1.0
+_GROUP_POLL_S = 0.02
 # After SIGKILL the kernel needs a moment, not more.
 _KILL_TIMEOUT_S = 10.0
 
@@ -232,7 +235,7 @@ class _Child:
                 group.create_task(self._relay(self._errors.reader, remember=True))
                 exit_code = await self._process.wait()
                 # Its own children go with it, and let go of its output.
-                self._kill_group()
+                await self._end_group()
         finally:
             self._output.close()
             self._errors.close()
@@ -272,6 +275,18 @@ class _Child:
         own = f"baton worker {self._worker_id}: "
         if text.startswith(own):
             self._last_words = text.removeprefix(own)
+
+    async def _end_group(self) -> None:
+        """What a dead worker left behind ends by itself; SIGKILL for what does not in time.
+
+        No SIGTERM: it would be the second request to stop, which cuts the cleaning up short.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
+            async with asyncio.timeout(_GROUP_GRACE_S):
+                while True:
+                    os.killpg(self._process.pid, 0)
+                    await asyncio.sleep(_GROUP_POLL_S)
+        self._kill_group()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

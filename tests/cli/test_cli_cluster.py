@@ -195,6 +195,28 @@ def test_a_missing_model_is_one_line(baton, tmp_path):
     assert result.out == ""
 
 
+def test_a_killed_worker_leaves_neither_shared_memory_nor_a_directory(tmp_path, monkeypatch):
+    directories = tmp_path / "t"
+    directories.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directories))
+    up = Process(*UP, "--prefill", "0", home=tmp_path)
+    try:
+        up.line(r"^ready grpc=")
+        (worker,) = psutil.Process(up.popen.pid).children()
+        (service,) = worker.children()
+        (segment,) = {
+            Path(file.path) for file in service.open_files() if file.path.startswith("/dev/shm/")
+        }
+        assert len(list(directories.glob("baton-*"))) == 1
+        worker.kill()
+        service.wait(5.0)
+        assert not segment.exists()
+        assert not list(directories.glob("baton-*"))
+        assert up.stop() == (0, []), up.err()[-3000:]
+    finally:
+        up.close()
+
+
 def test_sigterm_stops_up_too(tmp_path):
     up = Process(*UP, home=tmp_path)
     try:
