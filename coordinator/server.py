@@ -194,6 +194,8 @@ async def serve(
     """
     stop = stop if stop is not None else stop_requested()
     async with Coordinator(config, launched=launch) as coordinator:
+        addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
+        _log.info("listening", extra=addresses)
         if not launch:
             ready(coordinator.address)
             await stop.wait()

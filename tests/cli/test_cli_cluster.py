@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -195,13 +196,17 @@ def test_a_missing_model_is_one_line(baton, tmp_path):
     assert result.out == ""
 
 
-def test_a_killed_worker_leaves_neither_shared_memory_nor_a_directory(tmp_path, monkeypatch):
+def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, monkeypatch):
     directories = tmp_path / "t"
     directories.mkdir()
     monkeypatch.setenv("TMPDIR", str(directories))
     up = Process(*UP, "--prefill", "0", home=tmp_path)
     try:
         up.line(r"^ready grpc=")
+        # A port that the system picked is not lost on people.
+        told = re.search(r" coordinator .*\bmetrics=(127\.0\.0\.1:\d+)", up.err())
+        with urllib.request.urlopen(f"http://{told.group(1)}/metrics", timeout=5) as answer:
+            assert b"gen_ai_server_time_to_first_token" in answer.read()
         (worker,) = psutil.Process(up.popen.pid).children()
         (service,) = worker.children()
         (segment,) = {
