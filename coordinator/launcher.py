@@ -30,8 +30,8 @@ _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 _EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 _STOP_MARGIN_S = 10.0
-# A dead worker's transfer service frees its shared memory and its socket, when it is let.
-_GROUP_GRACE_S = 1.0
+# A dead worker's engine and transfer service free what they hold, when they are let.
+_GROUP_GRACE_S = 15.0
 _GROUP_POLL_S = 0.02
 # After SIGKILL the kernel needs a moment, not more.
 _KILL_TIMEOUT_S = 10.0
@@ -194,7 +194,7 @@ class _Child:
     ) -> None:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
         self._output, self._errors = output, errors
-        self._stopping = False
+        self._stopping = self._reported = False
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch: asyncio.Task[None] | None = None
 
@@ -234,14 +234,23 @@ class _Child:
                 group.create_task(self._relay(self._output.reader, remember=False))
                 group.create_task(self._relay(self._errors.reader, remember=True))
                 exit_code = await self._process.wait()
+                if exit_code < 0:
+                    # Killed: its output will not tell why, and what it left takes a while to end.
+                    self._report(exit_code)
                 # Its own children go with it, and let go of its output.
                 await self._end_group()
         finally:
             self._output.close()
             self._errors.close()
-        if not self._stopping:
-            last_line = self._last_words or self._last_line
-            self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
+        self._report(exit_code)
+
+    def _report(self, exit_code: int) -> None:
+        """Once, and not of a worker that was asked to stop."""
+        if self._stopping or self._reported:
+            return
+        self._reported = True
+        last_line = self._last_words or self._last_line
+        self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
 
     async def _feed(self, config: bytes) -> None:
         stdin = self._process.stdin
