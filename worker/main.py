@@ -227,7 +227,7 @@ class _Worker:
             gone.cancel()
             await asyncio.gather(starting, gone, return_exceptions=True)
         if transfer.gone.is_set():
-            raise WorkerFailed(f"transfer service ended: {transfer.gone_reason}")
+            raise WorkerFailed(transfer.gone_reason)
         raise WorkerFailed(f"engine: not up after worker.start_timeout_s {timeout_s:g}")
 
     async def _serve(
@@ -330,9 +330,7 @@ def _failure(
             match cause:
                 case EngineDead():
                     return f"engine: {cause}"
-                case TransferError():
-                    return f"transfer service ended: {cause}"
-                case AttachError():
+                case TransferError() | AttachError():
                     return str(cause)
         _log.error("a task failed", exc_info=error)
         return f"{type(error).__name__}: {error}"
