@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from baton.client import errors
+from baton.runtime.names import did_you_mean
 from baton.v1 import common_pb2, inference_pb2
 
 LaneName: TypeAlias = Literal["interactive", "batch"]
@@ -110,8 +110,7 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
     _set_prompt(request, prompt, options.get("add_generation_prompt"))
     for name, value in options.items():
         if name not in RequestOptions.__annotations__:
-            close = difflib.get_close_matches(name, RequestOptions.__annotations__, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, RequestOptions.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}")
         if value is None or name in ("lane", "add_generation_prompt"):
             continue

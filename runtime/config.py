@@ -6,7 +6,6 @@ An unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,8 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+
+from baton.runtime.names import did_you_mean
 
 # Three years stand for "for ever": infinity fits no message.
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
@@ -241,7 +242,5 @@ def _nearest(path: list[str]) -> str:
     section: Any = BatonConfig
     for part in path[:-1]:
         section = section.model_fields[part].annotation
-    close = difflib.get_close_matches(path[-1], section.model_fields, n=1, cutoff=0.5)
-    return (
-        f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(section.model_fields)}"
-    )
+    hint = did_you_mean(path[-1], section.model_fields, cutoff=0.5)
+    return hint or f"; known: {', '.join(section.model_fields)}"
