@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import yaml
 
+from baton.runtime.affinity import VLLM_BIND_THREADS
+
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 
@@ -57,7 +59,7 @@ def plain_vllm(
     command += ["--host", "127.0.0.1", "--model", model, "--served-model-name", "bench"]
     for name, value in engine_args.items():
         command += _flag(name, value)
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores, **environment}
+    environment = {VLLM_BIND_THREADS: cores, **environment}
     with _running(command, environment) as (popen, log):
         url = f"http://127.0.0.1:{port}"
         _wait_http(f"{url}/health", popen, log)
@@ -115,7 +117,7 @@ def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> It
         workers = [
             start(
                 ["worker", "--role", role, "--coordinator", f"127.0.0.1:{port}"],
-                VLLM_CPU_OMP_THREADS_BIND=core,
+                **{VLLM_BIND_THREADS: core},
             )
             for role, core in zip(("prefill", "decode"), cores, strict=True)
         ]

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.runtime import affinity
 from baton.runtime.config import BatonConfig
 
-# vLLM's setting, read from the environment only.
-BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -33,7 +32,7 @@ class CoreShares:
         """What binds the engine of the index-th worker."""
         if index >= len(self.engines):
             return {}
-        return {BIND_THREADS: ",".join(map(str, self.engines[index]))}
+        return {affinity.VLLM_BIND_THREADS: ",".join(map(str, self.engines[index]))}
 
 
 NO_SHARES = CoreShares((), ())
@@ -42,7 +41,7 @@ NO_SHARES = CoreShares((), ())
 def share(cores: Sequence[int], num_prefill: int, num_decode: int) -> CoreShares:
     """Deals the cores out evenly; with more workers than cores some share one."""
     num_workers = max(1, num_prefill + num_decode)
-    engines = tuple(tuple(cores[index % len(cores) :: num_workers]) for index in range(num_workers))
+    engines = affinity.deal(cores, num_workers)
     prefilling = {core for engine in engines[:num_prefill] for core in engine}
     return CoreShares(engines, tuple(core for core in cores if core not in prefilling))
 
@@ -51,7 +50,7 @@ def on_this_host(config: BatonConfig) -> CoreShares:
     """The shares for `config`'s workers; NO_SHARES where they are not this program's to choose."""
     if (
         config.engine != "vllm"
-        or BIND_THREADS in os.environ
+        or affinity.VLLM_BIND_THREADS in os.environ
         or config.engine_args.get("tensor_parallel_size", 1) != 1
         or _NVIDIA_DRIVER.exists()
         or not hasattr(os, "sched_getaffinity")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import os
 from pathlib import Path
@@ -16,10 +15,11 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 from baton.engine.base import EngineDead
 from baton.engine.vllm_forced_tokens import ForcedTokens
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime import affinity
+from baton.runtime.names import did_you_mean
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
-_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 _REVISION_BYTES = 2**20
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
@@ -36,8 +36,7 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         if name in _OWN_ARGS:
             raise EngineDead(f"engine_args.{name}: is set by Baton and cannot be passed through")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
     args: dict[str, Any] = {
         "model": model,
@@ -96,11 +95,13 @@ def bind_threads(config: Any) -> list[int]:
     """
     if config.device_config.device_type != "cpu":
         return []
-    if _BIND_THREADS not in os.environ:
-        cores, ranks = sorted(os.sched_getaffinity(0)), config.parallel_config.tensor_parallel_size
-        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
-        os.environ[_BIND_THREADS] = "|".join(",".join(map(str, share)) for share in shares)
-    bound = os.environ[_BIND_THREADS]
+    if affinity.VLLM_BIND_THREADS not in os.environ:
+        ranks = config.parallel_config.tensor_parallel_size
+        shares = affinity.deal(sorted(os.sched_getaffinity(0)), ranks)
+        os.environ[affinity.VLLM_BIND_THREADS] = "|".join(
+            ",".join(map(str, share)) for share in shares
+        )
+    bound = os.environ[affinity.VLLM_BIND_THREADS]
     if bound in ("auto", "nobind"):
         return []
     return sorted({core for share in bound.split("|") for core in parse_id_list(share)})

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+# vLLM's setting of the cores its CPU ranks compute on; it reads it from the environment only.
+VLLM_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def deal(cores: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+    """Deals cores out evenly; with more shares than cores some get the same one."""
+    return tuple(tuple(cores[index % len(cores) :: num_shares]) for index in range(num_shares))
 
 
 def keep_off(cpus: Collection[int]) -> None:
