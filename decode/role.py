@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, EngineRequest, ReceiveHandoff
+from baton.engine.base import Engine, EngineOutput, ReceiveHandoff
 from baton.kvtransfer.control import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
@@ -56,17 +56,7 @@ class DecodeRole:
                 plan.handoff_id, plan.num_tokens, plan.commit_timeout.ToNanoseconds() / 1e9
             )
         attempt.submitted_at = monotonic()
-        await self._engine.submit(
-            EngineRequest(
-                request_id=attempt.engine_id,
-                prompt_token_ids=attempt.spec.prompt_token_ids,
-                sampling=attempt.spec.sampling,
-                known_token_ids=attempt.spec.known_token_ids,
-                known_text_chars=attempt.spec.known_text_chars,
-                priority=attempt.spec.priority,
-                receive=receive,
-            )
-        )
+        await self._engine.submit(attempt.engine_request(receive=receive))
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
         """Once the engine has run the request its handoff is loaded or never will be."""

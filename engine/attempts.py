@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.engine.base import EngineOutput, Finish, Logprob
+from baton.engine.base import (
+    EngineOutput,
+    EngineRequest,
+    Finish,
+    Logprob,
+    ReceiveHandoff,
+    SendHandoff,
+)
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -44,6 +51,26 @@ class Attempt:
     def engine_id(self) -> str:
         """What the engine calls it: attempts of one request never share an id."""
         return f"{self.spec.request_id}#{self.spec.attempt}"
+
+    def engine_request(
+        self,
+        *,
+        prefill_only: bool = False,
+        send: SendHandoff | None = None,
+        receive: ReceiveHandoff | None = None,
+    ) -> EngineRequest:
+        """The attempt as an engine runs it."""
+        return EngineRequest(
+            request_id=self.engine_id,
+            prompt_token_ids=self.spec.prompt_token_ids,
+            sampling=self.spec.sampling,
+            known_token_ids=self.spec.known_token_ids,
+            known_text_chars=self.spec.known_text_chars,
+            prefill_only=prefill_only,
+            priority=self.spec.priority,
+            send=send,
+            receive=receive,
+        )
 
     def running(self) -> cluster_pb2.RunningRequest:
         return cluster_pb2.RunningRequest(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, EngineRequest, Finish, SendHandoff
+from baton.engine.base import Engine, EngineOutput, Finish, SendHandoff
 from baton.kvtransfer.control import FIRST_EPOCH, TransferClient, TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import cluster_pb2, kv_transfer_pb2
@@ -56,18 +56,7 @@ class PrefillRole:
         """
         send = await self._reserve(attempt) if attempt.handoff is not None else None
         attempt.submitted_at = monotonic()
-        await self._engine.submit(
-            EngineRequest(
-                request_id=attempt.engine_id,
-                prompt_token_ids=attempt.spec.prompt_token_ids,
-                sampling=attempt.spec.sampling,
-                known_token_ids=attempt.spec.known_token_ids,
-                known_text_chars=attempt.spec.known_text_chars,
-                prefill_only=True,
-                priority=attempt.spec.priority,
-                send=send,
-            )
-        )
+        await self._engine.submit(attempt.engine_request(prefill_only=True, send=send))
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
         """A request that ends with its first token needs no handoff."""
