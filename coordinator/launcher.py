@@ -150,11 +150,6 @@ class LocalLauncher:
                 group.create_task(child.stop(patience_s))
         self._children.clear()
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids of the workers that were started and not stopped, by worker id."""
-        return {worker_id: child.pid for worker_id, child in self._children.items()}
-
 
 class _Pipe:
     """What a process writes, as a stream.
@@ -197,10 +192,6 @@ class _Child:
         self._stopping = self._reported = False
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def begin(self, config: bytes) -> None:
         self._watch = asyncio.create_task(self._run(config))

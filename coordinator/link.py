@@ -43,10 +43,6 @@ class WorkerLink:
         self._num_bytes = 0
         self._first_seq = self._next_to_send = self._next_seq = 1
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
     def open(self, stream: object, ack: int) -> None:
         """A stream begins; sending goes on after what the worker has processed."""
         self.stream = stream

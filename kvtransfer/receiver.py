@@ -59,10 +59,10 @@ class ReceiverLimits:
         max_tombstones: ended handoffs that are remembered.
     """
 
-    max_wait_s: float = 60.0
-    idle_timeout_s: float = 10.0
-    commit_ttl_s: float = 30.0
-    claim_timeout_s: float = 10.0
+    max_wait_s: float
+    idle_timeout_s: float
+    commit_ttl_s: float
+    claim_timeout_s: float
     max_queued: int = 1024
     max_tombstones: int = 4096
 

@@ -54,8 +54,8 @@ class SenderLimits:
 
     Attributes:
         max_wait_s: for room, whatever the caller is willing to wait.
-        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
         idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
+        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
         linger_s: how long the extent of an aborted send stays reserved: the engine may be in the
             middle of writing to it, and learns only later that nobody wants it.
         writer_timeout_s: how long the extent of a send that failed by itself stays reserved for its
@@ -64,9 +64,9 @@ class SenderLimits:
         max_sends: at a time.
     """
 
-    max_wait_s: float = 60.0
+    max_wait_s: float
+    idle_timeout_s: float
     reply_grace_s: float = 5.0
-    idle_timeout_s: float = 15.0
     linger_s: float = 0.5
     writer_timeout_s: float = 3600.0
     max_sends: int = 1024
