@@ -93,6 +93,17 @@ class KvTransferConfig(Section):
 
     listen: str = Field("127.0.0.1:0", description="host:port; port 0 picks a free one")
     advertise_host: str = Field("", description="host other workers dial; empty: that of listen")
+    transports: list[Literal["shm", "nccl", "gloo", "grpc"]] = Field(
+        ["shm", "nccl", "grpc"],
+        min_length=1,
+        description="how bytes may move, best first; each pair takes the first that both can",
+    )
+    grpc_connections: PositiveInt = Field(
+        2, le=16, description="to each other worker; handoffs are spread over them"
+    )
+    port_range: str = Field(
+        "", description="first-last: where a port 0 of listen is picked; empty: anywhere"
+    )
     send_bytes: PositiveInt = Field(256 * 2**20, description="the sender's staging")
     receive_bytes: PositiveInt = Field(256 * 2**20, description="the receiver's staging")
     open_timeout_s: PositiveSeconds = Field(5.0, description="wait for a reservation")

@@ -47,6 +47,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The totals of the commit are not what arrived."""
     REFUSAL_REASON_EXPIRED: _RefusalReason.ValueType  # 9
     REFUSAL_REASON_CANCELLED: _RefusalReason.ValueType  # 10
+    REFUSAL_REASON_TRANSPORT: _RefusalReason.ValueType  # 11
+    """The epoch's transport failed; the sender may open the next epoch on another."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
 
@@ -66,6 +68,8 @@ REFUSAL_REASON_INCOMPLETE: RefusalReason.ValueType  # 8
 """The totals of the commit are not what arrived."""
 REFUSAL_REASON_EXPIRED: RefusalReason.ValueType  # 9
 REFUSAL_REASON_CANCELLED: RefusalReason.ValueType  # 10
+REFUSAL_REASON_TRANSPORT: RefusalReason.ValueType  # 11
+"""The epoch's transport failed; the sender may open the next epoch on another."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _HandoffState:
@@ -86,6 +90,8 @@ class _HandoffStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HandoffS
     """Loaded, or no longer wanted; its staging is free."""
     HANDOFF_STATE_FAILED: _HandoffState.ValueType  # 6
     """Refused, expired, cancelled or its sender died: never loads."""
+    HANDOFF_STATE_INTERRUPTED: _HandoffState.ValueType  # 7
+    """An epoch's transport failed or altered bytes: its room stays reserved for the next epoch."""
 
 class HandoffState(_HandoffState, metaclass=_HandoffStateEnumTypeWrapper): ...
 
@@ -101,6 +107,8 @@ HANDOFF_STATE_RELEASED: HandoffState.ValueType  # 5
 """Loaded, or no longer wanted; its staging is free."""
 HANDOFF_STATE_FAILED: HandoffState.ValueType  # 6
 """Refused, expired, cancelled or its sender died: never loads."""
+HANDOFF_STATE_INTERRUPTED: HandoffState.ValueType  # 7
+"""An epoch's transport failed or altered bytes: its room stays reserved for the next epoch."""
 Global___HandoffState: _TypeAlias = HandoffState  # noqa: Y015
 
 @_typing.final
@@ -212,6 +220,7 @@ class PushOpen(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     rank: _builtins.int
@@ -222,6 +231,10 @@ class PushOpen(_message.Message):
     """How long the sender is willing to wait for a reservation, in milliseconds."""
     @_builtins.property
     def fingerprint(self) -> Global___KvFingerprint: ...
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
+        """How the sender could move this epoch's bytes, best first; the receiver chooses one. Empty: grpc."""
+
     def __init__(
         self,
         *,
@@ -232,14 +245,109 @@ class PushOpen(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
+        offers: _abc.Iterable[Global___TransportOffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "rank", b"rank", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offers", b"offers", "rank", b"rank", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushOpen: _TypeAlias = PushOpen  # noqa: Y015
+
+@_typing.final
+class TransportOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHM_DOMAIN_FIELD_NUMBER: _builtins.int
+    SHM_SEGMENT_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"shm", "nccl", "gloo" or "grpc"."""
+    shm_domain: _builtins.str
+    """shm: which shared memory the sender sees (machine, mount, user), and the segment that holds its
+    staging.
+    """
+    shm_segment: _builtins.str
+    link_id: _builtins.str
+    """nccl, gloo: the link, already joined by both."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shm_domain: _builtins.str = ...,
+        shm_segment: _builtins.str = ...,
+        link_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "name", b"name", "shm_domain", b"shm_domain", "shm_segment", b"shm_segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
+
+@_typing.final
+class LinkMessage(_message.Message):
+    """One key of the rendezvous of a link's process group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    value: _builtins.bytes
+    @_builtins.property
+    def hello(self) -> Global___LinkHello:
+        """In the first message of each side."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___LinkHello | None = ...,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkMessage: _TypeAlias = LinkMessage  # noqa: Y015
+
+@_typing.final
+class LinkHello(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.str
+    backend: _builtins.str
+    """"nccl" or "gloo"."""
+    refusal: _builtins.str
+    """Set by the side that was dialled when it does not take part: why."""
+    @_builtins.property
+    def fingerprint(self) -> Global___KvFingerprint: ...
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        fingerprint: Global___KvFingerprint | None = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "fingerprint", b"fingerprint", "link_id", b"link_id", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
 
 @_typing.final
 class PushReply(_message.Message):
@@ -273,12 +381,17 @@ class PushReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
     kind: Global___PushReply.Kind.ValueType
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     reason: Global___RefusalReason.ValueType
     detail: _builtins.str
     """In words, with the values that did not match."""
+    transport: _builtins.str
+    """With KIND_OPENED: which offer was taken, and why none of the better ones."""
+    transport_reason: _builtins.str
     def __init__(
         self,
         *,
@@ -287,10 +400,12 @@ class PushReply(_message.Message):
         epoch: _builtins.int = ...,
         reason: Global___RefusalReason.ValueType = ...,
         detail: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        transport_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "kind", b"kind", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "kind", b"kind", "reason", b"reason", "transport", b"transport", "transport_reason", b"transport_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +810,7 @@ class LocalHandoffState(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -703,6 +819,8 @@ class LocalHandoffState(_message.Message):
     num_blocks: _builtins.int
     num_tokens: _builtins.int
     num_bytes: _builtins.int
+    transport: _builtins.str
+    """Of the current epoch."""
     def __init__(
         self,
         *,
@@ -714,10 +832,11 @@ class LocalHandoffState(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -749,6 +868,12 @@ class LocalSendState(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     EXPOSED_US_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_FALLBACKS_FIELD_NUMBER: _builtins.int
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
+    RESERVE_US_FIELD_NUMBER: _builtins.int
+    OPEN_US_FIELD_NUMBER: _builtins.int
+    FILL_US_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___LocalSendState.State.ValueType
@@ -757,6 +882,15 @@ class LocalSendState(_message.Message):
     num_bytes: _builtins.int
     exposed_us: _builtins.int
     """From the last frame filled until the commit was verified by the receiver."""
+    transport: _builtins.str
+    """Of the last epoch."""
+    num_fallbacks: _builtins.int
+    """Epochs given up because their transport failed."""
+    num_frames: _builtins.int
+    reserve_us: _builtins.int
+    """Waiting for the sender's staging, then for the receiver's, then until the last frame was filled."""
+    open_us: _builtins.int
+    fill_us: _builtins.int
     def __init__(
         self,
         *,
@@ -767,10 +901,16 @@ class LocalSendState(_message.Message):
         detail: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
         exposed_us: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        num_fallbacks: _builtins.int = ...,
+        num_frames: _builtins.int = ...,
+        reserve_us: _builtins.int = ...,
+        open_us: _builtins.int = ...,
+        fill_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "exposed_us", b"exposed_us", "handoff_id", b"handoff_id", "num_bytes", b"num_bytes", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "exposed_us", b"exposed_us", "fill_us", b"fill_us", "handoff_id", b"handoff_id", "num_bytes", b"num_bytes", "num_fallbacks", b"num_fallbacks", "num_frames", b"num_frames", "open_us", b"open_us", "reason", b"reason", "reserve_us", b"reserve_us", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,6 +1078,11 @@ class LocalStatistics(_message.Message):
     HANDOFFS_COMMITTED_FIELD_NUMBER: _builtins.int
     HANDOFFS_FAILED_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    EXPIRIES_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_SENDS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_RECEIVES_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     send_bytes_total: _builtins.int
     send_bytes_used: _builtins.int
     receive_bytes_total: _builtins.int
@@ -950,10 +1095,19 @@ class LocalStatistics(_message.Message):
     frames_received: _builtins.int
     handoffs_committed: _builtins.int
     handoffs_failed: _builtins.int
+    expiries: _builtins.int
+    """Handoffs that ended because a state lasted too long."""
+    num_waiting_sends: _builtins.int
+    """Waiting for room in staging, of num_sends and num_receives."""
+    num_waiting_receives: _builtins.int
     @_builtins.property
     def refusals(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """By RefusalReason number."""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatistics]: ...
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTransport]: ...
     def __init__(
         self,
         *,
@@ -970,11 +1124,84 @@ class LocalStatistics(_message.Message):
         handoffs_committed: _builtins.int = ...,
         handoffs_failed: _builtins.int = ...,
         refusals: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        expiries: _builtins.int = ...,
+        num_waiting_sends: _builtins.int = ...,
+        num_waiting_receives: _builtins.int = ...,
+        transports: _abc.Iterable[Global___TransportStatistics] | None = ...,
+        peers: _abc.Iterable[Global___PeerTransport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "num_receives", b"num_receives", "num_sends", b"num_sends", "receive_bytes_total", b"receive_bytes_total", "receive_bytes_used", b"receive_bytes_used", "refusals", b"refusals", "send_bytes_total", b"send_bytes_total", "send_bytes_used", b"send_bytes_used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "expiries", b"expiries", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "num_receives", b"num_receives", "num_sends", b"num_sends", "num_waiting_receives", b"num_waiting_receives", "num_waiting_sends", b"num_waiting_sends", "peers", b"peers", "receive_bytes_total", b"receive_bytes_total", "receive_bytes_used", b"receive_bytes_used", "refusals", b"refusals", "send_bytes_total", b"send_bytes_total", "send_bytes_used", b"send_bytes_used", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalStatistics: _TypeAlias = LocalStatistics  # noqa: Y015
+
+@_typing.final
+class TransportStatistics(_message.Message):
+    """What one transport has moved, both directions together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    FRAMES_SENT_FIELD_NUMBER: _builtins.int
+    FRAMES_RECEIVED_FIELD_NUMBER: _builtins.int
+    HANDOFFS_COMMITTED_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    bytes_sent: _builtins.int
+    bytes_received: _builtins.int
+    frames_sent: _builtins.int
+    frames_received: _builtins.int
+    handoffs_committed: _builtins.int
+    fallbacks: _builtins.int
+    """Epochs that fell back from this transport to the next."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes_sent: _builtins.int = ...,
+        bytes_received: _builtins.int = ...,
+        frames_sent: _builtins.int = ...,
+        frames_received: _builtins.int = ...,
+        handoffs_committed: _builtins.int = ...,
+        fallbacks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "fallbacks", b"fallbacks", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "handoffs_committed", b"handoffs_committed", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportStatistics: _TypeAlias = TransportStatistics  # noqa: Y015
+
+@_typing.final
+class PeerTransport(_message.Message):
+    """How this worker reaches another worker's transfer service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    transport: _builtins.str
+    reason: _builtins.str
+    """Why none of the better ones; empty when it is the best."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "target", b"target", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerTransport: _TypeAlias = PeerTransport  # noqa: Y015

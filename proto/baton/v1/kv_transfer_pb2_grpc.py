@@ -26,11 +26,17 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     def __init__(self, channel):
@@ -47,11 +53,17 @@ class KvTransferStub:
 
 
 class KvTransferServicer:
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     def Describe(self, request, context):
@@ -78,11 +90,17 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     @staticmethod

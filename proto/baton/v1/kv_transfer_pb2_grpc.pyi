@@ -33,11 +33,17 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvTransferStub:
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     @_typing.overload
@@ -49,11 +55,17 @@ class KvTransferStub:
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -61,11 +73,17 @@ class KvTransferAsyncStub(KvTransferStub):
     """What this end accepts: for operators, and for a sender that wants to know before it opens."""
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
-    """Between the transfer services of two workers. Beside the methods below, the service has the
-    stream `/baton.v1.KvTransfer/Push`: raw frames one way, PushReply messages the other. Its frames
-    are not protobuf (the payload is not to be copied into a message); kvtransfer/frames.py defines
-    them. The first frame of a stream is an open whose payload is a PushOpen. A data frame carries
-    handoff, epoch, layer, block range and a checksum; the commit frame carries the totals.
+    """Between the transfer services of two workers. Beside the methods below, the service has two
+    streams whose messages are not protobuf where bytes of KV caches are in them.
+
+    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
+    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
+    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
+    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
+    travel beside this stream.
+
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
+    ways, and the group lives as long as the stream.
     """
 
     @_abc_1.abstractmethod
