@@ -5,17 +5,22 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 import yaml
+from vllm_remains import control_socket
 
 from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.kvtransfer import local_wire
+from baton.v1 import kv_transfer_pb2
 
 HEARTBEAT_S = 0.1
 START_S = 30.0
@@ -95,6 +100,9 @@ class Cluster:
     def process(self, name: str) -> psutil.Process:
         return psutil.Process(self._processes[name].pid)
 
+    def lives(self, name: str) -> bool:
+        return self._processes[name].poll() is None
+
     def signal(self, name: str, number: signal.Signals) -> None:
         self._processes[name].send_signal(number)
 
@@ -136,21 +144,66 @@ class Cluster:
         async with BatonClient(self.address) as client:
             await client.wait_ready(START_S)
 
-    async def nothing_left(self, within_s: float = 4.0) -> None:
-        """Raises AssertionError unless everything is free soon, and still is a moment later."""
+    async def attached(self, *names: str) -> None:
+        """Until these workers are among those that the coordinator has."""
+        async with AdminClient(self.address) as admin:
+            deadline = time.monotonic() + START_S
+            while set(names) - {worker.worker_id for worker in await admin.list_workers()}:
+                assert time.monotonic() < deadline, f"not all of {names} attach"
+                await asyncio.sleep(HEARTBEAT_S / 2)
+
+    async def kv_address(self, name: str) -> str:
+        async with AdminClient(self.address) as admin:
+            workers = {worker.worker_id: worker for worker in await admin.list_workers()}
+        return workers[name].kv_address
+
+    def staging(self, name: str) -> kv_transfer_pb2.LocalStatistics:
+        """What a worker's transfer service says, whatever its main process does."""
+        asked = kv_transfer_pb2.LocalRequest(call_id=1, stats=kv_transfer_pb2.LocalStats())
+        unpacker = local_wire.Unpacker()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(START_S)
+            connection.connect(control_socket(self.process(name)))
+            connection.sendall(local_wire.encode(asked))
+            while data := connection.recv(2**16):
+                for message in unpacker.feed(data):
+                    return kv_transfer_pb2.LocalReply.FromString(message).statistics
+        raise AssertionError(f"the transfer service of {name} has ended")
+
+    async def released(self, name: str, within_s: float) -> None:
+        """Raises AssertionError unless a worker's staging is free, and no handoff lives, soon."""
+        deadline = time.monotonic() + within_s
+        while True:
+            seen = self.staging(name)
+            if not (
+                seen.send_bytes_used + seen.receive_bytes_used + seen.num_sends + seen.num_receives
+            ):
+                return
+            assert time.monotonic() < deadline, f"{name} still holds {seen}"
+            await asyncio.sleep(0.02)
+
+    async def nothing_left(self, within_s: float = 4.0, *, dead: Collection[str] = ()) -> None:
+        """Raises AssertionError unless everything is free soon, and still is a moment later.
+
+        Args:
+            within_s: how soon.
+            dead: workers whose last report no longer counts.
+        """
         deadline = time.monotonic() + within_s
         num_clean = 0
         # Twice the reports' interval: what is seen was said after the call.
         while num_clean < 3:
             await asyncio.sleep(HEARTBEAT_S)
-            left = await self._left()
+            left = await self._left(dead)
             num_clean = 0 if left else num_clean + 1
             assert num_clean or time.monotonic() < deadline, left
 
-    async def _left(self) -> list[str]:
+    async def _left(self, dead: Collection[str]) -> list[str]:
         async with AdminClient(self.address) as admin:
             left = [f"request {one.request_id}" for one in await admin.list_requests()]
             for worker in await admin.list_workers():
+                if worker.worker_id in dead:
+                    continue
                 found = {
                     "requests": worker.num_requests,
                     "running": worker.load.num_running,

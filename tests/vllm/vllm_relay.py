@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from baton.kvtransfer import frames
+
 PUSH = "/baton.v1.KvTransfer/Push"
 MAX_BYTES = 64 * 2**20
+HOLD_TIMEOUT_S = 60.0
 
-# What to send on in place of one message; None of it for [].
-Spoil = Callable[[bytes], list[bytes]]
+# What to send on in place of one message, each part as it is made; nothing for [].
+Spoil = Callable[[bytes], Iterable[bytes]]
 
 
 def as_it_is(message: bytes) -> list[bytes]:
     return [message]
+
+
+class Hold:
+    """Passes a push's open and its first frames with blocks on, and then nothing until `let_go`.
+
+    Attributes:
+        reached: set once something is held back: the receiver was sent a part, not all.
+    """
+
+    def __init__(self, num_passed: int = 1) -> None:
+        self.reached = threading.Event()
+        self._num_left = num_passed
+        self._let_go = threading.Event()
+
+    def __call__(self, message: bytes) -> Iterator[bytes]:
+        end = 0
+        for frame in frames.decode(message):
+            begin, end = end, end + frames.HEADER_BYTES + len(frame.payload)
+            if frame.kind is not frames.FrameKind.OPEN:
+                if self._num_left == 0:
+                    self.reached.set()
+                    self._let_go.wait(HOLD_TIMEOUT_S)
+                else:
+                    self._num_left -= 1
+            yield message[begin:end]
+
+    def let_go(self) -> None:
+        """Everything passes from now on."""
+        self._let_go.set()
 
 
 class Relay:
@@ -45,10 +77,11 @@ class Relay:
         def read() -> None:
             try:
                 for message in messages:
-                    made = spoil(message)
-                    self.num_spoiled += made != [message]
-                    for one in made:
+                    made: list[bytes] = []
+                    for one in spoil(message):
+                        made.append(one)
                         outgoing.put(one)
+                    self.num_spoiled += made != [message]
             except grpc.RpcError:
                 pass
             finally:
