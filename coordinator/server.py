@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
@@ -21,6 +22,7 @@ from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
 from baton.coordinator.shell import Shell
 from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
+from baton.runtime.addresses import is_wildcard, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError
 from baton.runtime.lifecycle import stop_requested
@@ -275,6 +277,15 @@ async def _all_serve(
 
 
 def _dialled(address: str) -> str:
-    """The address as a process on this host dials it."""
+    """The address as workers on this host dial it.
+
+    Of every interface it is the one towards the outside: workers on other hosts must be able to
+    dial these workers, who listen where they find the coordinator.
+    """
     host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::") else address
+    if not is_wildcard(host):
+        return address
+    if ":" in host:
+        found = outward_address(socket.AF_INET6)
+        return f"[{found or '::1'}]:{port}"
+    return f"{outward_address(socket.AF_INET) or '127.0.0.1'}:{port}"

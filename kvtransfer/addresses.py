@@ -1,11 +1,74 @@
-"""The address a transfer service tells others to dial."""
+"""Where a transfer service listens, and the address it tells others to dial."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
+from collections.abc import Iterable
 
-from baton.runtime.config import ConfigError, split_address
+import grpc
+
+from baton.runtime import rpc
+from baton.runtime.addresses import is_wildcard, outward_address
+from baton.runtime.config import ConfigError, KvTransferConfig, split_address
+
+
+def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
+    """The configuration with a `listen` that those who reach the coordinator can dial.
+
+    Workers of one coordinator find each other where they find it: over loopback when it is on this
+    host and listens there, otherwise on the interface that leads to it.
+
+    Args:
+        config: what listen already says is kept.
+        coordinator: host:port.
+
+    Raises:
+        ConfigError: there is no way to the coordinator.
+    """
+    if config.listen:
+        return config
+    host, port = split_address(coordinator, "coordinator")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_DGRAM
+        )[0]
+        # Connecting a datagram socket sends nothing; it only picks the route.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            local = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"kv_transfer.listen: is empty, and there is no way to the coordinator at "
+            f"{coordinator} to tell the interface by: {error}"
+        ) from None
+    listen = f"[{local}]:0" if ":" in local else f"{local}:0"
+    return config.model_copy(update={"listen": listen})
+
+
+def bind(server: grpc.aio.Server, config: KvTransferConfig) -> str:
+    """Binds the server's port and returns host:port, with the port that 0 became.
+
+    Raises:
+        ConfigError: the address is wrong, or every port of it is in use.
+    """
+    listen = config.listen or "127.0.0.1:0"
+    host, port = split_address(listen, "kv_transfer.listen")
+    if port or not config.port_range:
+        return rpc.bind(server, listen, "kv_transfer.listen")
+    for candidate in _ports(config.port_range):
+        try:
+            return rpc.bind(server, f"{host}:{candidate}", "kv_transfer.port_range")
+        except ConfigError:
+            continue
+    raise ConfigError(
+        f"kv_transfer.port_range: every port of {config.port_range} is in use on {host}, or "
+        f"{host} is no address of this host"
+    )
+
+
+def _ports(port_range: str) -> Iterable[int]:
+    first, _, last = port_range.partition("-")
+    return range(int(first), int(last) + 1)
 
 
 def advertised(bound: str, advertise_host: str) -> str:
@@ -22,32 +85,12 @@ def advertised(bound: str, advertise_host: str) -> str:
     host, port = split_address(bound, "kv_transfer.listen")
     if advertise_host:
         return f"{advertise_host}:{port}"
-    if not _is_wildcard(host):
+    if not is_wildcard(host):
         return f"{host}:{port}"
-    found = _outward_address(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found = outward_address(socket.AF_INET6 if ":" in host else socket.AF_INET)
     if found is None:
         raise ConfigError(
             f"kv_transfer.advertise_host: is empty while kv_transfer.listen is {bound}, and this "
             "host has no address others could dial; set it to one"
         )
     return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return host == "*"
-
-
-def _outward_address(family: socket.AddressFamily) -> str | None:
-    """Of the interface with the default route; connecting a datagram socket sends nothing."""
-    # Documentation addresses (RFC 5737, RFC 3849): routed like any foreign one.
-    target = "2001:db8::1" if family is socket.AF_INET6 else "192.0.2.1"
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-            found = str(probe.getsockname()[0])
-        except OSError:
-            return None
-    return None if ipaddress.ip_address(found).is_loopback else found

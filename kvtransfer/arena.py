@@ -29,15 +29,16 @@ class Segment:
 
     Attributes:
         name: of the file in SEGMENT_DIRECTORY.
-        memory: all of it, as writable bytes.
+        memory: all of it, as writable bytes unless it was opened read-only.
     """
 
-    def __init__(self, name: str, file: int, *, owner: bool) -> None:
+    def __init__(self, name: str, file: int, *, owner: bool, read_only: bool = False) -> None:
         """Takes over the file descriptor; use `create` and `open`."""
         self.name = name
         self._file: int | None = file
         self._owner = owner
-        self._map = mmap.mmap(file, os.fstat(file).st_size)
+        access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
+        self._map = mmap.mmap(file, os.fstat(file).st_size, access=access)
         self.memory = memoryview(self._map)
 
     @classmethod
@@ -64,13 +65,15 @@ class Segment:
                 if path.exists():
                     break
                 os.close(file)
-            os.ftruncate(file, size_bytes)
+            # All of it now: a file system that fills up later would kill whoever touches the rest,
+            # and the first handoffs would wait for the kernel to find and clear pages.
+            os.posix_fallocate(file, 0, size_bytes)
         except OSError as error:
             raise TransferError(f"no shared memory in {SEGMENT_DIRECTORY}: {error}") from error
         return cls(name, file, owner=True)
 
     @classmethod
-    def open(cls, name: str) -> Segment:
+    def open(cls, name: str, *, read_only: bool = False) -> Segment:
         """Maps the segment of a running service.
 
         Raises:
@@ -79,10 +82,10 @@ class Segment:
         if not name.startswith(SEGMENT_PREFIX) or "/" in name:
             raise TransferError(f"segment name is {name!r}; must begin with {SEGMENT_PREFIX!r}")
         try:
-            file = os.open(SEGMENT_DIRECTORY / name, os.O_RDWR)
+            file = os.open(SEGMENT_DIRECTORY / name, os.O_RDONLY if read_only else os.O_RDWR)
         except OSError as error:
             raise TransferError(f"segment {name}: {error}") from error
-        return cls(name, file, owner=False)
+        return cls(name, file, owner=False, read_only=read_only)
 
     def close(self) -> None:
         """Unmaps it, and removes it when this process made it; idempotent."""

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from baton.kvtransfer import receiver as receiving
 from baton.kvtransfer import sender as sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
-from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame
+from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
 from baton.kvtransfer.local_server import LocalConnection
+from baton.kvtransfer.negotiation import Negotiator
 from baton.kvtransfer.pusher import Pusher
 from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.sender import Sender
@@ -38,10 +39,15 @@ class TransferCore:
     """
 
     def __init__(
-        self, sender: Sender, receiver: Receiver, transport: Transport, stop: asyncio.Event
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        negotiator: Negotiator,
+        transport: Transport,
+        stop: asyncio.Event,
     ) -> None:
-        self._sender, self._receiver, self._transport = sender, receiver, transport
-        self._stop = stop
+        self._sender, self._receiver, self._negotiator = sender, receiver, negotiator
+        self._transport, self._stop = transport, stop
         self._loop = asyncio.get_running_loop()
         self._layout: KvLayout | None = None
         self._configured = pb.LocalConfigured()
@@ -217,6 +223,10 @@ class TransferCore:
         return stream
 
     def push_frame(self, stream: int, frame: Frame) -> None:
+        if frame.kind is FrameKind.REFERENCE:
+            # No stream has chosen shared memory before the layout was known.
+            block_bytes = self._layout.block_bytes if self._layout is not None else 0
+            frame = self._negotiator.resolve(stream, frame, frame.num_blocks * block_bytes)
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)
             self._arm()
@@ -227,6 +237,7 @@ class TransferCore:
 
     def push_ended(self, stream: int) -> None:
         self._incoming.pop(stream, None)
+        self._negotiator.forget(stream)
         self._carry_out(self._receiver.handle_stream_lost(stream, time.monotonic()))
         self._arm()
 
@@ -266,6 +277,8 @@ class TransferCore:
 
     def _start_push(self, handoff_id: bytes, target: str) -> None:
         def on_reply(reply: pb.PushReply) -> None:
+            if reply.kind == pb.PushReply.KIND_OPENED:
+                self._negotiator.opened(target, reply, self._sender.tried(handoff_id))
             self._carry_out(self._sender.handle_reply(reply, handoff_id, time.monotonic()))
             self._arm()
 
@@ -292,6 +305,8 @@ class TransferCore:
                 epoch=reply.epoch,
                 reason=reply.reason,
                 detail=reply.detail,
+                transport=reply.transport,
+                transport_reason=reply.transport_reason,
             )
         )
         if reply.kind != pb.PushReply.KIND_OPENED:
@@ -324,6 +339,12 @@ class TransferCore:
             detail=ended.detail,
             num_bytes=ended.num_bytes,
             exposed_us=round(ended.exposed_s * 1e6),
+            transport=ended.transport,
+            num_fallbacks=ended.num_fallbacks,
+            num_frames=ended.num_frames,
+            reserve_us=round(ended.reserve_s * 1e6),
+            open_us=round(ended.open_s * 1e6),
+            fill_us=round(ended.fill_s * 1e6),
         )
         for connection in self._connections:
             if connection.is_main:
@@ -362,13 +383,29 @@ class TransferCore:
             receive_bytes_used=receives.used_bytes,
             num_sends=self._sender.num_live,
             num_receives=self._receiver.num_live,
-            bytes_sent=sent.num_bytes,
-            bytes_received=received.num_bytes,
-            frames_sent=sent.num_frames,
-            frames_received=received.num_frames,
-            handoffs_committed=sent.num_committed + received.num_committed,
+            bytes_sent=sent.num_bytes.total(),
+            bytes_received=received.num_bytes.total(),
+            frames_sent=sent.num_frames.total(),
+            frames_received=received.num_frames.total(),
+            handoffs_committed=sent.num_committed.total() + received.num_committed,
             handoffs_failed=sent.num_failed + received.num_failed,
             refusals=dict(sent.refusals + received.refusals),
+            expiries=sent.num_expired + received.num_expired,
+            num_waiting_sends=self._sender.num_waiting,
+            num_waiting_receives=self._receiver.num_waiting,
+            transports=[
+                pb.TransportStatistics(
+                    name=name,
+                    bytes_sent=sent.num_bytes[name],
+                    bytes_received=received.num_bytes[name],
+                    frames_sent=sent.num_frames[name],
+                    frames_received=received.num_frames[name],
+                    handoffs_committed=sent.num_committed[name],
+                    fallbacks=sent.num_fallbacks[name],
+                )
+                for name in sorted({*sent.num_bytes, *received.num_bytes, *sent.num_fallbacks})
+            ],
+            peers=self._negotiator.peers(),
         )
 
     def close_connections(self) -> None:
@@ -382,6 +419,7 @@ class TransferCore:
             push.end()
         await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
         await self._transport.close()
+        self._negotiator.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -416,5 +454,6 @@ def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
         num_blocks=changed.num_blocks,
         num_tokens=changed.num_tokens,
         num_bytes=changed.num_bytes,
+        transport=changed.transport,
     )
     connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

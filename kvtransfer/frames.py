@@ -6,14 +6,16 @@ A message of the stream is one or more whole frames. The header (60 bytes, littl
     epoch u32 | payload_bytes u32 | payload checksum u64 | handoff id 16s | header checksum u64
 
 Both checksums are XXH3-64; the header's covers all the bytes before it, the payload's checksum
-included, so that no bit of a frame can change unnoticed.
+included, so that no bit of a frame can change unnoticed. A reference stands for a data frame whose
+bytes are to be copied from the sender's segment: its payload is where they are, its payload
+checksum is theirs.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import xxhash
@@ -35,8 +37,11 @@ _FIELDS = struct.Struct("<4sBBHIIIIIQ16s")
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<IIIIQ")
 _TOTALS = struct.Struct("<QQQ")
+_OFFSET = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MODULUS = 2**64
+# Copied and then read again for its checksum, while it is in the cache of the core.
+_COPY_BYTES = 2**18
 _NOTHING = memoryview(b"")
 
 
@@ -51,6 +56,8 @@ class FrameKind(IntEnum):
     COMMIT = 3
     # The handoff is over; no payload.
     ABORT = 4
+    # As DATA; the payload is the blocks' offset in the sender's segment.
+    REFERENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,27 @@ class Frame:
     num_blocks: int = 0
     checksum: int = 0
     payload: memoryview = _NOTHING
+
+    def referenced(self, segment: memoryview, num_bytes: int) -> Frame:
+        """The data frame that a reference stands for.
+
+        Args:
+            segment: the sender's.
+            num_bytes: of the blocks.
+
+        Raises:
+            MalformedFrame: it names bytes outside the segment.
+        """
+        if len(self.payload) != _OFFSET.size:
+            raise MalformedFrame(f"reference of {len(self.payload)} bytes; must be {_OFFSET.size}")
+        (offset,) = _OFFSET.unpack(self.payload)
+        if offset + num_bytes > len(segment):
+            raise MalformedFrame(
+                f"reference to bytes {offset} to {offset + num_bytes}; the sender's segment has "
+                f"{len(segment)}"
+            )
+        payload = segment[offset : offset + num_bytes]
+        return replace(self, kind=FrameKind.DATA, payload=payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +129,19 @@ class Totals:
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """XXH3-64 of bytes: of a frame's payload."""
     return int(xxhash.xxh3_64_intdigest(data))
+
+
+def copy(target: memoryview, source: memoryview) -> int:
+    """Copies bytes, and returns the checksum of what is in the target then.
+
+    Whoever else writes the source meanwhile, the checksum is of the bytes that stay.
+    """
+    digest = xxhash.xxh3_64()
+    for begin in range(0, len(source), _COPY_BYTES):
+        part = target[begin : begin + _COPY_BYTES]
+        part[:] = source[begin : begin + _COPY_BYTES]
+        digest.update(part)
+    return int(digest.intdigest())
 
 
 def position_digest(rank: int, layer: int, first_block: int, num_blocks: int, value: int) -> int:
@@ -161,6 +202,32 @@ def encode(
         payload_checksum=checksum(payload),
     )
     return header + payload
+
+
+def encode_reference(
+    handoff_id: bytes,
+    epoch: int,
+    offset: int,
+    *,
+    rank: int,
+    layer: int,
+    first_block: int,
+    num_blocks: int,
+    blocks_checksum: int,
+) -> bytes:
+    """The whole frame that says where in the sender's segment blocks are."""
+    header = encode_header(
+        FrameKind.REFERENCE,
+        handoff_id,
+        epoch,
+        rank=rank,
+        layer=layer,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        payload_bytes=_OFFSET.size,
+        payload_checksum=blocks_checksum,
+    )
+    return header + _OFFSET.pack(offset)
 
 
 def encode_open(message: kv_transfer_pb2.PushOpen) -> bytes:

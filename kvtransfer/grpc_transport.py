@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -69,36 +69,43 @@ class GrpcPush:
 
 
 class GrpcTransport:
-    """Opens pushes; keeps one channel per target while it is used, and some beyond."""
+    """Opens pushes; keeps a target's channels while they are used, and some beyond.
 
-    def __init__(self) -> None:
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        self._num_pushes: dict[str, int] = {}
+    Args:
+        num_connections: to each target at most; a push takes the one with the fewest.
+    """
+
+    def __init__(self, num_connections: int = 1) -> None:
+        self._num_connections = num_connections
+        self._channels: OrderedDict[tuple[str, int], grpc.aio.Channel] = OrderedDict()
+        self._num_pushes: Counter[tuple[str, int]] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
     def open_push(self, target: str) -> GrpcPush:
-        channel = self._channels.get(target)
+        keys = [(target, number) for number in range(self._num_connections)]
+        key = min(keys, key=self._num_pushes.__getitem__)
+        channel = self._channels.get(key)
         if channel is None:
             channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES)
-            self._channels[target] = channel
-        self._channels.move_to_end(target)
-        self._num_pushes[target] = self._num_pushes.get(target, 0) + 1
+            self._channels[key] = channel
+        self._channels.move_to_end(key)
+        self._num_pushes[key] += 1
         call: Any = channel.stream_stream(
             PUSH_METHOD,
             request_serializer=None,
             response_deserializer=kv_transfer_pb2.PushReply.FromString,
         )()
-        return GrpcPush(target, call, lambda: self._ended(target))
+        return GrpcPush(target, call, lambda: self._ended(key))
 
     async def close(self) -> None:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
 
-    def _ended(self, target: str) -> None:
-        self._num_pushes[target] -= 1
-        if not self._num_pushes[target]:
-            del self._num_pushes[target]
+    def _ended(self, key: tuple[str, int]) -> None:
+        self._num_pushes[key] -= 1
+        if not self._num_pushes[key]:
+            del self._num_pushes[key]
         idle = [each for each in self._channels if each not in self._num_pushes]
         for each in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
             task = asyncio.ensure_future(self._channels.pop(each).close())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.v1 import kv_transfer_pb2
 
 # Of frames and of the meaning of their bytes.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

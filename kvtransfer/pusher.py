@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from baton.kvtransfer import frames
+from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.sender import Outgoing, Sender
 from baton.kvtransfer.transport import Push, PushLost
 from baton.v1 import kv_transfer_pb2
@@ -39,6 +40,8 @@ class Pusher:
         self._changed = asyncio.Event()
         self._stopping = False
         self._farewell: bytes | None = None
+        # What kept the writing half from going on.
+        self._problem = ""
         self._cut_off: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
 
@@ -66,7 +69,7 @@ class Pusher:
             while (reply := await self._push.receive()) is not None:
                 self._on_reply(reply)
         except PushLost as error:
-            detail = str(error)
+            detail = self._problem or str(error)
         except Exception:
             logger.exception("push failed")
             detail = "internal error"
@@ -85,7 +88,7 @@ class Pusher:
                     self._handoff_id, frames.FRAME_TARGET_BYTES, time.monotonic()
                 )
                 if batch:
-                    await self._push.send(batch)
+                    await self._push.send(batch.frames)
                     self._sender.handle_written(self._handoff_id, time.monotonic())
                 else:
                     self._changed.clear()
@@ -96,6 +99,9 @@ class Pusher:
         except PushLost:
             # Receiving says why, with the receiver's own words when it has sent any.
             pass
+        except TransferRefused as error:
+            self._problem = str(error)
+            self._push.cancel()
         except Exception:
             logger.exception("push failed")
             self._push.cancel()

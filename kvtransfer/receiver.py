@@ -3,20 +3,23 @@
 Pure and synchronous: time is a parameter, and everything to be told to somebody is returned. The
 network never touches anything but the extent that belongs to one (handoff, epoch), and only a
 handoff of which every block of every rank arrived exactly once, verified, can be claimed.
+
+An epoch whose transport fails, or alters bytes, is interrupted: the handoff keeps its room for some
+time, and its sender may send everything again as the next epoch, on another transport.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from google.protobuf.message import DecodeError
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import MalformedFrame, NoRoom, TransferRefused
-from baton.kvtransfer.frames import Frame, FrameKind, Totals, position_digest, verify
+from baton.kvtransfer.frames import Frame, FrameKind, Totals, copy, position_digest, verify
 from baton.kvtransfer.layout import KvLayout, mismatch
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -30,20 +33,45 @@ class ReceiveState(Enum):
     CLAIMED = pb.HANDOFF_STATE_CLAIMED
     RELEASED = pb.HANDOFF_STATE_RELEASED
     FAILED = pb.HANDOFF_STATE_FAILED
+    INTERRUPTED = pb.HANDOFF_STATE_INTERRUPTED
 
 
 _S = ReceiveState
 # To the same state, or back: a newer epoch.
 TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    _S.RECEIVING: frozenset({_S.QUEUED, _S.RECEIVING, _S.COMMITTED, _S.RELEASED, _S.FAILED}),
+    _S.RECEIVING: frozenset(
+        {_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED, _S.COMMITTED, _S.RELEASED, _S.FAILED}
+    ),
+    _S.INTERRUPTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
     _S.COMMITTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.CLAIMED, _S.RELEASED, _S.FAILED}),
     _S.CLAIMED: frozenset({_S.CLAIMED, _S.RELEASED, _S.FAILED}),
     _S.RELEASED: frozenset(),
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
-_SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING})
+_SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of the offered transports an epoch takes.
+
+    Attributes:
+        transport: its name.
+        reason: why none of the better ones; empty when it is the best.
+        link_id: of the link whose frames belong to the epoch; empty: its stream carries them.
+    """
+
+    transport: str
+    reason: str = ""
+    link_id: str = ""
+
+
+def first_choice(stream: int, opened: pb.PushOpen) -> Choice:
+    """The first offer, whatever it is."""
+    del stream
+    return Choice(opened.offers[0].name) if opened.offers else Choice("grpc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +83,7 @@ class ReceiverLimits:
         idle_timeout_s: RECEIVING without a frame.
         commit_ttl_s: COMMITTED without a claim.
         claim_timeout_s: CLAIMED, from each rank's claim.
+        retry_timeout_s: INTERRUPTED, until the next epoch is opened.
         max_queued: handoffs that wait for room.
         max_tombstones: ended handoffs that are remembered.
     """
@@ -63,6 +92,7 @@ class ReceiverLimits:
     idle_timeout_s: float
     commit_ttl_s: float
     claim_timeout_s: float
+    retry_timeout_s: float
     max_queued: int = 1024
     max_tombstones: int = 4096
 
@@ -77,6 +107,8 @@ class Reply:
     epoch: int
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
     detail: str = ""
+    transport: str = ""
+    transport_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +123,7 @@ class Changed:
     num_bytes: int = 0
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
     detail: str = ""
+    transport: str = ""
 
 
 Effect = Reply | Changed
@@ -120,12 +153,13 @@ class Grant:
 
 @dataclass(slots=True)
 class ReceiverStatistics:
-    """Counts since the start."""
+    """Counts since the start; bytes and frames by transport."""
 
-    num_bytes: int = 0
-    num_frames: int = 0
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    num_frames: Counter[str] = field(default_factory=Counter)
     num_committed: int = 0
     num_failed: int = 0
+    num_expired: int = 0
     refusals: Counter[int] = field(default_factory=Counter)
 
 
@@ -155,7 +189,10 @@ class _Handoff:
     state: ReceiveState
     deadline: float
     ranks: list[_Rank]
+    choice: Choice
     extent: Extent | None = None
+    # Why the epoch was interrupted.
+    problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
 
 class Receiver:
@@ -166,10 +203,19 @@ class Receiver:
     Args:
         arena: of the receiving half of the segment; this object is its only user.
         memory: the whole segment, indexed by the arena's offsets.
+        choose: takes one of an open's offers for what the stream will carry; MalformedFrame says
+            that it can take none.
     """
 
-    def __init__(self, arena: Arena, memory: memoryview, limits: ReceiverLimits) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        memory: memoryview,
+        limits: ReceiverLimits,
+        choose: Callable[[int, pb.PushOpen], Choice] = first_choice,
+    ) -> None:
         self._arena, self._memory, self._limits = arena, memory, limits
+        self._choose = choose
         self._layout: KvLayout | None = None
         self._live: dict[bytes, _Handoff] = {}
         # First come, first served; the value is not used.
@@ -188,12 +234,27 @@ class Receiver:
         if frame.kind is FrameKind.OPEN:
             self._open(stream, frame, now)
         elif (handoff := self._addressed(stream, frame)) is not None:
-            if frame.kind is FrameKind.DATA:
-                self._data(handoff, frame, now)
-            elif frame.kind is FrameKind.COMMIT:
-                self._commit(handoff, frame, now)
-            elif handoff.state is not _S.CLAIMED:
-                self._fail(handoff, pb.REFUSAL_REASON_CANCELLED, "the sender gave it up", now)
+            self._take(handoff, frame, now)
+        return self._taken()
+
+    def handle_link_frame(self, link_id: str, frame: Frame, now: float) -> list[Effect]:
+        """One frame that a link carried, of any handoff that chose the link."""
+        live = self._live.get(frame.handoff_id)
+        if live is None or live.epoch != frame.epoch or live.choice.link_id != link_id:
+            # Nobody to tell: the sender hears of a handoff's end on its stream.
+            self.statistics.refusals[pb.REFUSAL_REASON_UNKNOWN_HANDOFF] += 1
+        elif frame.kind in (FrameKind.DATA, FrameKind.COMMIT):
+            self._take(live, frame, now)
+        else:
+            detail = f"a link carries data and commits, not {frame.kind.name}"
+            self._fail(live, pb.REFUSAL_REASON_MALFORMED, detail, now)
+        return self._taken()
+
+    def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
+        """A link ended, whyever: it interrupts the epochs that it carried."""
+        for handoff in list(self._live.values()):
+            if handoff.choice.link_id == link_id and handoff.state is _S.RECEIVING:
+                self._interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._taken()
 
     def handle_malformed(self, stream: int, error: MalformedFrame, now: float) -> list[Effect]:
@@ -212,7 +273,8 @@ class Receiver:
             handoff.stream = None
             if handoff.state in _SENDER_AT_WORK:
                 detail = "the sender's stream ended before the commit"
-                self._fail(handoff, pb.REFUSAL_REASON_INCOMPLETE, detail, now)
+                incomplete = (pb.REFUSAL_REASON_INCOMPLETE, detail)
+                self._fail(handoff, *(handoff.problem or incomplete), now)
         return self._taken()
 
     def serves(self, stream: int) -> bool:
@@ -286,7 +348,10 @@ class Receiver:
             if handoff.state is _S.QUEUED and handoff.handoff_id in self._queue:
                 detail = "no room in the receiver's staging in time"
                 self._fail(handoff, pb.REFUSAL_REASON_NO_ROOM, detail, now)
+            elif handoff.problem is not None and handoff.deadline <= now:
+                self._fail(handoff, *handoff.problem, now)
             elif handoff.deadline <= now:
+                self.statistics.num_expired += 1
                 detail = f"{handoff.state.name} for too long"
                 self._fail(handoff, pb.REFUSAL_REASON_EXPIRED, detail, now)
         return self._taken()
@@ -308,6 +373,11 @@ class Receiver:
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """For room."""
+        return len(self._queue)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the live handoffs hold what they should."""
@@ -370,10 +440,21 @@ class Receiver:
             detail = f"{len(self._queue)} handoffs wait for room already"
             self._reject(stream, frame, live, pb.REFUSAL_REASON_NO_ROOM, detail, now)
         else:
-            self._begin(stream, opened, num_bytes, live, now)
+            try:
+                choice = self._choose(stream, opened)
+            except MalformedFrame as error:
+                self._reject(stream, frame, live, error.reason, str(error), now)
+                return
+            self._begin(stream, opened, choice, num_bytes, live, now)
 
     def _begin(
-        self, stream: int, opened: pb.PushOpen, num_bytes: int, live: _Handoff | None, now: float
+        self,
+        stream: int,
+        opened: pb.PushOpen,
+        choice: Choice,
+        num_bytes: int,
+        live: _Handoff | None,
+        now: float,
     ) -> None:
         """Starts an epoch of a handoff: a new one, or one that voids what came before it."""
         layout = self._known_layout()
@@ -381,7 +462,7 @@ class Receiver:
             _Rank(bytearray(layout.num_layers * opened.num_blocks)) for _ in range(layout.tp_size)
         ]
         if live is None:
-            live = _Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks)
+            live = _Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
             self._live[live.handoff_id] = live
         elif live.stream is not None and live.stream != stream:
             if live.state in _SENDER_AT_WORK:
@@ -391,6 +472,7 @@ class Receiver:
                 )
             del self._streams[live.stream]
         live.epoch, live.ranks, live.stream = opened.epoch, ranks, stream
+        live.choice, live.problem = choice, None
         self._streams[stream] = live.handoff_id
         if live.extent is not None and live.num_bytes != num_bytes:
             self._arena.free(live.extent)
@@ -422,6 +504,22 @@ class Receiver:
         handoff.deadline = now + self._limits.idle_timeout_s
         self._advance(handoff, _S.RECEIVING)
         self._reply(handoff, pb.PushReply.KIND_OPENED)
+
+    def _take(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+        """A frame of a handoff's current epoch."""
+        if frame.kind is FrameKind.ABORT:
+            if handoff.state is not _S.CLAIMED:
+                given_up = (pb.REFUSAL_REASON_CANCELLED, "the sender gave it up")
+                self._fail(handoff, *(handoff.problem or given_up), now)
+        elif handoff.state is _S.INTERRUPTED:
+            # On its way when the sender was told.
+            self.statistics.refusals[pb.REFUSAL_REASON_OLD_EPOCH] += 1
+        elif frame.kind is FrameKind.DATA:
+            self._data(handoff, frame, now)
+        elif frame.kind is FrameKind.COMMIT:
+            self._commit(handoff, frame, now)
+        else:
+            raise AssertionError(f"{frame.kind.name} is resolved before it comes here")
 
     def _addressed(self, stream: int, frame: Frame) -> _Handoff | None:
         """The live handoff that a frame may act on; otherwise the frame is refused.
@@ -457,16 +555,17 @@ class Receiver:
         if (problem := self._problem(handoff, frame)) is not None:
             self._fail(handoff, pb.REFUSAL_REASON_MALFORMED, problem, now)
             return
-        if not verify(frame):
-            detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
-            self._fail(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
-            return
         assert handoff.extent is not None
         part = handoff.ranks[frame.rank]
         start = handoff.extent.offset + layout.offset(
             frame.rank, frame.layer, frame.first_block, handoff.num_blocks
         )
-        self._memory[start : start + len(frame.payload)] = frame.payload
+        # Checked as it is here: a payload in the sender's segment may change while it is copied.
+        target = self._memory[start : start + len(frame.payload)]
+        if copy(target, frame.payload) != frame.checksum:
+            detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
+            self._interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
+            return
         first = frame.layer * handoff.num_blocks + frame.first_block
         part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
         part.num_seen += frame.num_blocks
@@ -478,8 +577,8 @@ class Receiver:
         )
         part.totals = part.totals.plus(len(frame.payload), digest)
         handoff.deadline = now + self._limits.idle_timeout_s
-        self.statistics.num_bytes += len(frame.payload)
-        self.statistics.num_frames += 1
+        self.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
+        self.statistics.num_frames[handoff.choice.transport] += 1
 
     def _problem(self, handoff: _Handoff, frame: Frame) -> str | None:
         """What is wrong with a data frame's place or size, in words."""
@@ -531,7 +630,10 @@ class Receiver:
                     pb.REFUSAL_REASON_INCOMPLETE,
                 )
         except MalformedFrame as error:
-            self._fail(handoff, error.reason, str(error), now)
+            if error.reason == pb.REFUSAL_REASON_MALFORMED:
+                self._fail(handoff, error.reason, str(error), now)
+            else:
+                self._interrupt(handoff, error.reason, str(error), now)
             return
         part.committed = True
         handoff.deadline = now + self._limits.idle_timeout_s
@@ -540,6 +642,15 @@ class Receiver:
             self.statistics.num_committed += 1
             self._advance(handoff, _S.COMMITTED)
             self._reply(handoff, pb.PushReply.KIND_COMMITTED)
+
+    def _interrupt(
+        self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
+    ) -> None:
+        """The epoch is over; the sender may open the next one in the same room."""
+        self._refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
+        handoff.problem = reason, detail
+        handoff.deadline = now + self._limits.retry_timeout_s
+        self._advance(handoff, _S.INTERRUPTED)
 
     def _fail(
         self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
@@ -608,7 +719,11 @@ class Receiver:
 
     def _reply(self, handoff: _Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
         if handoff.stream is not None:
-            self._effects.append(Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch))
+            reply = Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch)
+            if kind == pb.PushReply.KIND_OPENED:
+                chosen = handoff.choice
+                reply = replace(reply, transport=chosen.transport, transport_reason=chosen.reason)
+            self._effects.append(reply)
 
     def _refuse(
         self,
@@ -653,6 +768,7 @@ def _changed(
         handoff.num_bytes,
         reason,
         detail,
+        handoff.choice.transport,
     )
 
 

@@ -4,11 +4,16 @@ Pure and synchronous like the receiver's. Engine ranks fill a handoff's extent a
 filled waits here until the receiver has opened the handoff, and is then handed out in batches of
 frames. A restart forgets everything handed in under the older epoch in the same instant in which it
 raises the epoch, so that no old byte can leave under the new one.
+
+Staging keeps everything that was filled until the receiver has verified it. So a transport that
+fails costs a send nothing but time: it goes on as the next epoch, on the next transport, from the
+first byte.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,6 +51,18 @@ TRANSITIONS: dict[SendState, frozenset[SendState]] = {
     _S.ABORTED: frozenset(),
 }
 _OVER = frozenset({_S.COMMITTED, _S.FAILED, _S.ABORTED})
+# Refusals of an epoch after which the next may do better on another transport.
+_WORTH_ANOTHER = frozenset(
+    {pb.REFUSAL_REASON_TRANSPORT, pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE}
+)
+GRPC = "grpc"
+SHM = "shm"
+
+
+def offer_grpc(target: str, tried: Container[str]) -> list[pb.TransportOffer]:
+    """The one transport that needs nothing."""
+    del target
+    return [] if GRPC in tried else [pb.TransportOffer(name=GRPC)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,12 @@ class Ended:
     reason: pb.RefusalReason.ValueType
     detail: str
     num_bytes: int
+    num_frames: int
+    transport: str
+    num_fallbacks: int
+    reserve_s: float
+    open_s: float
+    fill_s: float
     exposed_s: float
 
 
@@ -135,14 +158,30 @@ class Outgoing:
     payload: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Frames to be sent now, in this order.
+
+    Attributes:
+        link_id: of the link that carries them; empty: the handoff's own stream does.
+        epoch: of all of them.
+    """
+
+    frames: Sequence[Outgoing]
+    epoch: int
+    link_id: str = ""
+
+
 @dataclass(slots=True)
 class SenderStatistics:
-    """Counts since the start."""
+    """Counts since the start; those of bytes, frames, commits and fallbacks by transport."""
 
-    num_bytes: int = 0
-    num_frames: int = 0
-    num_committed: int = 0
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    num_frames: Counter[str] = field(default_factory=Counter)
+    num_committed: Counter[str] = field(default_factory=Counter)
+    num_fallbacks: Counter[str] = field(default_factory=Counter)
     num_failed: int = 0
+    num_expired: int = 0
     refusals: Counter[int] = field(default_factory=Counter)
 
 
@@ -159,24 +198,43 @@ class _Filled:
 
 @dataclass(slots=True)
 class _Send:
-    """One send. It owns its extent from OPENING until it is over, or has lingered."""
+    """One send. It owns its extent from OPENING until it is over, or has lingered.
+
+    Attributes:
+        writer_epoch: what the engine counts: it goes up when the prompt is computed again. `epoch`
+            is the receiver's: it goes up with every open.
+        wait_until: the receiver may take so long to find room.
+        filled: everything of the writer's epoch, in its order; `num_sent` of them have left.
+        tried: transports that failed.
+        offers: what the open under way offers.
+    """
 
     handoff_id: bytes
     target: str
     num_blocks: int
     num_tokens: int
     num_bytes: int
+    writer_epoch: int
     epoch: int
     state: SendState
     deadline: float
-    # Until when the receiver may take to find room.
     wait_until: float
     totals: list[Totals]
     last: list[bool]
+    opened_at: float
+    reserved_at: float = 0.0
+    receiver_opened_at: float = 0.0
+    last_filled_at: float = 0.0
     open_due: bool = False
     num_commits: int = 0
-    filled: deque[_Filled] = field(default_factory=deque)
-    last_filled_at: float = 0.0
+    filled: list[_Filled] = field(default_factory=list)
+    num_sent: int = 0
+    num_frames: int = 0
+    num_fallbacks: int = 0
+    tried: set[str] = field(default_factory=set)
+    offers: list[pb.TransportOffer] = field(default_factory=list)
+    transport: str = ""
+    link_id: str = ""
     extent: Extent | None = None
 
 
@@ -186,10 +244,18 @@ class Sender:
     Args:
         arena: of the sending half of the segment; this object is its only user.
         memory: the whole segment, indexed by the arena's offsets.
+        offer: what may carry an epoch to a target, best first, given what has failed already.
     """
 
-    def __init__(self, arena: Arena, memory: memoryview, limits: SenderLimits) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        memory: memoryview,
+        limits: SenderLimits,
+        offer: Callable[[str, Container[str]], list[pb.TransportOffer]] = offer_grpc,
+    ) -> None:
         self._arena, self._memory, self._limits = arena, memory, limits
+        self._offer = offer
         self._layout: KvLayout | None = None
         # Those that are over stay while their extents linger.
         self._sends: dict[bytes, _Send] = {}
@@ -234,9 +300,10 @@ class Sender:
             raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
         until = now + min(wait_s, self._limits.max_wait_s)
         totals, last = [Totals()] * layout.tp_size, [False] * layout.tp_size
+        epoch = epoch or 1
         self._sends[handoff_id] = _Send(
-            handoff_id, target, num_blocks, num_tokens, num_bytes, epoch or 1, _S.WAITING, until,
-            until, totals, last,
+            handoff_id, target, num_blocks, num_tokens, num_bytes, epoch, epoch, _S.WAITING, until,
+            until, totals, last, now,
         )  # fmt: skip
         self._queue[handoff_id] = None
         self._admit(now)
@@ -249,7 +316,7 @@ class Sender:
         is over, the ranks' last frames free the extent.
         """
         send = self._sends.get(filled.handoff_id)
-        if send is None or filled.epoch < send.epoch:
+        if send is None or filled.epoch < send.writer_epoch:
             return self._taken()
         if send.state in _OVER:
             if filled.last and filled.rank < len(send.last):
@@ -260,7 +327,7 @@ class Sender:
         if (problem := self._problem(send, filled)) is not None:
             self._fail(send, pb.REFUSAL_REASON_MALFORMED, problem, now)
             return self._taken()
-        if filled.epoch > send.epoch:
+        if filled.epoch > send.writer_epoch:
             self._restart(send, filled.epoch, now)
         if filled.num_blocks:
             send.filled.append(
@@ -290,7 +357,7 @@ class Sender:
         send = self._sends.get(handoff_id)
         if send is None or send.state in _OVER:
             raise TransferRefused(f"handoff {handoff_id.hex()} is not being sent")
-        if epoch > send.epoch:
+        if epoch > send.writer_epoch:
             self._restart(send, epoch, now)
         return self._taken()
 
@@ -300,8 +367,7 @@ class Sender:
         if send is not None and send.state in _OVER:
             send.deadline = min(send.deadline, now + self._limits.linger_s)
         elif send is not None:
-            farewell = frames.encode(FrameKind.ABORT, handoff_id, send.epoch)
-            self._end(send, _S.ABORTED, now, "aborted", farewell)
+            self._end(send, _S.ABORTED, now, "aborted", farewell=True)
         return self._taken()
 
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
@@ -311,15 +377,26 @@ class Sender:
             return self._taken()
         if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
             self.statistics.refusals[reply.reason] += 1
-            self._fail(send, reply.reason, reply.detail, now)
+            if send.transport and reply.reason in _WORTH_ANOTHER:
+                self._fall_back(send, reply.reason, reply.detail, now)
+            else:
+                self._fail(send, reply.reason, reply.detail, now)
         elif reply.epoch != send.epoch:
             pass
         elif reply.kind == pb.PushReply.KIND_OPENED and send.state is _S.OPENING:
-            self._advance(send, _S.SENDING)
-            send.deadline = now + self._limits.idle_timeout_s
-            self._effects.append(Wake(handoff_id))
+            if send.open_due:
+                # Of an open that has not left yet; the receiver is not what it should be.
+                return self._taken()
+            self._opened(send, reply.transport, now)
         elif reply.kind == pb.PushReply.KIND_COMMITTED and send.state is _S.COMMITTING:
-            self._end(send, _S.COMMITTED, now, "", None)
+            self._end(send, _S.COMMITTED, now, "")
+        return self._taken()
+
+    def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
+        """A link ended, whyever: what it carries goes on without it."""
+        for send in list(self._sends.values()):
+            if send.link_id == link_id and send.state in (_S.SENDING, _S.COMMITTING):
+                self._fall_back(send, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._taken()
 
     def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
@@ -329,34 +406,47 @@ class Sender:
             self._fail(send, pb.REFUSAL_REASON_UNSPECIFIED, detail, now)
         return self._taken()
 
-    def next_batch(self, handoff_id: bytes, max_bytes: int, now: float) -> list[Outgoing]:
-        """Frames to be sent now, as one message of about max_bytes; empty: wait for a Wake.
+    def next_batch(self, handoff_id: bytes, max_bytes: int, now: float) -> Batch | None:
+        """Frames to be sent now, of about max_bytes of blocks; None: wait for a Wake.
 
-        The caller copies the payloads before it lets anything else happen.
+        The caller reads the payloads before it lets anything else happen, or sends them by a link,
+        whose other end finds out when they have changed meanwhile.
+
+        Raises:
+            TransferRefused: nothing can carry it to its target.
         """
-        send, batch = self._sends.get(handoff_id), list[Outgoing]()
+        send = self._sends.get(handoff_id)
         if send is None or send.state in _OVER or send.extent is None:
-            return batch
+            return None
         if send.open_due:
             send.open_due = False
-            batch.append(self._open_frame(send, now))
-            return batch
-        room = max_bytes
-        while send.state is _S.SENDING and send.filled and room > 0:
-            outgoing = self._frame(send, send.filled.popleft(), send.extent)
-            batch.append(outgoing)
-            room -= len(outgoing.header) + len(outgoing.payload)
+            send.offers = self._offer(send.target, send.tried)
+            if not send.offers:
+                raise TransferRefused(f"no transport to {send.target}")
+            return Batch([self._open_frame(send, now)], send.epoch)
+        batch, room = list[Outgoing](), max_bytes
+        while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
+            filled = send.filled[send.num_sent]
+            send.num_sent += 1
+            batch.append(self._frame(send, filled, send.extent))
+            room -= frames.HEADER_BYTES + filled.num_blocks * self._known_layout().block_bytes
             if send.num_commits == len(send.last):
                 self._advance(send, _S.COMMITTING)
-        if batch:
-            send.deadline = now + self._limits.idle_timeout_s
-        return batch
+        if not batch:
+            return None
+        send.deadline = now + self._limits.idle_timeout_s
+        return Batch(batch, send.epoch, send.link_id)
 
     def handle_written(self, handoff_id: bytes, now: float) -> None:
         """The transport has taken a batch."""
         send = self._sends.get(handoff_id)
         if send is not None and send.state in (_S.SENDING, _S.COMMITTING):
             send.deadline = now + self._limits.idle_timeout_s
+
+    def tried(self, handoff_id: bytes) -> Container[str]:
+        """Transports that a send has given up."""
+        send = self._sends.get(handoff_id)
+        return send.tried if send is not None else ()
 
     def expire(self, now: float) -> list[Effect]:
         """Ends every send whose state has lasted too long, and frees what has lingered."""
@@ -368,9 +458,9 @@ class Sender:
             elif send.state is _S.WAITING:
                 self._fail(send, pb.REFUSAL_REASON_NO_ROOM, "no room in the sender's staging", now)
             else:
+                self.statistics.num_expired += 1
                 detail = f"{send.state.value} for too long"
-                farewell = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
-                self._fail(send, pb.REFUSAL_REASON_EXPIRED, detail, now, farewell)
+                self._fail(send, pb.REFUSAL_REASON_EXPIRED, detail, now, farewell=True)
         return self._taken()
 
     def next_deadline(self) -> float | None:
@@ -384,6 +474,11 @@ class Sender:
     @property
     def num_live(self) -> int:
         return sum(send.state not in _OVER for send in self._sends.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """For room."""
+        return len(self._queue)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the known sends hold what they should."""
@@ -403,24 +498,53 @@ class Sender:
             except NoRoom:
                 return
             del self._queue[send.handoff_id]
+            send.reserved_at = now
             self._effects.append(Reserved(send.handoff_id, send.extent.offset))
             self._effects.append(StartPush(send.handoff_id, send.target))
             self._reopen(send, now)
 
-    def _restart(self, send: _Send, epoch: int, now: float) -> None:
-        send.epoch = epoch
-        if send.state is _S.WAITING:
-            return
+    def _restart(self, send: _Send, writer_epoch: int, now: float) -> None:
+        """What was filled is void."""
+        send.writer_epoch = writer_epoch
         send.filled.clear()
-        send.totals = [Totals()] * len(send.totals)
         send.last = [False] * len(send.last)
-        send.num_commits = 0
+        if send.state is not _S.WAITING:
+            send.epoch += 1
+            self._reopen(send, now)
+
+    def _fall_back(
+        self, send: _Send, reason: pb.RefusalReason.ValueType, detail: str, now: float
+    ) -> None:
+        """The epoch's transport has failed: the same bytes again, on what is left."""
+        send.tried.add(send.transport)
+        if not self._offer(send.target, send.tried):
+            self._fail(send, reason, detail, now, farewell=True)
+            return
+        self.statistics.num_fallbacks[send.transport] += 1
+        send.num_fallbacks += 1
+        send.epoch += 1
         self._reopen(send, now)
 
     def _reopen(self, send: _Send, now: float) -> None:
         self._advance(send, _S.OPENING)
+        send.totals = [Totals()] * len(send.totals)
+        send.num_commits = send.num_sent = send.num_frames = 0
+        send.transport = send.link_id = ""
         send.open_due = True
         send.deadline = max(send.wait_until, now) + self._limits.reply_grace_s
+        self._effects.append(Wake(send.handoff_id))
+
+    def _opened(self, send: _Send, transport: str, now: float) -> None:
+        offered = {offer.name: offer for offer in send.offers}
+        transport = transport or GRPC
+        if transport not in offered:
+            detail = f"the receiver chose {transport!r}, which was not offered"
+            self._fail(send, pb.REFUSAL_REASON_MALFORMED, detail, now, farewell=True)
+            return
+        send.transport, send.link_id = transport, offered[transport].link_id
+        send.receiver_opened_at = now
+        send.deadline = now + self._limits.idle_timeout_s
+        self._advance(send, _S.SENDING)
         self._effects.append(Wake(send.handoff_id))
 
     def _open_frame(self, send: _Send, now: float) -> Outgoing:
@@ -431,6 +555,7 @@ class Sender:
             num_blocks=send.num_blocks,
             num_tokens=send.num_tokens,
             wait_ms=max(0, round((send.wait_until - now) * 1000)),
+            offers=send.offers,
         )
         return Outgoing(frames.encode_open(message), memoryview(b""))
 
@@ -451,8 +576,21 @@ class Sender:
             filled.rank, filled.layer, filled.first_block, filled.num_blocks, filled.checksum
         )
         send.totals[filled.rank] = send.totals[filled.rank].plus(num_bytes, digest)
-        self.statistics.num_bytes += num_bytes
-        self.statistics.num_frames += 1
+        send.num_frames += 1
+        self.statistics.num_bytes[send.transport] += num_bytes
+        self.statistics.num_frames[send.transport] += 1
+        if send.transport == SHM:
+            reference = frames.encode_reference(
+                send.handoff_id,
+                send.epoch,
+                start,
+                rank=filled.rank,
+                layer=filled.layer,
+                first_block=filled.first_block,
+                num_blocks=filled.num_blocks,
+                blocks_checksum=filled.checksum,
+            )
+            return Outgoing(reference, memoryview(b""))
         header = frames.encode_header(
             FrameKind.DATA,
             send.handoff_id,
@@ -481,7 +619,7 @@ class Sender:
                 f"a frame of {filled.num_blocks * layout.block_bytes} bytes was filled; "
                 f"at most {frames.MAX_PAYLOAD_BYTES}"
             )
-        if filled.epoch == send.epoch and send.last[filled.rank]:
+        if filled.epoch == send.writer_epoch and send.last[filled.rank]:
             return f"rank {filled.rank} filled more after its last frame"
         return None
 
@@ -491,9 +629,10 @@ class Sender:
         reason: pb.RefusalReason.ValueType,
         detail: str,
         now: float,
-        farewell: bytes | None = None,
+        *,
+        farewell: bool = False,
     ) -> None:
-        self._end(send, _S.FAILED, now, detail, farewell, reason)
+        self._end(send, _S.FAILED, now, detail, reason, farewell=farewell)
 
     def _end(
         self,
@@ -501,30 +640,21 @@ class Sender:
         state: SendState,
         now: float,
         detail: str,
-        farewell: bytes | None,
         reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
+        *,
+        farewell: bool = False,
     ) -> None:
         """The one way out; what it holds is freed now, or when its writer has surely stopped."""
         if send.state is _S.WAITING:
             del self._queue[send.handoff_id]
             self._effects.append(NotReserved(send.handoff_id, detail))
         else:
-            self._effects.append(StopPush(send.handoff_id, farewell))
+            goodbye = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
+            self._effects.append(StopPush(send.handoff_id, goodbye if farewell else None))
             if state is not _S.ABORTED:
-                committed = state is _S.COMMITTED
-                exposed_s = now - send.last_filled_at if committed else 0.0
-                self._effects.append(
-                    Ended(
-                        send.handoff_id,
-                        send.epoch,
-                        committed,
-                        reason,
-                        detail,
-                        send.num_bytes,
-                        exposed_s,
-                    )
-                )
-        self.statistics.num_committed += state is _S.COMMITTED
+                self._effects.append(_ended(send, state, reason, detail, now))
+        if state is _S.COMMITTED:
+            self.statistics.num_committed[send.transport] += 1
         self.statistics.num_failed += state is _S.FAILED
         self._advance(send, state)
         send.filled.clear()
@@ -553,3 +683,28 @@ class Sender:
     def _taken(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def _ended(
+    send: _Send,
+    state: SendState,
+    reason: pb.RefusalReason.ValueType,
+    detail: str,
+    now: float,
+) -> Ended:
+    committed = state is _S.COMMITTED
+    return Ended(
+        send.handoff_id,
+        send.epoch,
+        committed,
+        reason,
+        detail,
+        send.num_bytes,
+        num_frames=send.num_frames,
+        transport=send.transport,
+        num_fallbacks=send.num_fallbacks,
+        reserve_s=send.reserved_at - send.opened_at,
+        open_s=max(0.0, send.receiver_opened_at - send.reserved_at),
+        fill_s=max(0.0, send.last_filled_at - send.reserved_at),
+        exposed_s=now - send.last_filled_at if committed else 0.0,
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -26,12 +27,13 @@ from grpc_health.v1._async import HealthServicer
 from pydantic import Field, ValidationError
 
 from baton.kvtransfer import local_server
-from baton.kvtransfer.addresses import advertised
+from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.core import TransferCore
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
 from baton.kvtransfer.local_server import LocalConnection
+from baton.kvtransfer.negotiation import Negotiator
 from baton.kvtransfer.receiver import Receiver, ReceiverLimits
 from baton.kvtransfer.sender import Sender, SenderLimits
 from baton.runtime import affinity, lifecycle, logs, rpc
@@ -39,6 +41,9 @@ from baton.runtime.config import ConfigError, KvTransferConfig, Section
 
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
 SENDER_GRACE_S = 5.0
+# Of glibc's malloc.h; 32 MiB is the largest threshold it takes.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 class ServiceArguments(Section):
@@ -59,6 +64,7 @@ def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
         idle_timeout_s=config.idle_timeout_s,
         commit_ttl_s=config.commit_ttl_s,
         claim_timeout_s=config.claim_timeout_s,
+        retry_timeout_s=config.open_timeout_s,
     )
     return sending, receiving
 
@@ -76,6 +82,18 @@ def _run_on(cpus: list[int]) -> None:
         ) from None
 
 
+def _keep_large_buffers() -> None:
+    """Lets glibc keep the memory of large messages in place of giving it back after each.
+
+    A message of gRPC is some buffers of megabytes; to map, clear and unmap them costs as much again
+    as to move the bytes. What is kept is bounded by what is in flight at a time.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+
+
 async def serve(arguments: ServiceArguments) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
 
@@ -88,20 +106,24 @@ async def serve(arguments: ServiceArguments) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = arguments.kv_transfer
     _run_on(config.cpus)
-    server, transport = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES), GrpcTransport()
-    address = advertised(
-        rpc.bind(server, config.listen, "kv_transfer.listen"), config.advertise_host
-    )
+    _keep_large_buffers()
+    server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
+    transport = GrpcTransport(config.grpc_connections)
+    address = advertised(bind(server, config), config.advertise_host)
     listener = local_server.bind(arguments.socket_path)
     segment: Segment | None = None
     try:
         segment = Segment.create(config.send_bytes + config.receive_bytes)
         sending, receiving = limits(config)
-        sender = Sender(Arena(0, config.send_bytes), segment.memory, sending)
+        negotiator = Negotiator(config.transports, segment.name)
+        sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator.offers)
         receiver = Receiver(
-            Arena(config.send_bytes, config.receive_bytes), segment.memory, receiving
+            Arena(config.send_bytes, config.receive_bytes),
+            segment.memory,
+            receiving,
+            negotiator.choose,
         )
-        core = TransferCore(sender, receiver, transport, stop)
+        core = TransferCore(sender, receiver, negotiator, transport, stop)
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
         health = rpc.add_health_and_reflection(server, [SERVICE])

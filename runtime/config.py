@@ -91,7 +91,11 @@ class PoolConfig(Section):
 class KvTransferConfig(Section):
     """The transfer service beside each engine."""
 
-    listen: str = Field("127.0.0.1:0", description="host:port; port 0 picks a free one")
+    listen: str = Field(
+        "",
+        description="host:port; port 0 picks a free one; empty: the interface that leads to the "
+        "coordinator, loopback when that is where it listens",
+    )
     advertise_host: str = Field("", description="host other workers dial; empty: that of listen")
     transports: list[Literal["shm", "nccl", "gloo", "grpc"]] = Field(
         ["shm", "nccl", "grpc"],
@@ -118,6 +122,26 @@ class KvTransferConfig(Section):
         default_factory=list,
         description="cores the service runs on; empty: any (baton up on CPUs: none that prefills)",
     )
+
+    @field_validator("port_range")
+    @classmethod
+    def _is_port_range(cls, value: str) -> str:
+        first, separator, last = value.partition("-")
+        if value and not (
+            separator
+            and first.isdigit()
+            and last.isdigit()
+            and 1 <= int(first) <= int(last) <= 65535
+        ):
+            raise ValueError("must be first-last, two ports of 1 to 65535, the lower one first")
+        return value
+
+    @field_validator("transports")
+    @classmethod
+    def _are_different(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("must name each transport once")
+        return value
 
 
 class WorkerConfig(Section):

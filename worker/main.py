@@ -21,6 +21,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
+from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
 from baton.runtime import lifecycle, logs
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
@@ -155,7 +156,9 @@ class _Worker:
         socket_path = str(directory / "kv.sock")
         try:
             transfer = await TransferClient.start(
-                config.kv_transfer, socket_path, log_level=config.log_level
+                towards(config.kv_transfer, self._coordinator),
+                socket_path,
+                log_level=config.log_level,
             )
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None

@@ -26,8 +26,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
 LIMITS = ReceiverLimits(
-    max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, max_queued=3,
-    max_tombstones=64,
+    max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, retry_timeout_s=1,
+    max_queued=3, max_tombstones=64,
 )  # fmt: skip
 # Room for four handoffs of one block, or one of four.
 ARENA_BYTES = LAYOUT.handoff_bytes(4)
@@ -389,6 +389,8 @@ def test_each_wrong_frame_has_its_reason(harness):
         replies = [reply for message in messages for reply in one.deliver(1, message)]
         with pytest.raises(TransferRefused):
             one.receiver.claim(IDS[0], 0, one.now)
+        # One that was interrupted waits for its next epoch.
+        one.seen(one.receiver.handle_stream_lost(1, one.now))
         one.assert_empty()
         return kinds(replies)
 

@@ -9,7 +9,14 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sender import Ended, NotReserved, Reserved, Sender, SenderLimits, StopPush
+from baton.kvtransfer.sender import (
+    NotReserved,
+    Reserved,
+    Sender,
+    SenderLimits,
+    StopPush,
+    offer_grpc,
+)
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 3, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
@@ -19,9 +26,9 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
 class Harness:
-    def __init__(self):
+    def __init__(self, offer=offer_grpc):
         self.memory = memoryview(bytearray(ARENA_BYTES))
-        self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS)
+        self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS, offer)
         self.sender.configure(LAYOUT)
         self.now = 0.0
 
@@ -43,14 +50,16 @@ class Harness:
             self.now,
         )  # fmt: skip
 
-    def reply(self, kind, *, epoch=1, handoff_id=A, reason=0):
-        reply = pb.PushReply(kind=kind, epoch=epoch, reason=reason, detail="as told")
+    def reply(self, kind, *, epoch=1, handoff_id=A, reason=0, transport=""):
+        reply = pb.PushReply(
+            kind=kind, epoch=epoch, reason=reason, detail="as told", transport=transport
+        )
         return self.sender.handle_reply(reply, handoff_id, self.now)
 
     def sent(self, max_bytes=2**20, handoff_id=A):
         found = []
         while batch := self.sender.next_batch(handoff_id, max_bytes, self.now):
-            message = b"".join(part for out in batch for part in (out.header, out.payload))
+            message = b"".join(part for out in batch.frames for part in (out.header, out.payload))
             found += list(frames.decode(message))
         return found
 
@@ -79,7 +88,9 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
     harness.now += 0.25
     stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
     assert stop == StopPush(A)
-    assert ended == Ended(A, 1, True, 0, "", ARENA_BYTES, 0.25)
+    assert (ended.handoff_id, ended.epoch, ended.committed) == (A, 1, True)
+    assert (ended.num_bytes, ended.num_frames, ended.exposed_s) == (ARENA_BYTES, 6, 0.25)
+    assert (ended.transport, ended.num_fallbacks) == ("grpc", 0)
     harness.assert_empty()
 
 
@@ -223,3 +234,103 @@ def test_a_refusal_and_a_lost_push_end_it_with_the_reason(harness):
     assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_FINGERPRINT, "as told")
     _, ended = harness.sender.handle_push_lost(B, "host:1: UNAVAILABLE", harness.now)
     assert (ended.committed, ended.detail) == (False, "host:1: UNAVAILABLE")
+
+
+def everything(harness, *, last=True):
+    for rank in range(2):
+        for layer in range(3):
+            harness.fill(1, rank, layer, last=last and layer == 2)
+
+
+def offering(*names):
+    def offer(target, tried):
+        return [pb.TransportOffer(name=name, link_id=name) for name in names if name not in tried]
+
+    return Harness(offer)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE, pb.REFUSAL_REASON_TRANSPORT],
+)
+def test_a_failed_transport_costs_an_epoch_and_the_next_sends_everything_again(reason):
+    harness = offering("shm", "grpc")
+    harness.open()
+    (opened,) = harness.sent()
+    offers = pb.PushOpen.FromString(bytes(opened.payload)).offers
+    assert [offer.name for offer in offers] == ["shm", "grpc"]
+    harness.reply(pb.PushReply.KIND_OPENED, transport="shm")
+    everything(harness)
+    assert {frame.kind for frame in harness.sent()} == {FrameKind.REFERENCE, FrameKind.COMMIT}
+    harness.reply(pb.PushReply.KIND_REFUSED, reason=reason)
+    (opened,) = harness.sent()
+    offers = pb.PushOpen.FromString(bytes(opened.payload)).offers
+    assert (opened.epoch, [offer.name for offer in offers]) == (2, ["grpc"])
+    # The same refusal again, on its way since before: of the older epoch.
+    assert harness.reply(pb.PushReply.KIND_REFUSED, reason=reason) == []
+    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
+    again = harness.sent()
+    assert [frame.kind for frame in again].count(FrameKind.DATA) == 6
+    assert all(frames.verify(frame) for frame in again)
+    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    assert (ended.committed, ended.transport, ended.num_fallbacks) == (True, "grpc", 1)
+    assert harness.sender.statistics.num_fallbacks == {"shm": 1}
+    harness.assert_empty()
+
+
+def test_with_no_transport_left_the_receiver_is_told_and_the_reason_stays():
+    harness = offering("grpc")
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc")
+    everything(harness)
+    harness.sent()
+    stop, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CHECKSUM)
+    assert next(frames.decode(stop.farewell)).kind is FrameKind.ABORT
+    assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_CHECKSUM)
+    harness.assert_empty()
+
+
+def test_a_lost_link_takes_only_what_it_carries():
+    harness = offering("gloo", "grpc")
+    harness.open(A, 2)
+    harness.open(B, 2)
+    for handoff_id, transport in ((A, "gloo"), (B, "grpc")):
+        harness.sent(handoff_id=handoff_id)
+        harness.reply(pb.PushReply.KIND_OPENED, handoff_id=handoff_id, transport=transport)
+    harness.sender.handle_link_lost("gloo", "cut", harness.now)
+    (opened,) = harness.sent()
+    assert opened.epoch == 2
+    assert harness.sent(handoff_id=B) == []
+
+
+def test_a_restart_by_the_engine_and_a_fallback_count_epochs_together():
+    harness = offering("shm", "grpc")
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="shm")
+    harness.fill(1, 0, 0)
+    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
+    # What the engine calls its epoch 1 goes on; only its epoch 2 voids it.
+    harness.fill(1, 0, 1)
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
+    assert [frame.layer for frame in harness.sent()] == [0, 1]
+    harness.sender.restart(A, 2, harness.now)
+    harness.fill(2, 0, 0)
+    assert [frame.epoch for frame in harness.sent()] == [3]
+    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=3)
+    assert [(frame.epoch, frame.layer) for frame in harness.sent()] == [(3, 0)]
+
+
+def test_nothing_to_offer_and_a_choice_not_offered_end_the_send():
+    harness = offering()
+    harness.open()
+    with pytest.raises(TransferRefused, match="no transport to host:1"):
+        harness.sent()
+    harness = offering("grpc")
+    harness.open()
+    harness.sent()
+    _, ended = harness.reply(pb.PushReply.KIND_OPENED, transport="pigeon")
+    assert ended.reason == pb.REFUSAL_REASON_MALFORMED
+    assert "'pigeon', which was not offered" in ended.detail

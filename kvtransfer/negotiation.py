@@ -1,0 +1,136 @@
+"""Which transport carries a handoff between two services, and why.
+
+The sender offers what it could use, best first, with each open; the receiver takes the first it can
+use too and says why not a better one. So a pair needs no state beforehand, and an epoch after a
+failure is negotiated like the first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from baton.kvtransfer import shm_transport
+from baton.kvtransfer.errors import MalformedFrame, TransferError
+from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.receiver import Choice
+from baton.kvtransfer.sender import GRPC, SHM
+from baton.kvtransfer.shm_transport import PeerSegments
+from baton.v1 import kv_transfer_pb2 as pb
+
+# Peers whose transport is remembered for operators.
+MAX_PEERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTransport:
+    """How the last handoff to a target went."""
+
+    transport: str
+    reason: str
+
+
+class Negotiator:
+    """Offers transports for what is sent from here, chooses for what comes in.
+
+    Args:
+        names: of the transports that the configuration allows, best first.
+        segment_name: of this service's own staging.
+    """
+
+    def __init__(self, names: Sequence[str], segment_name: str) -> None:
+        self._names, self._segment_name = tuple(names), segment_name
+        self._unavailable: dict[str, str] = {}
+        self._domain = ""
+        if SHM in names:
+            try:
+                self._domain = shm_transport.domain()
+            except TransferError as error:
+                self._unavailable[SHM] = str(error)
+        self._peers: OrderedDict[str, PeerTransport] = OrderedDict()
+        self._segments = PeerSegments()
+
+    # ---- Sending.
+
+    def offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
+        """What may carry an epoch to a target, best first."""
+        offers = []
+        for name in self._names:
+            if name in tried or name in self._unavailable:
+                continue
+            if name == SHM:
+                offers.append(
+                    pb.TransportOffer(
+                        name=SHM, shm_domain=self._domain, shm_segment=self._segment_name
+                    )
+                )
+            elif name == GRPC:
+                offers.append(pb.TransportOffer(name=GRPC))
+        return offers
+
+    def opened(self, target: str, reply: pb.PushReply, tried: Container[str]) -> None:
+        """A target has chosen."""
+        reasons = [
+            f"{name}: {self._unavailable.get(name, 'failed')}"
+            for name in self._names
+            if name in self._unavailable or name in tried
+        ]
+        if reply.transport_reason:
+            reasons.append(reply.transport_reason)
+        self._peers.pop(target, None)
+        self._peers[target] = PeerTransport(reply.transport, "; ".join(reasons))
+        if len(self._peers) > MAX_PEERS:
+            self._peers.popitem(last=False)
+
+    def peers(self) -> list[pb.PeerTransport]:
+        """How each target was reached last."""
+        return [
+            pb.PeerTransport(target=target, transport=peer.transport, reason=peer.reason)
+            for target, peer in self._peers.items()
+        ]
+
+    # ---- Receiving.
+
+    def choose(self, stream: int, opened: pb.PushOpen) -> Choice:
+        """The first of the offers that works here too.
+
+        Raises:
+            MalformedFrame: none of them does.
+        """
+        self._segments.detach(stream)
+        problems = []
+        for offer in opened.offers or [pb.TransportOffer(name=GRPC)]:
+            try:
+                self._accept(stream, offer)
+            except TransferError as error:
+                problems.append(f"{offer.name}: {error}")
+            else:
+                return Choice(offer.name, "; ".join(problems), offer.link_id)
+        raise MalformedFrame(
+            f"none of the offered transports can be used: {'; '.join(problems)}",
+            pb.REFUSAL_REASON_TRANSPORT,
+        )
+
+    def resolve(self, stream: int, frame: Frame, num_bytes: int) -> Frame:
+        """The data frame that a reference stands for. Raises MalformedFrame."""
+        return self._segments.resolve(stream, frame, num_bytes)
+
+    def forget(self, stream: int) -> None:
+        """An incoming stream is over."""
+        self._segments.detach(stream)
+
+    def close(self) -> None:
+        """Gives back what belongs to others."""
+        self._segments.close()
+
+    def _accept(self, stream: int, offer: pb.TransportOffer) -> None:
+        """Raises TransferError with the reason why not."""
+        if offer.name not in self._names:
+            raise TransferError(f"not among the receiver's kv_transfer.transports {self._names}")
+        if offer.name in self._unavailable:
+            raise TransferError(self._unavailable[offer.name])
+        if offer.name == SHM:
+            if offer.shm_domain != self._domain:
+                raise TransferError("sender and receiver do not share memory")
+            self._segments.attach(stream, offer.shm_segment)

@@ -1,0 +1,149 @@
+"""Which transport a pair of real services takes, why, and what happens when it fails."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from baton.kvtransfer import frames, shm_transport
+from baton.kvtransfer.arena import Segment
+from baton.kvtransfer.control import filled_frame
+from baton.kvtransfer.errors import MalformedFrame, TransferError
+from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.negotiation import Negotiator
+from baton.kvtransfer.shm_transport import PeerSegments
+from baton.v1 import kv_transfer_pb2 as pb
+
+COMMITTED = pb.LocalSendState.STATE_COMMITTED
+
+
+def maps(pid):
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def hand_over(sender, receiver, one):
+    await one.open(sender, receiver.client.address)
+    one.fill(sender)
+    sent = await sender.sent(one.handoff_id)
+    assert sent.state == COMMITTED, sent
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert one.load(receiver) == one.data
+    return sent
+
+
+async def test_workers_of_one_host_share_memory_and_say_so(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start())
+    sent = await hand_over(sender, receiver, handoff(8))
+    assert (sent.transport, sent.num_fallbacks) == ("shm", 0)
+    assert receiver.receives[sent.handoff_id].transport == "shm"
+    (peer,) = (await sender.empty()).peers
+    assert (peer.target, peer.transport, peer.reason) == (receiver.client.address, "shm", "")
+    (moved,) = (await receiver.empty()).transports
+    assert (moved.name, moved.bytes_received) == ("shm", sent.num_bytes)
+
+
+async def test_what_the_receiver_cannot_use_is_left_out_with_the_reason(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start(transports=["grpc"]))
+    sent = await hand_over(sender, receiver, handoff(8))
+    assert sent.transport == "grpc"
+    (peer,) = (await sender.empty()).peers
+    assert peer.transport == "grpc"
+    assert "shm: not among the receiver's kv_transfer.transports" in peer.reason
+
+
+async def test_a_pair_with_nothing_in_common_is_refused_by_name(start, handoff):
+    sender, receiver = await asyncio.gather(start(transports=["shm"]), start(transports=["grpc"]))
+    one = handoff(2)
+    await one.open(sender, receiver.client.address)
+    sent = await sender.sent(one.handoff_id)
+    assert (sent.state, sent.reason) == (
+        pb.LocalSendState.STATE_FAILED,
+        pb.REFUSAL_REASON_TRANSPORT,
+    )
+    assert "none of the offered transports can be used: shm: not among" in sent.detail
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_bytes_that_no_transport_brings_unaltered_end_the_send(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start())
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    good, one.data = one.data, bytes(len(one.data))
+    one.fill(sender, [0, 1, 2], [0])
+    # Announced as the true bytes, while staging holds others.
+    one.data = good
+    filled = [
+        filled_frame(one.handoff_id, 1, 1, layer, 0, 8, b"other", last=layer == 2)
+        for layer in range(3)
+    ]
+    sender.port.send_frames(filled)
+    sent = await sender.sent(one.handoff_id)
+    assert (sent.reason, sent.num_fallbacks) == (pb.REFUSAL_REASON_CHECKSUM, 1)
+    assert (await sender.empty()).transports[-1].fallbacks == 1
+    state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    assert state.reason == pb.REFUSAL_REASON_CHECKSUM
+    assert one.load(receiver) is None
+    await receiver.empty()
+
+
+async def test_a_killed_senders_memory_is_given_back(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start())
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    one.fill(sender, [0])
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    sender.client._process.kill()
+    state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    assert state.reason == pb.REFUSAL_REASON_INCOMPLETE
+    await receiver.empty()
+    name = sender.port.description.shm_name
+    async with asyncio.timeout(3 * shm_transport.IDLE_TIMEOUT_S):
+        while name in maps(receiver.client.pid):
+            await asyncio.sleep(0.1)
+
+
+async def test_references_stay_inside_the_senders_segment():
+    segment, peers = Segment.create(4096), PeerSegments()
+    segment.memory[:4] = b"true"
+    try:
+        peers.attach(1, segment.name)
+
+        def reference(offset):
+            return next(
+                frames.decode(
+                    frames.encode_reference(
+                        b"h" * 16, 1, offset, rank=0, layer=0, first_block=0, num_blocks=1,
+                        blocks_checksum=7,
+                    )
+                )
+            )  # fmt: skip
+
+        frame = peers.resolve(1, reference(0), 4)
+        assert (frame.kind, bytes(frame.payload), frame.checksum) == (FrameKind.DATA, b"true", 7)
+        with pytest.raises(TypeError):
+            frame.payload[0] = 0
+        del frame
+        for offset in (4093, 2**63, 2**64 - 1):
+            with pytest.raises(MalformedFrame, match="the sender's segment has 4096"):
+                peers.resolve(1, reference(offset), 4)
+        peers.detach(1)
+        with pytest.raises(MalformedFrame, match="has not chosen shared memory"):
+            peers.resolve(1, reference(0), 4)
+        with pytest.raises(TransferError):
+            peers.attach(2, "../etc/passwd")
+    finally:
+        peers.close()
+        segment.close()
+
+
+def test_memory_of_another_host_or_user_is_not_shared():
+    negotiator = Negotiator(["shm", "grpc"], "baton-kv-x")
+    (shm, grpc) = negotiator.offers("host:1", ())
+    assert str(os.getuid()) in shm.shm_domain
+    shm.shm_domain = "another boot/1/0"
+    choice = negotiator.choose(1, pb.PushOpen(offers=[shm, grpc]))
+    assert (choice.transport, choice.reason) == (
+        "grpc",
+        "shm: sender and receiver do not share memory",
+    )
