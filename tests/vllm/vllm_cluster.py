@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from vllm_relay import Relay
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
 from baton.kvtransfer.control import EnginePort
+from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -55,6 +58,8 @@ CONFIG = {
         # What other workers dial is the relay, on the same port.
         "advertise_host": RELAY_HOST,
         "commit_ttl_s": 3,
+        # The relay spoils frames that carry blocks.
+        "transports": ["grpc"],
     },
 }
 
@@ -102,28 +107,33 @@ class Cluster:
         return BatonClient(self.address)
 
     async def workers(self) -> dict[int, admin_pb2.WorkerInfo]:
+        return {worker.role: worker for worker in await self.all_workers()}
+
+    async def all_workers(self) -> list[admin_pb2.WorkerInfo]:
         async with AdminClient(self.address) as admin:
-            return {worker.role: worker for worker in await admin.list_workers()}
+            return await admin.list_workers()
 
     async def requests(self) -> list[admin_pb2.RequestInfo]:
         async with AdminClient(self.address) as admin:
             return await admin.list_requests()
 
-    async def assert_idle(self) -> None:
-        """Within two seconds nothing is left of any request, anywhere."""
+    async def assert_idle(self, *, dead: Collection[str] = ()) -> None:
+        """Within two seconds nothing is left of any request, anywhere but on dead workers."""
         left = ["never looked"]
         try:
             async with asyncio.timeout(IDLE_TIMEOUT_S):
                 while left:
-                    left = await self._leftovers()
+                    left = await self._leftovers(dead)
                     # The next load report says more.
                     await asyncio.sleep(0.05 if left else 0)
         except TimeoutError:
             raise AssertionError(f"left behind: {'; '.join(left)}") from None
 
-    async def _leftovers(self) -> list[str]:
+    async def _leftovers(self, dead: Collection[str]) -> list[str]:
         left = [f"request {r.request_id} in state {r.state}" for r in await self.requests()]
-        for worker in (await self.workers()).values():
+        for worker in await self.all_workers():
+            if worker.worker_id in dead:
+                continue
             load = worker.load
             for name in ("kv_tokens_used", "staging_bytes_used", "num_running", "num_waiting"):
                 if (value := getattr(load, name)) != 0:
@@ -157,6 +167,23 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
     ready = re.match(r"ready grpc=(\S+)", line)
     assert ready, f"did not start: {line!r}\n{''.join(log)[-4000:]}"
     return Cluster(ready[1], process, log, drain)
+
+
+def start_worker(
+    cluster: Cluster, config: dict[str, Any], directory: Path, role: str, name: str, core: int
+) -> subprocess.Popen[bytes]:
+    """One more worker of a running cluster, on one core; its output goes to a file."""
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with (directory / f"{name}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "baton.cli.main", "worker", "--role", role, "--worker-id", name]
+            + ["--coordinator", cluster.address, "--config", str(path)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, VLLM_BIND_THREADS: str(core)},
+            process_group=0,
+        )
 
 
 def stop_cluster(cluster: Cluster) -> None:
