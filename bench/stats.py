@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -11,7 +14,7 @@ from rich.table import Table
 def percentile(values: Sequence[float], percent: float) -> float:
     """Linear interpolation between the closest ranks, as numpy's default."""
     if not values:
-        return float("nan")
+        return math.nan
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
@@ -23,10 +26,46 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
 
 
+def ratio(value: float, base: float) -> float:
+    """value / base; nothing over nothing is 1, something over nothing infinite."""
+    if base:
+        return value / base
+    return math.inf if value else 1.0
+
+
+def worst(values: Sequence[float]) -> float:
+    """The largest; nan when any is, or none is there."""
+    return max(values) if values and not any(map(math.isnan, values)) else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A figure beside what it must not exceed."""
+
+    what: str
+    seen: float
+    limit: float
+    unit: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.seen <= self.limit
+
+    def row(self) -> list[str]:
+        seen, limit = (f"{value:.4g}{self.unit}" for value in (self.seen, self.limit))
+        return [self.what, seen, f"at most {limit}", "yes" if self.reached else "no"]
+
+
+def print_reaches(reaches: Sequence[Reach]) -> None:
+    print_table("Reaches", ["what", "seen", "reach", "reached"], [one.row() for one in reaches])
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, collapse_padding=True, pad_edge=False
+    )
     for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        table.add_column(name, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
         table.add_row(*row)
     Console(width=140).print(table)

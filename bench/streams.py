@@ -1,17 +1,20 @@
-"""One streamed request against each kind of server, timed token by token."""
+"""Streamed requests against each kind of server, timed token by token, and their closed loop."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
 from baton.client.client import BatonClient
 from baton.client.events import Finished, LatencyBudget, Tokens
+
+REQUEST_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -22,11 +25,13 @@ class Timed:
         token_ids: what came.
         times_s: of each token.
         budget: Baton's own account of it.
+        prefilled_s: when NIXL's prefill server had answered.
     """
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     budget: LatencyBudget | None = None
+    prefilled_s: float | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -51,14 +56,66 @@ class Timed:
     def steady_gaps_s(self) -> list[float]:
         return self.gaps_s[1:]
 
+    @property
+    def exposed_s(self) -> float | None:
+        """The part of the handoff that nothing hid; None where nothing was handed over.
+
+        Baton: its stage "handoff", from the last layer computed until the commit is verified.
+        NIXL: from the prefill server's answer to the first token, one decode step of it.
+        """
+        if self.budget is not None:
+            workers = {
+                one.worker_id for one in self.budget.stages if one.stage in ("prefill", "decode")
+            }
+            return self.stage_s("handoff") if len(workers) == 2 else None
+        return None if self.prefilled_s is None else self.ttft_s - self.prefilled_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        """What the exposed time is a share of; NIXL's holds its wait in the queue too."""
+        return self.stage_s("prefill") if self.budget is not None else self.prefilled_s
+
+    def stage_s(self, stage: str) -> float:
+        """Of Baton's latency budget."""
+        stages = self.budget.stages if self.budget is not None else ()
+        return sum(one.duration_ms for one in stages if one.stage == stage) / 1e3
+
     def add(self, token_ids: Sequence[int], at_s: float) -> None:
         self.token_ids += token_ids
         self.times_s += [at_s] * len(token_ids)
 
 
-async def through_baton(client: BatonClient, prompt: list[int], max_tokens: int) -> Timed:
+Prompt: TypeAlias = list[int]
+Ask: TypeAlias = Callable[[Prompt], Awaitable[Timed]]
+
+
+async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> list[Timed]:
+    """Every prompt answered, `concurrency` in flight: the next goes out when one has ended.
+
+    Returns:
+        The answers in the order of the prompts.
+    """
+    waiting, answers = iter(enumerate(prompts)), dict[int, Timed]()
+
+    async def caller() -> None:
+        for index, prompt in waiting:
+            answers[index] = await ask(prompt)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(caller())
+    return [answers[index] for index in range(len(prompts))]
+
+
+async def through_baton(client: BatonClient, prompt: Prompt, max_tokens: int) -> Timed:
     timed, start = Timed(), time.perf_counter()
-    stream = client.generate(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    stream = client.generate(
+        prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        timeout_s=REQUEST_TIMEOUT_S,
+    )
     async for event in stream:
         if isinstance(event, Tokens):
             timed.add(event.token_ids, time.perf_counter() - start)
@@ -70,7 +127,7 @@ async def through_baton(client: BatonClient, prompt: list[int], max_tokens: int)
 async def through_vllm(
     http: aiohttp.ClientSession,
     url: str,
-    prompt: list[int],
+    prompt: Prompt,
     max_tokens: int,
     **extra: Any,
 ) -> Timed:
@@ -92,7 +149,7 @@ async def through_nixl(
     http: aiohttp.ClientSession,
     prefill_url: str,
     decode_url: str,
-    prompt: list[int],
+    prompt: Prompt,
     max_tokens: int,
 ) -> Timed:
     """vLLM's NixlConnector with what its proxy does: prefill answers first, then decode streams.
@@ -104,13 +161,14 @@ async def through_nixl(
     async with http.post(f"{prefill_url}/v1/completions", json=body) as response:
         await _check(response)
         params = (await response.json())["kv_transfer_params"]
-    spent = time.perf_counter() - start
+    prefilled_s = time.perf_counter() - start
     timed = await through_vllm(http, decode_url, prompt, max_tokens, kv_transfer_params=params)
-    timed.times_s = [spent + at_s for at_s in timed.times_s]
+    timed.times_s = [prefilled_s + at_s for at_s in timed.times_s]
+    timed.prefilled_s = prefilled_s
     return timed
 
 
-def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+def _body(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
     return {
         "model": "bench",
         "prompt": prompt,

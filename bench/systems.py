@@ -20,11 +20,13 @@ from typing import Any
 
 import psutil
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.runtime.affinity import VLLM_BIND_THREADS
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+SCRAPE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,14 @@ class Process:
     address: str
     log: Path
 
-    def resident_bytes(self) -> int:
-        return int(psutil.Process(self.popen.pid).memory_info().rss)
+    def resident_bytes(self) -> dict[str, int]:
+        """Of it and of each process below it, by what they are."""
+        main = psutil.Process(self.popen.pid)
+        found: dict[str, int] = {}
+        for one in [main, *main.children(recursive=True)]:
+            kind = _kind(" ".join(one.cmdline()), one.name())
+            found[kind] = found.get(kind, 0) + int(one.memory_info().rss)
+        return found
 
 
 def free_port() -> int:
@@ -84,23 +92,43 @@ def nixl_pair(
 
 @dataclass(frozen=True, slots=True)
 class Baton:
-    """A coordinator and its workers, each a process of its own."""
+    """A coordinator and its workers, each a process of its own.
+
+    Attributes:
+        metrics_url: of the coordinator.
+    """
 
     coordinator: Process
     prefill: Process
     decode: Process
+    metrics_url: str
+
+    def handoff_counters(self) -> dict[str, float]:
+        """The coordinator's counters of handoffs since it started, by name and labels."""
+        with urllib.request.urlopen(self.metrics_url, timeout=SCRAPE_TIMEOUT_S) as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+        return {
+            " ".join([sample.name, *(f"{key}={value}" for key, value in sample.labels.items())]): (
+                sample.value
+            )
+            for family in families
+            for sample in family.samples
+            if family.type == "counter"
+            and family.name.startswith("baton_handoff")
+            and sample.name.endswith("_total")
+        }
 
 
 @contextlib.contextmanager
 def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> Iterator[Baton]:
     """One coordinator, one prefill and one decode worker."""
-    port = free_port()
+    port, metrics = free_port(), f"127.0.0.1:{free_port()}"
     config = {
         "model": model,
         "served_model_name": "bench",
         "engine_args": engine_args,
         "log_level": "warning",
-        "coordinator": {"listen": f"127.0.0.1:{port}"},
+        "coordinator": {"listen": f"127.0.0.1:{port}", "metrics_listen": metrics},
         # As `baton up` does: off the core that prefills.
         "kv_transfer": {"cpus": [int(cores[1])]},
     }
@@ -114,14 +142,14 @@ def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> It
             return Process(popen, f"127.0.0.1:{port}", log)
 
         coordinator = start(["coordinator"])
-        workers = [
+        prefill, decode = (
             start(
                 ["worker", "--role", role, "--coordinator", f"127.0.0.1:{port}"],
                 **{VLLM_BIND_THREADS: core},
             )
             for role, core in zip(("prefill", "decode"), cores, strict=True)
-        ]
-        yield Baton(coordinator, *workers)
+        )
+        yield Baton(coordinator, prefill, decode, f"http://{metrics}/metrics")
 
 
 @contextlib.contextmanager
@@ -145,6 +173,18 @@ def _running(
     finally:
         _stop(popen)
         os.unlink(log.name)
+
+
+def _kind(command: str, name: str) -> str:
+    if "EngineCore" in command:
+        return "engine core"
+    if "VLLM::Worker" in command or "Worker" in name:
+        return "rank"
+    if "kvtransfer.service" in command:
+        return "transfer service"
+    if "resource_tracker" in command:
+        return "resource tracker"
+    return "main"
 
 
 def _stop(popen: subprocess.Popen[str]) -> None:
