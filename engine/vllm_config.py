@@ -14,6 +14,7 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 
 from baton.engine.base import EngineDead
 from baton.engine.vllm_forced_tokens import ForcedTokens
+from baton.engine.vllm_refusals import refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity
 from baton.runtime.names import did_you_mean
@@ -25,11 +26,24 @@ _REVISION_BYTES = 2**20
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
 
+class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
+    """Refuses a model as soon as vLLM has read its configuration.
+
+    What vLLM does next may fail over the very thing that is refused, in other words.
+    """
+
+    def create_model_config(self) -> Any:
+        """Raises EngineDead."""
+        model = super().create_model_config()
+        refuse_model(model)
+        return model
+
+
 def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Everything AsyncEngineArgs is made of: what was passed through, and what Baton sets itself.
+    """What RefusingEngineArgs is made of: what was passed through, and what Baton sets itself.
 
     Raises:
-        EngineDead: an argument vLLM does not know, or that is Baton's to set.
+        EngineDead: an argument vLLM does not know, that is Baton's to set, or that Baton refuses.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in engine_args:
@@ -38,6 +52,7 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         if name not in known:
             hint = did_you_mean(name, known)
             raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
+    refuse_settings(engine_args)
     args: dict[str, Any] = {
         "model": model,
         "served_model_name": served_name,
@@ -61,27 +76,6 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
         args["logits_processors"] = [*args.get("logits_processors", []), own]
     return args
-
-
-def refuse_unsupported(config: Any) -> None:
-    model = config.model_config
-    name = model.hf_config.model_type
-    state = {
-        "is an encoder-decoder model": model.is_encoder_decoder,
-        "mixes attention with recurrent state": model.is_hybrid,
-        "has no attention": model.is_attention_free,
-        "is not a text generation model": model.runner_type != "generate",
-        "uses sliding-window attention": model.get_sliding_window() is not None,
-    }
-    for what, refused in state.items():
-        if refused:
-            raise EngineDead(
-                f"model: {name} {what}; Baton hands over paged attention KV only: serve it with "
-                "plain vLLM"
-            )
-    for what in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
-        if (size := getattr(config.parallel_config, what)) != 1:
-            raise EngineDead(f"engine_args.{what}: is {size}; Baton supports 1")
 
 
 def bind_threads(config: Any) -> list[int]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import vllm
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
@@ -44,8 +43,9 @@ from baton.engine.base import (
     RequestRejected,
     StepSample,
 )
-from baton.engine.vllm_config import bind_threads, checked_args, layout_of, refuse_unsupported
+from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_args, layout_of
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -118,12 +118,12 @@ class VllmEngine:
             raise EngineDead(f"vLLM could not start: {' '.join(str(error).split())}") from error
 
     def _start(self) -> EngineInfo:
-        args = AsyncEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
+        args = RefusingEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = args.create_engine_config()
-        refuse_unsupported(config)
+        refuse_speculation(config.speculative_config)
         self._layout = layout_of(config, self._served_name)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,

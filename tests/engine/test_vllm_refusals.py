@@ -1,0 +1,199 @@
+"""Models and settings whose state Baton cannot hand over are refused by name, without weights.
+
+The models are nothing but a config.json; vLLM reads it, and looks at the class that it names.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# vLLM looks at a class of models for the first time in a process of its own, and remembers it.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+DECODER = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+LLAMA = {**DECODER, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba": {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+        "torch_dtype": "float32",
+    },
+    "jamba": {
+        **DECODER,
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "is_encoder_decoder": True,
+        "vocab_size": 51865,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "torch_dtype": "float32",
+    },
+    "bert": {**DECODER, "architectures": ["BertModel"], "model_type": "bert"},
+    "mistral": {
+        **DECODER,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 128,
+    },
+    "deepseek": {
+        **DECODER,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+    },
+    "llama": LLAMA,
+    "chunked": {**LLAMA, "attention_chunk_size": 128},
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+# Name of a case: the model, and vLLM's engine arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in MODELS},
+    "window switched off": ("mistral", {"disable_sliding_window": True}),
+    "pooling": ("llama", {"runner": "pooling"}),
+    "pipeline_parallel_size": ("llama", {"pipeline_parallel_size": 2}),
+    "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
+    "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
+    "nnodes": ("llama", {"nnodes": 2}),
+    "kv_cache_dtype": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
+    "ngram": ("llama", {"speculative_config": NGRAM}),
+    "draft_model": (
+        "llama",
+        {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": "{llama}",
+                "num_speculative_tokens": 2,
+            }
+        },
+    ),
+}
+PLAIN = "serve it with plain vLLM"
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return {name: str(root / name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def said(directories: dict[str, str]) -> dict[str, str]:
+    """What the engine's start says, by case."""
+    given = json.dumps({name: (directories[model], args) for name, (model, args) in CASES.items()})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "refusals_program.py")],
+        input=given.replace("{llama}", directories["llama"]),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    messages: dict[str, str] = json.loads(done.stdout)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "state"),
+    [
+        ("mamba", "MambaForCausalLM", "has no attention: its state is recurrent"),
+        ("jamba", "JambaForCausalLM", "is a hybrid model: it mixes attention"),
+        ("whisper", "WhisperForConditionalGeneration", "is an encoder-decoder model"),
+        ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
+        ("mistral", "MistralForCausalLM", "uses sliding-window attention"),
+        ("deepseek", "DeepseekV2ForCausalLM", "uses multi-head latent attention (MLA)"),
+        ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
+    ],
+)
+def test_a_model_with_other_state_is_refused_by_name(
+    said: dict[str, str], directories: dict[str, str], model: str, architecture: str, state: str
+) -> None:
+    message = said[model]
+    assert message.startswith(f"model: {directories[model]} ({architecture}) {state}")
+    assert PLAIN in message
+    assert "\n" not in message
+
+
+def test_a_sliding_window_has_another_way_out(said: dict[str, str]) -> None:
+    assert "engine_args.disable_sliding_window" in said["mistral"]
+
+
+def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
+    assert "(LlamaForCausalLM) generates no tokens (its runner is 'pooling')" in said["pooling"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+        "nnodes",
+    ],
+)
+def test_settings_that_spread_the_cache(said: dict[str, str], name: str) -> None:
+    assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
+
+
+def test_a_cache_of_another_type_than_the_model(said: dict[str, str]) -> None:
+    assert said["kv_cache_dtype"].startswith("engine_args.kv_cache_dtype: is 'fp8_e5m2'")
+
+
+def test_drafts_with_a_cache_of_their_own(said: dict[str, str]) -> None:
+    message = said["draft_model"]
+    assert message.startswith("engine_args.speculative_config: method is 'draft_model'")
+    assert "ngram" in message
+
+
+@pytest.mark.parametrize("name", ["llama", "window switched off", "ngram"])
+def test_the_others_get_as_far_as_their_missing_files(said: dict[str, str], name: str) -> None:
+    assert said[name].startswith("vLLM could not start: ")
+    assert "tokenizer" in said[name]
+
+
+def test_what_a_person_sees(directories: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "baton.cli.main", "worker", "--role", "prefill"]
+    command += ["--coordinator", "127.0.0.1:1", "--model", directories["mamba"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last
+    assert PLAIN in last
