@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from baton.runtime import affinity
 from baton.runtime.config import BatonConfig
 
+# vLLM's engine argument.
+_RANKS = "tensor_parallel_size"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -22,27 +25,40 @@ class CoreShares:
     """Cores of each worker's engine, in the order they are started, and of transfer services.
 
     Attributes:
+        engines: per worker, the cores of each of its ranks.
         transfer: none that prefills, unless every core does; empty: any.
     """
 
-    engines: tuple[tuple[int, ...], ...]
+    engines: tuple[tuple[tuple[int, ...], ...], ...]
     transfer: tuple[int, ...]
 
     def environment(self, index: int) -> dict[str, str]:
         """What binds the engine of the index-th worker."""
         if index >= len(self.engines):
             return {}
-        return {affinity.VLLM_BIND_THREADS: ",".join(map(str, self.engines[index]))}
+        ranks = (",".join(map(str, cores)) for cores in self.engines[index])
+        return {affinity.VLLM_BIND_THREADS: "|".join(ranks)}
 
 
 NO_SHARES = CoreShares((), ())
 
 
-def share(cores: Sequence[int], num_prefill: int, num_decode: int) -> CoreShares:
-    """Deals the cores out evenly; with more workers than cores some share one."""
-    num_workers = max(1, num_prefill + num_decode)
-    engines = affinity.deal(cores, num_workers)
-    prefilling = {core for engine in engines[:num_prefill] for core in engine}
+def share(
+    cores: Sequence[int], prefill_ranks: Sequence[int], decode_ranks: Sequence[int]
+) -> CoreShares:
+    """Deals the cores out evenly; with more ranks than cores some share one.
+
+    Args:
+        cores: to deal out.
+        prefill_ranks: of each prefill worker, how many ranks its engine has.
+        decode_ranks: likewise.
+    """
+    workers = [*prefill_ranks, *decode_ranks]
+    dealt = iter(affinity.deal(cores, max(1, sum(workers))))
+    engines = tuple(tuple(islice(dealt, num_ranks)) for num_ranks in workers)
+    prefilling = {
+        core for engine in engines[: len(prefill_ranks)] for rank in engine for core in rank
+    }
     return CoreShares(engines, tuple(core for core in cores if core not in prefilling))
 
 
@@ -51,10 +67,14 @@ def on_this_host(config: BatonConfig) -> CoreShares:
     if (
         config.engine != "vllm"
         or affinity.VLLM_BIND_THREADS in os.environ
-        or config.engine_args.get("tensor_parallel_size", 1) != 1
         or _NVIDIA_DRIVER.exists()
         or not hasattr(os, "sched_getaffinity")
     ):
         return NO_SHARES
-    cores = sorted(os.sched_getaffinity(0))
-    return share(cores, config.prefill.workers, config.decode.workers)
+    pools = [config.prefill, config.decode]
+    sizes = [(config.engine_args | pool.engine_args).get(_RANKS, 1) for pool in pools]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        # vLLM says what is wrong with it.
+        return NO_SHARES
+    prefill, decode = ([size] * pool.workers for size, pool in zip(sizes, pools, strict=True))
+    return share(sorted(os.sched_getaffinity(0)), prefill, decode)

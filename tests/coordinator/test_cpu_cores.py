@@ -1,24 +1,54 @@
 import pytest
 
+from baton.coordinator import cpu_cores
 from baton.coordinator.cpu_cores import share
+from baton.runtime import affinity
+from baton.runtime.config import parse
 
 
 def test_transfer_services_keep_off_the_cores_that_prefill():
-    shares = share([0, 1], 1, 1)
-    assert shares.engines == ((0,), (1,))
+    shares = share([0, 1], [1], [1])
+    assert shares.engines == (((0,),), ((1,),))
     assert shares.transfer == (1,)
 
 
-@pytest.mark.parametrize("workers", [(1, 1), (2, 3), (0, 1), (1, 0)])
-def test_every_core_is_used_once_when_there_are_enough(workers):
+@pytest.mark.parametrize(
+    "ranks", [([1], [1]), ([1, 1], [1, 1, 1]), ([], [1]), ([1], []), ([2], [2]), ([4, 2], [1])]
+)
+def test_every_core_is_used_once_when_there_are_enough(ranks):
     cores = list(range(8))
-    shares = share(cores, *workers)
-    assert sorted(core for engine in shares.engines for core in engine) == cores
-    assert len(shares.engines) == sum(workers)
+    shares = share(cores, *ranks)
+    assert sorted(core for engine in shares.engines for rank in engine for core in rank) == cores
+    assert [len(engine) for engine in shares.engines] == ranks[0] + ranks[1]
+
+
+def test_each_rank_is_bound_to_its_own_cores():
+    shares = share(list(range(4)), [2], [2])
+    assert [shares.environment(index)[affinity.VLLM_BIND_THREADS] for index in (0, 1)] == [
+        "0|1",
+        "2|3",
+    ]
+    assert shares.transfer == (2, 3)
 
 
 def test_more_workers_than_cores_share_them():
-    shares = share([4], 2, 2)
-    assert shares.engines == ((4,),) * 4
+    shares = share([4], [1, 1], [1, 1])
+    assert shares.engines == (((4,),),) * 4
     assert shares.transfer == ()
     assert shares.environment(9) == {}
+
+
+def test_the_ranks_of_one_engine_share_cores_last():
+    shares = share([0, 1], [2], [2])
+    assert shares.environment(0) == shares.environment(1) == {affinity.VLLM_BIND_THREADS: "0|1"}
+
+
+def test_a_pool_may_have_its_own_number_of_ranks(monkeypatch):
+    monkeypatch.delenv(affinity.VLLM_BIND_THREADS, raising=False)
+    monkeypatch.setattr(cpu_cores, "_NVIDIA_DRIVER", cpu_cores.Path("/nowhere"))
+    pools = {
+        "engine_args": {"tensor_parallel_size": 2},
+        "decode": {"engine_args": {"tensor_parallel_size": 1}},
+    }
+    made = cpu_cores.on_this_host(parse(pools, "test"))
+    assert [len(engine) for engine in made.engines] == [2, 1]
