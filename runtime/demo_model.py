@@ -53,6 +53,8 @@ class Shape:
 SHAPES = {
     # Loads in a second; what `make demo` and the tests use.
     "demo": Shape(256, 512, 4, 4, 2, 4096),
+    # Two layers: what tests start of which several ranks share a core.
+    "demo-2-layers": Shape(128, 256, 2, 4, 2, 2048),
     # 88 million parameters: what the benchmarks use.
     "demo-88m": Shape(768, 2048, 12, 12, 4, 4096, vocab_size=16384),
 }
@@ -62,7 +64,7 @@ def ensure(model: str, *, weights: bool = True, root: Path | None = None) -> str
     """The directory of a demo model, made when it does not exist; any other model unchanged.
 
     Args:
-        model: "demo", "demo-88m", or whatever names a real model.
+        model: a name in SHAPES, or whatever names a real model.
         weights: whether the checkpoint is needed too, not only tokenizer and configuration.
             Making it needs torch.
         root: where demo models are kept.
