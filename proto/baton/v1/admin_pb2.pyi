@@ -268,6 +268,7 @@ class WorkerInfo(_message.Message):
     SILENT_FOR_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -284,7 +285,9 @@ class WorkerInfo(_message.Message):
     @_builtins.property
     def capacity(self) -> _cluster_pb2.Capacity: ...
     @_builtins.property
-    def load(self) -> _cluster_pb2.LoadReport: ...
+    def load(self) -> _cluster_pb2.LoadReport:
+        """Without its peers, which are below."""
+
     @_builtins.property
     def attached_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -293,6 +296,10 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def startup_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPeer]:
+        """Workers that this one has handed over to, in the order of the last handoff to each."""
+
     def __init__(
         self,
         *,
@@ -312,14 +319,49 @@ class WorkerInfo(_message.Message):
         silent_for: _duration_pb2.Duration | None = ...,
         num_requests: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        peers: _abc.Iterable[Global___WorkerPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "load", b"load", "model", b"model", "num_requests", b"num_requests", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class WorkerPeer(_message.Message):
+    """How one worker reaches another with KV caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Empty when no attached worker is at `target`."""
+    target: _builtins.str
+    """Its KvTransfer address, host:port."""
+    transport: _builtins.str
+    """"shm", "nccl", "gloo" or "grpc"."""
+    reason: _builtins.str
+    """Why none of the better ones; empty when it is the best."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        target: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "target", b"target", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPeer: _TypeAlias = WorkerPeer  # noqa: Y015
 
 @_typing.final
 class ListRequestsRequest(_message.Message):

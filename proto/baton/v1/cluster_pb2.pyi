@@ -438,6 +438,7 @@ class LoadReport(_message.Message):
     PREFILL_TOKENS_WAITING_FIELD_NUMBER: _builtins.int
     NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     """Counts engine steps; it standing still while requests run is how a wedge shows."""
     num_running: _builtins.int
@@ -454,6 +455,10 @@ class LoadReport(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSample]:
         """What the engine's steps since the last report cost: what the latency model is fitted on."""
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.PeerTransport]:
+        """How this worker's last handoff to each other worker went."""
+
     def __init__(
         self,
         *,
@@ -468,10 +473,11 @@ class LoadReport(_message.Message):
         prefill_tokens_waiting: _builtins.int = ...,
         num_handoffs: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
+        peers: _abc.Iterable[_kv_transfer_pb2.PeerTransport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "num_handoffs", b"num_handoffs", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "prefill_tokens_waiting", b"prefill_tokens_waiting", "resident_bytes", b"resident_bytes", "staging_bytes_total", b"staging_bytes_total", "staging_bytes_used", b"staging_bytes_used", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "num_handoffs", b"num_handoffs", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "peers", b"peers", "prefill_tokens_waiting", b"prefill_tokens_waiting", "resident_bytes", b"resident_bytes", "staging_bytes_total", b"staging_bytes_total", "staging_bytes_used", b"staging_bytes_used", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -901,6 +907,15 @@ class HandoffReport(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     EXPOSED_US_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_FALLBACKS_FIELD_NUMBER: _builtins.int
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
+    RESERVE_US_FIELD_NUMBER: _builtins.int
+    OPEN_US_FIELD_NUMBER: _builtins.int
+    FILL_US_FIELD_NUMBER: _builtins.int
+    RECEIVE_US_FIELD_NUMBER: _builtins.int
+    LOAD_US_FIELD_NUMBER: _builtins.int
+    TOTAL_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     handoff_id: _builtins.bytes
@@ -911,6 +926,24 @@ class HandoffReport(_message.Message):
     num_bytes: _builtins.int
     exposed_us: _builtins.int
     """From the last layer computed until the commit was verified."""
+    transport: _builtins.str
+    """Of the last epoch: "shm", "nccl", "gloo" or "grpc"; empty when none was agreed."""
+    num_fallbacks: _builtins.int
+    """From the sending worker: epochs given up because their transport failed."""
+    num_frames: _builtins.int
+    reserve_us: _builtins.int
+    """From the sending worker: waiting for its own staging. From there on, both at once: until the
+    receiver had opened the last epoch, and until the last frame was filled.
+    """
+    open_us: _builtins.int
+    fill_us: _builtins.int
+    receive_us: _builtins.int
+    """From the receiving worker: from the open until the commit was verified or the handoff ended, and
+    from the commit until the engine had loaded it or no longer wanted it.
+    """
+    load_us: _builtins.int
+    total_us: _builtins.int
+    """This worker's whole part, until this report."""
     def __init__(
         self,
         *,
@@ -923,10 +956,19 @@ class HandoffReport(_message.Message):
         detail: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
         exposed_us: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        num_fallbacks: _builtins.int = ...,
+        num_frames: _builtins.int = ...,
+        reserve_us: _builtins.int = ...,
+        open_us: _builtins.int = ...,
+        fill_us: _builtins.int = ...,
+        receive_us: _builtins.int = ...,
+        load_us: _builtins.int = ...,
+        total_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "epoch", b"epoch", "exposed_us", b"exposed_us", "handoff_id", b"handoff_id", "num_bytes", b"num_bytes", "reason", b"reason", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "epoch", b"epoch", "exposed_us", b"exposed_us", "fill_us", b"fill_us", "handoff_id", b"handoff_id", "load_us", b"load_us", "num_bytes", b"num_bytes", "num_fallbacks", b"num_fallbacks", "num_frames", b"num_frames", "open_us", b"open_us", "reason", b"reason", "receive_us", b"receive_us", "request_id", b"request_id", "reserve_us", b"reserve_us", "state", b"state", "total_us", b"total_us", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
