@@ -46,6 +46,8 @@ lint: $(BATON) $(DEV)
 
 bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.disaggregation $(ARGS)
+	$(BIN)/python -m baton.bench.transport $(TRANSPORT_ARGS)
+	$(BIN)/python -m baton.bench.soak $(SOAK_ARGS)
 
 proto: $(DEV)
 	$(BIN)/python proto/generate.py
