@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from baton.bench.transport_driver import (
     Shape,
     write_content,
 )
+from baton.kvtransfer.control import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.runtime.config import KvTransferConfig
 
@@ -147,26 +149,31 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "handoffs": {each.name: each.handoff_bytes for each in shapes},
         "nixl": {},
         "copies": {},
+        "failed": {},
     }
     paced: list[Run] = []
     flat: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         bench = Bench(Path(name), staging_bytes, seconds)
         plans = [*((rate, PACED_HANDOFFS) for rate in arguments.rates), (None, 1)]
-        for shape in shapes:
-            for transport in arguments.transports:
-                *at_rates, flat_out = await bench.measure(transport, shape, plans)
-                paced += at_rates
-                flat.append(flat_out)
+        for transport in arguments.transports:
+            try:
+                for shape in shapes:
+                    *at_rates, flat_out = await bench.measure(transport, shape, plans)
+                    paced += at_rates
+                    flat.append(flat_out)
+            except* TransferError as errors:
+                results["failed"][transport] = str(errors.exceptions[0])
+        working = [each for each in arguments.transports if each not in results["failed"]]
         streams = []
-        if "grpc" in arguments.transports:
+        if "grpc" in working:
             for connections in sorted({connections for _, connections in GRPC_STREAMS}):
                 many = [(None, each) for each, over in GRPC_STREAMS if over == connections]
                 runs = await bench.measure("grpc", main, many, grpc_connections=connections)
                 streams += [{"connections": connections, **run.figures()} for run in runs]
         with copies.compiled() as counter:
             if counter is not None:
-                for transport in arguments.transports:
+                for transport in working:
                     results["copies"][transport] = await bench.copies(transport, main, counter)
     if arguments.nixl:
         for name, ucx in (("NIXL", "all"), ("NIXL over TCP", "tcp")):
@@ -188,6 +195,8 @@ def reaches(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
     def add(what: str, seen: float, reach: str, reached: bool) -> None:
         made.append({"what": what, "seen": seen, "reach": reach, "reached": reached})
 
+    for transport in results["failed"]:
+        add(f"{transport}, handoffs that failed", 1, "none", False)
     if "shm" in speed:
         share = speed["shm"] / results["memcpy_gb_s"]
         add("shm / memcpy", share, "at least 0.5", share >= 0.5)
@@ -258,6 +267,8 @@ def show(results: dict[str, Any]) -> None:
         ]
         header = ["handoffs at a time", "connections", "GB/s", "sender's cores", "receiver's cores"]
         stats.print_table("gRPC, flat out", header, rows)
+    for transport, detail in results["failed"].items():
+        print(f"{transport} did not work: {detail}")
     rows = [
         [each["what"], f"{each['seen']:.2f}", each["reach"], "yes" if each["reached"] else "no"]
         for each in results["reaches"]
@@ -265,7 +276,7 @@ def show(results: dict[str, Any]) -> None:
     stats.print_table("Reaches", ["what", "seen", "reach", "reached"], rows)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[:2])
@@ -287,7 +298,8 @@ def main() -> None:
     arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results)
     print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
+    return 1 if results["failed"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
