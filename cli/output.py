@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -19,7 +19,8 @@ def print_json(value: Any) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
     """A rich table on a terminal, plain aligned columns elsewhere; `empty` when there are no rows.
 
-    A column whose name begins with ">" is aligned right.
+    A column whose name begins with ">" is aligned right. On a terminal that is too narrow the last
+    column is wrapped before any other is cut.
     """
     if not rows:
         print(empty)
@@ -33,8 +34,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: st
         from rich.text import Text
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        for name, is_right in zip(names, right, strict=True):
-            table.add_column(name, justify="right" if is_right else "left", no_wrap=True)
+        for number, (name, is_right) in enumerate(zip(names, right, strict=True), start=1):
+            justify: Literal["left", "right"] = "right" if is_right else "left"
+            table.add_column(name, justify=justify, no_wrap=number < len(names))
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         Console(highlight=False).print(table)

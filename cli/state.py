@@ -57,14 +57,14 @@ def pools(address: options.Address = None, as_json: options.Json = False) -> Non
 
 
 def workers(address: options.Address = None, as_json: options.Json = False) -> None:
-    """List the workers."""
+    """List the workers, and how each has reached others with KV caches."""
     from baton.cli.output import enum_name, plain, print_json, print_table
     from baton.v1 import cluster_pb2, common_pb2
 
     found = _ask(address, lambda admin: admin.list_workers())
     if as_json:
         return print_json([plain(worker) for worker in found])
-    return print_table(
+    print_table(
         ("WORKER", "ROLE", "STATE", ">REQUESTS", ">WAITING", ">KV USED", "ENGINE", ">PID"),
         [
             (
@@ -80,6 +80,18 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
             for worker in found
         ],
         "no workers",
+    )
+    if not found:
+        return None
+    print()
+    return print_table(
+        ("WORKER", "HANDS OVER TO", "BY", "WHY NOT BETTER"),
+        [
+            (worker.worker_id, peer.worker_id or peer.target, peer.transport, peer.reason or "-")
+            for worker in found
+            for peer in worker.peers
+        ],
+        "no handoffs yet",
     )
 
 

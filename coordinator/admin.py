@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -57,8 +58,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             allowed = "ROLE_PREFILL (1), ROLE_DECODE (2), or 0 for both"
             await abort(context, InvalidArgument("role", int(request.role), allowed))
         now = self._shell.now()
+        names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
         workers = [
-            _worker_info(worker, now)
+            _worker_info(worker, names, now)
             for worker in self._core.workers
             if request.role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
         ]
@@ -130,9 +132,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
 
-def _worker_info(worker: Worker, now: float) -> admin_pb2.WorkerInfo:
+def _worker_info(worker: Worker, names: Mapping[str, str], now: float) -> admin_pb2.WorkerInfo:
+    """A worker for operators; `names` are all attached workers' ids by KvTransfer address."""
     hello = worker.hello
-    return admin_pb2.WorkerInfo(
+    info = admin_pb2.WorkerInfo(
         worker_id=hello.worker_id,
         incarnation=hello.incarnation,
         role=worker.role,
@@ -150,6 +153,18 @@ def _worker_info(worker: Worker, now: float) -> admin_pb2.WorkerInfo:
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
     )
+    if worker.load is not None:
+        info.load.ClearField("peers")
+        info.peers.extend(
+            admin_pb2.WorkerPeer(
+                worker_id=names.get(peer.target, ""),
+                target=peer.target,
+                transport=peer.transport,
+                reason=peer.reason,
+            )
+            for peer in worker.load.peers
+        )
+    return info
 
 
 def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.RequestInfo:

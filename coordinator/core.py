@@ -306,15 +306,15 @@ class Core:
         request = self._book.get(report.request_id)
         if request is not None and request.handoff_id == report.handoff_id and report.exposed_us:
             request.exposed_us = report.exposed_us
+        # Only the sending end knows of them, and it need not be the first to report.
+        self.stats.num_handoff_fallbacks += report.num_fallbacks
         if report.handoff_id in self._ended_handoffs:
             return
         self._ended_handoffs[report.handoff_id] = None
         if len(self._ended_handoffs) > _MAX_REMEMBERED_HANDOFFS:
             self._ended_handoffs.popitem(last=False)
         if committed:
-            self.stats.num_handoffs += 1
-            self.stats.num_handoff_bytes += report.num_bytes
-            self.stats.handoff_exposed.observe(report.exposed_us / 1e6)
+            self.stats.handoff_committed(report)
         elif report.reason != kv_transfer_pb2.REFUSAL_REASON_CANCELLED:
             self.stats.handoff_failed(report.reason)
 

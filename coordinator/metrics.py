@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
-from baton.coordinator.stats import Histogram
+from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2
 
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
@@ -75,9 +75,22 @@ class CoreCollector(Collector):
             for reason, count in tuple(counts.items()):
                 family.add_metric([reason], count)
             yield family
-        yield CounterMetricFamily("baton_handoffs", "Handoffs committed.", value=stats.num_handoffs)
+        for name, documentation, counts in (
+            ("baton_handoffs", "Handoffs committed.", stats.handoffs),
+            (
+                "baton_handoff_bytes",
+                "Bytes of committed handoffs; throughput is its rate.",
+                stats.handoff_bytes,
+            ),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=["transport"])
+            for transport, count in tuple(counts.items()):
+                family.add_metric([transport], count)
+            yield family
         yield CounterMetricFamily(
-            "baton_handoff_bytes", "Bytes of committed handoffs.", value=stats.num_handoff_bytes
+            "baton_handoff_fallbacks",
+            "Times that a handoff's transport failed and the next one took over.",
+            value=stats.num_handoff_fallbacks,
         )
         exposed = HistogramMetricFamily(
             "baton_handoff_exposed_seconds",
@@ -112,11 +125,7 @@ def registry(core: Core) -> CollectorRegistry:
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    total, buckets = 0, list[tuple[str, float]]()
-    for bound, count in zip((*histogram.bounds, None), tuple(histogram.counts), strict=True):
-        total += count
-        buckets.append(("+Inf" if bound is None else str(bound), total))
-    family.add_metric(labels, buckets, sum_value=histogram.total)
+    family.add_metric(labels, histogram.buckets(), sum_value=histogram.total)
 
 
 def _lane_name(lane: common_pb2.Lane.ValueType) -> str:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 
 from baton.coordinator.dispatch import LANES
 from baton.coordinator.request import EndedRequest, Request
-from baton.v1 import common_pb2, kv_transfer_pb2
+from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
+from baton.runtime.histogram import Histogram
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
-
-
-class Histogram:
-    """Counts by upper bound, as Prometheus has them, with one bisection per observation.
-
-    Attributes:
-        bounds: upper bounds in seconds, ascending; one more bucket holds the rest.
-        counts: per bucket, not cumulative.
-    """
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 class LaneStats:
@@ -53,6 +33,9 @@ class CoreStats:
         requests: by lane and outcome (finish reason, or error code's name; lower case).
         sheds: submissions that were not admitted for overload, by reason.
         rejections: submissions that were wrong, by the error code's name; counted by the shell.
+        handoffs: committed ones by transport.
+        handoff_bytes: of those, by transport.
+        num_handoff_fallbacks: epochs of handoffs, however they ended, that a transport failed.
         handoff_failures: by refusal reason.
     """
 
@@ -63,9 +46,10 @@ class CoreStats:
         self.rejections: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self.num_handoffs = 0
-        self.num_handoff_bytes = 0
-        self.handoff_exposed = Histogram(_FAST_S)
+        self.handoffs: Counter[str] = Counter()
+        self.handoff_bytes: Counter[str] = Counter()
+        self.num_handoff_fallbacks = 0
+        self.handoff_exposed = Histogram(EXPOSED_S)
         self.handoff_failures: Counter[str] = Counter()
         self.num_workers_lost = 0
 
@@ -86,8 +70,11 @@ class CoreStats:
             if num_new > 1:
                 lane.tpot.observe((request.last_token_at - request.first_token_at) / (num_new - 1))
 
+    def handoff_committed(self, report: cluster_pb2.HandoffReport) -> None:
+        transport = transport_label(report.transport)
+        self.handoffs[transport] += 1
+        self.handoff_bytes[transport] += report.num_bytes
+        self.handoff_exposed.observe(report.exposed_us / 1e6)
+
     def handoff_failed(self, reason: kv_transfer_pb2.RefusalReason.ValueType) -> None:
-        # A newer worker may know reasons that are none here.
-        known = kv_transfer_pb2.RefusalReason.DESCRIPTOR.values_by_number.get(reason)
-        name = known.name if known is not None else f"reason_{reason}"
-        self.handoff_failures[name.removeprefix("REFUSAL_REASON_").lower()] += 1
+        self.handoff_failures[reason_label(reason)] += 1

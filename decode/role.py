@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.attempts import Attempt
@@ -10,7 +11,31 @@ from baton.engine.base import Engine, EngineOutput, ReceiveHandoff
 from baton.kvtransfer.control import TransferClient
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
+_COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED, kv_transfer_pb2.HANDOFF_STATE_CLAIMED)
 _ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
+
+
+@dataclass(slots=True)
+class _Receive:
+    """When (monotonic) this worker heard of it, and of its commit."""
+
+    begun_at: float = field(default_factory=monotonic)
+    committed_at: float | None = None
+
+    def heard(self, state: kv_transfer_pb2.HandoffState.ValueType) -> None:
+        """Only a newer epoch takes a commit back."""
+        if state not in _COMMITTED:
+            self.committed_at = None
+        elif self.committed_at is None:
+            self.committed_at = monotonic()
+
+    def add_times(self, report: cluster_pb2.HandoffReport) -> None:
+        """Now that it has ended."""
+        now = monotonic()
+        received_at = now if self.committed_at is None else self.committed_at
+        report.receive_us = round((received_at - self.begun_at) * 1e6)
+        report.load_us = round((now - received_at) * 1e6)
+        report.total_us = round((now - self.begun_at) * 1e6)
 
 
 class DecodeRole:
@@ -28,13 +53,13 @@ class DecodeRole:
         engine: Engine,
         transfer: TransferClient,
         *,
-        report: Callable[[cluster_pb2.HandoffReport], None],
+        report: Callable[[Attempt, cluster_pb2.HandoffReport], None],
         on_change: Callable[[], None],
     ) -> None:
         self._engine, self._transfer = engine, transfer
         self._report, self._on_change = report, on_change
         # Alive in the transfer service, whether or not their request is here already.
-        self._receives: set[bytes] = set()
+        self._receives: dict[bytes, _Receive] = {}
         # Of requests here whose handoff has not ended.
         self._attempts: dict[bytes, Attempt] = {}
 
@@ -78,20 +103,23 @@ class DecodeRole:
 
     def keep_only(self, handoff_ids: set[bytes]) -> None:
         """Drops the handoffs that no longer belong to anybody."""
-        for handoff_id in self._receives - handoff_ids:
+        for handoff_id in self._receives.keys() - handoff_ids:
             self._transfer.drop(handoff_id)
 
     def on_handoff_state(self, state: kv_transfer_pb2.LocalHandoffState) -> None:
         """What became of a handoff to this worker, from the transfer service."""
         if state.state not in _ENDED:
-            self._receives.add(state.handoff_id)
+            self._receives.setdefault(state.handoff_id, _Receive()).heard(state.state)
             return
-        self._receives.discard(state.handoff_id)
+        # None: it ended before it was heard of.
+        receive = self._receives.pop(state.handoff_id, None)
         attempt = self._attempts.pop(state.handoff_id, None)
         if attempt is not None:
             report = attempt.handoff_report()
             report.epoch, report.state = state.epoch, state.state
             report.reason, report.detail = state.reason, state.detail
-            report.num_bytes = state.num_bytes
-            self._report(report)
+            report.num_bytes, report.transport = state.num_bytes, state.transport
+            if receive is not None:
+                receive.add_times(report)
+            self._report(attempt, report)
         self._on_change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.attempts import Attempt
@@ -10,6 +11,19 @@ from baton.engine.base import Engine, EngineOutput, Finish, SendHandoff
 from baton.kvtransfer.control import FIRST_EPOCH, TransferClient, TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    """Whose it is, and when (monotonic) this worker asked for it."""
+
+    attempt: Attempt
+    begun_at: float = field(default_factory=monotonic)
+
+    def report(self) -> cluster_pb2.HandoffReport:
+        report = self.attempt.handoff_report()
+        report.total_us = round((monotonic() - self.begun_at) * 1e6)
+        return report
 
 
 class PrefillRole:
@@ -33,12 +47,12 @@ class PrefillRole:
         layout: KvLayout,
         *,
         open_timeout_s: float,
-        report: Callable[[cluster_pb2.HandoffReport], None],
+        report: Callable[[Attempt, cluster_pb2.HandoffReport], None],
         on_change: Callable[[], None],
     ) -> None:
         self._engine, self._transfer, self._layout = engine, transfer, layout
         self._open_timeout_s, self._report, self._on_change = open_timeout_s, report, on_change
-        self._sends: dict[bytes, Attempt] = {}
+        self._sends: dict[bytes, _Send] = {}
 
     @property
     def num_sends(self) -> int:
@@ -87,10 +101,10 @@ class PrefillRole:
 
     def on_send_state(self, state: kv_transfer_pb2.LocalSendState) -> None:
         """How a send ended, from the transfer service."""
-        attempt = self._sends.pop(state.handoff_id, None)
-        if attempt is None:
+        send = self._sends.pop(state.handoff_id, None)
+        if send is None:
             return
-        report = attempt.handoff_report()
+        report = send.report()
         report.epoch = state.epoch
         if state.state == kv_transfer_pb2.LocalSendState.STATE_COMMITTED:
             report.state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
@@ -98,14 +112,18 @@ class PrefillRole:
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
         report.reason, report.detail = state.reason, state.detail
         report.num_bytes, report.exposed_us = state.num_bytes, state.exposed_us
-        self._report(report)
+        report.transport, report.num_fallbacks = state.transport, state.num_fallbacks
+        report.num_frames = state.num_frames
+        report.reserve_us, report.open_us = state.reserve_us, state.open_us
+        report.fill_us = state.fill_us
+        self._report(send.attempt, report)
         self._on_change()
 
     async def _reserve(self, attempt: Attempt) -> SendHandoff | None:
         plan = attempt.handoff
         assert plan is not None
         # Known before it is answered: its end may be told first, and a cancel must find it.
-        self._sends[plan.handoff_id] = attempt
+        send = self._sends[plan.handoff_id] = _Send(attempt)
         try:
             offset = await self._transfer.open_send(
                 plan.handoff_id,
@@ -118,10 +136,11 @@ class PrefillRole:
             )
         except TransferError as error:
             self._sends.pop(plan.handoff_id, None)
-            report = attempt.handoff_report()
+            report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
             report.detail = str(error)
-            self._report(report)
+            report.reserve_us = report.total_us
+            self._report(attempt, report)
             self._on_change()
             return None
         return SendHandoff(plan.handoff_id, offset, plan.num_tokens)

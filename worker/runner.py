@@ -24,6 +24,7 @@ from baton.runtime.errors import (
     ResourceExhausted,
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.handoffs import HandoffLog
 from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Runner:
         layout: of its KV cache.
         transfer: configured.
         outbox: takes outputs and reports.
+        handoffs: hears how each handoff of a request here ended.
         max_requests: held at once, those being cleaned up included; more are refused.
         open_timeout_s: longest wait for a handoff's reservation.
     """
@@ -66,12 +68,13 @@ class Runner:
         layout: KvLayout,
         transfer: TransferClient,
         outbox: Outbox,
+        handoffs: HandoffLog,
         *,
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
         self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
-        self._transfer = transfer
+        self._transfer, self._handoffs = transfer, handoffs
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -276,7 +279,8 @@ class Runner:
         else:
             self.decode.on_handoff_state(event)
 
-    def _report_handoff(self, report: cluster_pb2.HandoffReport) -> None:
+    def _report_handoff(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
+        self._handoffs.ended(attempt, report)
         self._outbox.post(cluster_pb2.WorkerMessage(handoff=report))
 
     def _post(self, outputs: Sequence[cluster_pb2.RequestOutput]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -140,6 +141,30 @@ def test_pools_workers_and_requests(ask):
     ended = {request["request_id"]: request for request in json.loads(listed(ask))}
     assert ended["seen"]["state"] == "finished"
     assert ended["seen"]["completion_tokens"] == 2
+
+
+def test_workers_shows_how_they_reach_each_other(ask):
+    ask("generate", "hello", "--max-tokens", "2")
+
+    def peers():
+        workers = json.loads(ask("workers", "--json").out)
+        return {worker["role"]: worker["peers"] for worker in workers}
+
+    # It is in the worker's next load report.
+    found = eventually(lambda: peers()["prefill"] and peers())
+    assert found["decode"] == []
+    (peer,) = found["prefill"]
+    assert (peer["worker_id"], peer["transport"], peer["reason"]) == ("decode-0", "shm", "")
+    row = next(line for line in ask("workers").out.splitlines() if peer["worker_id"] in line[10:])
+    assert row.split() == ["prefill-0", "decode-0", "shm", "-"]
+
+
+def eventually(question, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (answer := question()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return answer
 
 
 def listed(ask):

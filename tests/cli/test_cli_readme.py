@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
+from baton.coordinator.book import CoreConfig
+from baton.coordinator.core import Core
+from baton.coordinator.metrics import registry
 from baton.runtime.config import BatonConfig
+from baton.worker.metrics import WorkerCollector
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 KEY_ROWS = re.findall(r"^\| (`[a-z_.]+`(?:, `[a-z_.]+`)*) \| (`[^`]*`|) \| ", README, re.MULTILINE)
@@ -23,6 +28,16 @@ def test_every_key_of_the_table_has_its_default(keys, default):
 
 def test_the_table_was_found():
     assert len(KEY_ROWS) >= 10
+
+
+def test_every_metric_it_names_exists():
+    core = Core(CoreConfig.of(BatonConfig()))
+    registries = WorkerCollector("demo", "prefill").registry(), registry(core)
+    shown = "".join(generate_latest(one).decode() for one in registries)
+    exist = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))
+    named = set(re.findall(r"`(baton_\w+)`", README))
+    assert named <= exist
+    assert len(named) >= 10
 
 
 def test_every_command_it_names_exists(baton):

@@ -325,6 +325,7 @@ def test_budget_stages_are_in_order_and_sum_to_the_total(world, out):
                 state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
                 num_bytes=4096,
                 exposed_us=2_000,
+                transport="shm",
             ),
         )
     )
@@ -348,4 +349,4 @@ def test_budget_stages_are_in_order_and_sum_to_the_total(world, out):
     assert budget.ttft_us == 160_000
     assert budget.total_us == 220_000
     assert (budget.itl_p50_us, budget.itl_max_us) == (20_000, 40_000)
-    assert world.core.stats.num_handoff_bytes == 4096
+    assert world.core.stats.handoff_bytes == {"shm": 4096}

@@ -129,7 +129,7 @@ def test_numbers_of_a_newer_contract_do_no_harm(world, out):
         handoff_id=b"h", state=kv_transfer_pb2.HANDOFF_STATE_FAILED, reason=99
     )
     world.handle(ev.WorkerHandoff(("p", 1), report))
-    assert dict(world.core.stats.handoff_failures) == {"reason_99": 1}
+    assert dict(world.core.stats.handoff_failures) == {"other": 1}
 
 
 def test_nothing_serves_once_admission_is_closed(world):
@@ -158,13 +158,32 @@ def test_messages_of_a_lost_incarnation_change_nothing(world, out):
 def test_both_ends_reports_count_one_handoff(world):
     world.submit()
     handoff_id = world.commands["p"][0].handoff.handoff_id
-    for worker_id in ("p", "d"):
+    # The receiving end is first, and only the sending end knows how often it fell back.
+    for worker_id, num_fallbacks in (("d", 0), ("p", 2)):
         report = cluster_pb2.HandoffReport(
             request_id="r1",
             attempt=1,
             handoff_id=handoff_id,
             state=kv_transfer_pb2.HANDOFF_STATE_FAILED,
             reason=kv_transfer_pb2.REFUSAL_REASON_CHECKSUM,
+            num_fallbacks=num_fallbacks,
         )
         world.handle(ev.WorkerHandoff((worker_id, 1), report))
     assert dict(world.core.stats.handoff_failures) == {"checksum": 1}
+    assert world.core.stats.num_handoff_fallbacks == 2
+
+
+def test_handoffs_are_counted_by_transport_whatever_a_worker_calls_it(world):
+    for number, transport in enumerate(("shm", "shm", "grpc", "", "x" * 1000)):
+        report = cluster_pb2.HandoffReport(
+            handoff_id=bytes([number]),
+            state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+            num_bytes=10,
+            exposed_us=300,
+            transport=transport,
+        )
+        world.handle(ev.WorkerHandoff(("p", 1), report))
+    stats = world.core.stats
+    assert stats.handoffs == {"shm": 2, "grpc": 1, "none": 1, "other": 1}
+    assert stats.handoff_bytes == {"shm": 20, "grpc": 10, "none": 10, "other": 10}
+    assert dict(stats.handoff_exposed.buckets())["0.0005"] == 5

@@ -7,10 +7,12 @@ import asyncio
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from prometheus_client import generate_latest
 from scripted_worker import WAIT_S, answer, attached
 
 from baton.coordinator.inference import _SessionCall
 from baton.coordinator.intake import Intake
+from baton.coordinator.metrics import registry
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.errors import ResourceExhausted, from_rpc_error
@@ -21,6 +23,7 @@ from baton.v1 import (
     common_pb2,
     inference_pb2,
     inference_pb2_grpc,
+    kv_transfer_pb2,
 )
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -417,9 +420,43 @@ async def test_handoff_reports_are_counted(coordinator, pair, inference):
             state=3,
             num_bytes=512,
             exposed_us=100,
+            transport="nccl",
+            num_fallbacks=1,
         )
         await p.say(handoff=report)
         await p.step(answer(command.spec, 0, 1, STOP))
         await call.read()
         assert (await call.read()).HasField("finished")
-    assert coordinator.shell.core.stats.num_handoff_bytes == 512
+    shown = generate_latest(registry(coordinator.shell.core)).decode()
+    for line in (
+        'baton_handoffs_total{transport="nccl"} 1.0',
+        'baton_handoff_bytes_total{transport="nccl"} 512.0',
+        "baton_handoff_fallbacks_total 1.0",
+        'baton_handoff_exposed_seconds_bucket{le="0.0001"} 1.0',
+        "baton_handoff_exposed_seconds_sum 0.0001",
+    ):
+        assert line in shown
+
+
+async def test_a_worker_s_peers_are_named(pair, admin):
+    async with pair(auto=False) as (p, d):
+        peers = [
+            kv_transfer_pb2.PeerTransport(target=d.hello.kv_address, transport="shm"),
+            kv_transfer_pb2.PeerTransport(
+                target="gone.test:1", transport="grpc", reason="shm: no shared memory"
+            ),
+        ]
+        await p.load(kv_tokens_total=64, peers=peers)
+        async with asyncio.timeout(WAIT_S):
+            while not (found := await workers_of(admin, PREFILL))[0].load.kv_tokens_total:
+                await asyncio.sleep(0.01)
+    (worker,) = found
+    assert [(one.worker_id, one.target, one.transport, one.reason) for one in worker.peers] == [
+        ("d", d.hello.kv_address, "shm", ""),
+        ("", "gone.test:1", "grpc", "shm: no shared memory"),
+    ]
+    assert not worker.load.peers
+
+
+async def workers_of(admin, role):
+    return (await admin.ListWorkers(admin_pb2.ListWorkersRequest(role=role))).workers

@@ -17,3 +17,12 @@ from baton.runtime.config import ConfigError, parse
 def test_times_that_cannot_work(section, values, reason):
     with pytest.raises(ConfigError, match=reason):
         parse({section: values}, "test")
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "http://h", "ftp://h:1", "http://h:1/v1"])
+def test_an_endpoint_of_spans_is_a_url_with_a_port(endpoint):
+    with pytest.raises(
+        ConfigError, match=r"otlp_endpoint: is .*; must be http://host:port or https"
+    ):
+        parse({"tracing": {"otlp_endpoint": endpoint}}, "test")
+    parse({"tracing": {"otlp_endpoint": "https://collector.test:4317"}}, "test")

@@ -11,7 +11,9 @@ from baton.runtime.config import parse
 from baton.v1 import common_pb2
 
 sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
+from otlp_collector import OtlpCollector
 from scripted_coordinator import RunningWorker, ScriptedCoordinator, end_worker
 
 StartWorker = Callable[..., RunningWorker]
@@ -34,6 +36,12 @@ async def coordinator() -> AsyncIterator[ScriptedCoordinator]:
     await coordinator.start()
     yield coordinator
     await coordinator.stop()
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[OtlpCollector]:
+    async with OtlpCollector() as collector:
+        yield collector
 
 
 @pytest.fixture

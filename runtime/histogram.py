@@ -1,0 +1,35 @@
+"""Counts by upper bound, as Prometheus has them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Histogram:
+    """One bisection per observation; may be read from another thread.
+
+    Attributes:
+        bounds: upper bounds, ascending; one more bucket holds the rest.
+        counts: per bucket, not cumulative.
+        total: sum of the values.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and cumulative count, as HistogramMetricFamily wants them."""
+        total, found = 0, list[tuple[str, float]]()
+        for bound, count in zip((*self.bounds, None), tuple(self.counts), strict=True):
+            total += count
+            found.append(("+Inf" if bound is None else str(bound), total))
+        return found

@@ -1,0 +1,156 @@
+"""Spans in the requests' traces, sent to an OpenTelemetry collector.
+
+A request whose client sent a sampled traceparent gets spans under it; others get none: traces begin
+at the caller, who also decides which are kept. Without `tracing.otlp_endpoint` nothing of
+OpenTelemetry is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.runtime.config import ConfigError, TracingConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
+
+# Beyond it the oldest spans are dropped: a collector that is away costs memory only up to here.
+MAX_QUEUED_SPANS = 4096
+_MAX_BATCH_SPANS = 512
+_BATCH_INTERVAL_S = 1.0
+_EXPORT_TIMEOUT_S = 5.0
+# At the end: what is queued may still leave.
+FLUSH_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that is over.
+
+    Attributes:
+        start_ns, end_ns: since 1970, by this host's clock.
+        error: what went wrong; empty when nothing did.
+        children: within it.
+    """
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    error: str = ""
+    children: Sequence[Span] = ()
+
+
+def require(config: TracingConfig) -> None:
+    """Raises ConfigError when spans are wanted and OpenTelemetry is not installed."""
+    if not config.otlp_endpoint:
+        return
+    try:
+        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.otlp_endpoint: is {config.otlp_endpoint!r}, which needs OpenTelemetry "
+            f"({error}); install baton[tracing], or leave it empty"
+        ) from error
+
+
+class Tracing:
+    """Where a process's spans go; it owns a thread and a channel until `close`.
+
+    Nothing here waits but `close`: spans are queued, and sent in batches by the thread. Make it
+    after the last child process was forked.
+
+    Args:
+        config: without an endpoint every span is dropped.
+        resource: what every span says of this process, beside service.name.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, config: TracingConfig, resource: Mapping[str, str]) -> None:
+        require(config)
+        self._tracer: Tracer | None = None
+        self._provider: TracerProvider | None = None
+        self._exporter: OTLPSpanExporter | None = None
+        if not config.otlp_endpoint:
+            return
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+
+        self._exporter = OTLPSpanExporter(
+            endpoint=config.otlp_endpoint,
+            insecure=config.otlp_endpoint.startswith("http://"),
+            timeout=_EXPORT_TIMEOUT_S,
+        )
+        self._provider = TracerProvider(
+            # The caller decides: no parent, no span.
+            sampler=ParentBased(root=ALWAYS_OFF),
+            resource=Resource({"service.name": "baton", **resource}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=MAX_QUEUED_SPANS,
+                schedule_delay_millis=_BATCH_INTERVAL_S * 1e3,
+                max_export_batch_size=_MAX_BATCH_SPANS,
+            )
+        )
+        self._tracer = self._provider.get_tracer("baton")
+
+    def wants(self, traceparent: str) -> bool:
+        """Whether spans of a request with this traceparent would be sent."""
+        if self._tracer is None or not traceparent:
+            return False
+        from opentelemetry.trace import get_current_span
+
+        parent = get_current_span(_context(traceparent)).get_span_context()
+        return parent.is_valid and parent.trace_flags.sampled
+
+    def record(self, traceparent: str, *spans: Span) -> None:
+        """Queues spans under a request's traceparent, their children under them."""
+        if self._tracer is not None:
+            for span in spans:
+                _record(self._tracer, span, _context(traceparent))
+
+    def close(self) -> None:
+        """Sends what is queued, for at most FLUSH_TIMEOUT_S; blocks. Idempotent."""
+        if self._provider is None or self._exporter is None:
+            return
+        # It fails the export under way, and every later one at once.
+        cut_off = threading.Timer(FLUSH_TIMEOUT_S, self._exporter.shutdown)
+        cut_off.start()
+        self._provider.shutdown()
+        cut_off.cancel()
+        cut_off.join()
+        self._tracer = self._provider = self._exporter = None
+
+
+def _context(traceparent: str) -> Context:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+
+
+def _record(tracer: Tracer, span: Span, context: Context) -> None:
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+    recorded = tracer.start_span(
+        span.name, context=context, attributes=span.attributes, start_time=span.start_ns
+    )
+    for child in span.children:
+        _record(tracer, child, set_span_in_context(recorded, context))
+    if span.error:
+        recorded.set_status(Status(StatusCode.ERROR, span.error))
+    recorded.end(end_time=span.end_ns)

@@ -1,0 +1,89 @@
+"""An OpenTelemetry collector on a real gRPC server, as far as spans go."""
+
+import asyncio
+from dataclasses import dataclass
+
+from opentelemetry.proto.collector.trace.v1 import (
+    trace_service_pb2,
+    trace_service_pb2_grpc,
+)
+
+from baton.runtime import rpc
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """A span as a collector has it; ids are hexadecimal, times nanoseconds since 1970."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, str | int]
+    resource: dict[str, str | int]
+    error: str
+
+
+class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span it is sent.
+
+    Attributes:
+        endpoint: for tracing.otlp_endpoint.
+        answers: cleared, it takes calls and does not answer.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.called = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._server = rpc.server()
+
+    async def __aenter__(self) -> "OtlpCollector":
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://{rpc.bind(self._server, '127.0.0.1:0', 'listen')}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._server.stop(0)
+
+    async def Export(self, request, context):
+        self.called.set()
+        await self.answers.wait()
+        for group in request.resource_spans:
+            resource = plain(group.resource.attributes)
+            for scope in group.scope_spans:
+                self.spans += [received(span, resource) for span in scope.spans]
+        async with self._changed:
+            self._changed.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def wait_for(self, *names: str) -> dict[str, ReceivedSpan]:
+        """Spans by name, once there is one of each of these."""
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: set(names) <= {one.name for one in self.spans})
+        return {span.name: span for span in self.spans}
+
+
+def received(span, resource) -> ReceivedSpan:
+    return ReceivedSpan(
+        name=span.name,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        attributes=plain(span.attributes),
+        resource=resource,
+        error=span.status.message if span.status.code == span.status.STATUS_CODE_ERROR else "",
+    )
+
+
+def plain(attributes) -> dict[str, str | int]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}

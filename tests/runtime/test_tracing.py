@@ -1,0 +1,92 @@
+"""Spans, to a real collector and to none."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from baton.runtime import tracing
+from baton.runtime.config import ConfigError, TracingConfig
+from baton.runtime.tracing import MAX_QUEUED_SPANS, Span, Tracing
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+# Generous: the flush is bounded by two seconds.
+FLUSH_S = 8.0
+
+
+def span(name: str, **more) -> Span:
+    return Span(name, 10**18, 10**18 + 5_000, **more)
+
+
+async def close(spans: Tracing) -> None:
+    async with asyncio.timeout(FLUSH_S):
+        await asyncio.to_thread(spans.close)
+
+
+async def test_spans_arrive_under_the_request(collector):
+    config = TracingConfig(otlp_endpoint=collector.endpoint)
+    spans = Tracing(config, {"baton.worker.id": "w1"})
+    assert spans.wants(SAMPLED)
+    outer = span("outer", attributes={"bytes": 7}, error="broke", children=[span("inner")])
+    spans.record(SAMPLED, outer)
+    await close(spans)
+    found = await collector.wait_for("outer", "inner")
+    assert {one.trace_id for one in found.values()} == {TRACE}
+    assert found["outer"].parent_id == PARENT
+    assert found["inner"].parent_id == found["outer"].span_id
+    assert (found["outer"].start_ns, found["outer"].end_ns) == (10**18, 10**18 + 5_000)
+    assert found["outer"].attributes == {"bytes": 7}
+    assert found["outer"].resource == {"service.name": "baton", "baton.worker.id": "w1"}
+    assert (found["outer"].error, found["inner"].error) == ("broke", "")
+
+
+@pytest.mark.parametrize("traceparent", ["", "no traceparent", NOT_SAMPLED])
+async def test_only_sampled_requests_have_spans(collector, traceparent):
+    spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
+    assert not spans.wants(traceparent)
+    spans.record(traceparent, span("unwanted"))
+    spans.record(SAMPLED, span("wanted"))
+    await close(spans)
+    assert set(await collector.wait_for("wanted")) == {"wanted"}
+
+
+async def test_a_collector_that_is_away_or_silent_delays_nothing(collector):
+    collector.answers.clear()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for endpoint in (away, collector.endpoint):
+            spans = Tracing(TracingConfig(otlp_endpoint=endpoint), {})
+            begun = time.monotonic()
+            for number in range(MAX_QUEUED_SPANS + 1000):
+                spans.record(SAMPLED, span(f"s{number}"))
+            assert time.monotonic() - begun < FLUSH_S
+            await close(spans)
+    assert collector.called.is_set()
+    spans.record(SAMPLED, span("after the end"))
+    spans.close()
+    collector.answers.set()
+
+
+def test_without_an_endpoint_nothing_of_it_is_imported():
+    program = (
+        "import sys, baton.worker.main\n"
+        "from baton.runtime.config import TracingConfig\n"
+        "from baton.runtime.tracing import Tracing\n"
+        f"spans = Tracing(TracingConfig(), {{}})\n"
+        f"assert not spans.wants({SAMPLED!r})\n"
+        "spans.close()\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_missing_package_is_a_configuration_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    tracing.require(TracingConfig())
+    with pytest.raises(ConfigError, match=r"tracing.otlp_endpoint: .* install baton\[tracing\]"):
+        tracing.require(TracingConfig(otlp_endpoint="http://127.0.0.1:4317"))
