@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from baton.engine.base import (
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
 from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import KvTransferConfig, SimulatedConfig
 from baton.v1 import common_pb2, kv_transfer_pb2
@@ -58,12 +60,16 @@ class Pair:
     sender: Side
     receiver: Side
     vocabulary: Vocabulary
+    layout: KvLayout
+    directory: Path
 
-    async def open(self, prompt: list[int]) -> SendHandoff:
+    async def open(self, prompt: list[int], target: TransferClient | None = None) -> SendHandoff:
+        """To the receiver, or to somebody else."""
         handoff_id = secrets.token_bytes(16)
         num_blocks = -(-len(prompt) // SETTINGS.block_size_tokens)
+        address = (target or self.receiver.transfer).address
         offset = await self.sender.transfer.open_send(
-            handoff_id, self.receiver.transfer.address, num_blocks, len(prompt), 5.0
+            handoff_id, address, num_blocks, len(prompt), 5.0
         )
         return SendHandoff(handoff_id, offset, len(prompt))
 
@@ -94,7 +100,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
             info = await engine.start()
             await transfer.configure(info.layout.fingerprint())
             sides.append(Side(engine, transfer))
-        yield Pair(sides[0], sides[1], Vocabulary.load(model))
+        yield Pair(sides[0], sides[1], Vocabulary.load(model), info.layout, tmp_path)
 
 
 def prefill(prompt: list[int], send: SendHandoff) -> EngineRequest:
@@ -222,3 +228,25 @@ async def test_the_engine_dies_with_its_transfer_service(pair: Pair) -> None:
         )
         with pytest.raises(EngineDead, match="transfer service"):
             await pair.sender.outputs_of("x")
+
+
+async def test_different_numbers_of_ranks_are_refused_and_the_prompt_computed(pair: Pair) -> None:
+    """The coordinator lets no such pair attach; this is what holds should they still meet."""
+    other = dataclasses.replace(pair.layout, tp_size=2, block_bytes=SETTINGS.block_bytes // 2)
+    config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
+    async with await TransferClient.start(config, str(pair.directory / "c.sock")) as halves:
+        await halves.configure(other.fingerprint())
+        prompt = [index % 160 for index in range(100)]
+        send = await pair.open(prompt, halves)
+        first, _, _ = await pair.sender.finish(prefill(prompt, send))
+        async with asyncio.timeout(5):
+            (refused,) = await pair.sender.transfer.next_events()
+        assert refused.reason == kv_transfer_pb2.REFUSAL_REASON_FINGERPRINT
+        assert "tp_size is 1, here 2" in refused.detail
+        assert "block_bytes is 256, here 128" in refused.detail
+        pair.sender.transfer.abort_send(send.handoff_id)
+        assert (await halves.stats()).receive_bytes_used == 0
+    rest, output, _ = await pair.receiver.finish(decode(prompt, first, send.handoff_id, 0.1))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == 0
+    await pair.nothing_left()
