@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from baton.kvtransfer import receiver as receiving
 from baton.kvtransfer import sender as sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
+from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.local_server import LocalConnection
 from baton.kvtransfer.negotiation import Negotiator
 from baton.kvtransfer.pusher import Pusher
@@ -19,6 +21,10 @@ from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.transport import IncomingPush, Transport
 from baton.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    # Needs torch, which a service without links does not load.
+    from baton.kvtransfer.links import Links
 
 # For an incoming push that opens no handoff; one that does has the handoff's deadlines.
 UNUSED_PUSH_TIMEOUT_S = 5.0
@@ -61,7 +67,17 @@ class TransferCore:
         self._num_streams = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._links: Links | None = None
         self.configured = asyncio.Event()
+
+    def use(self, links: Links) -> None:
+        """The links that some transports need; before anything else."""
+        self._links = links
+        self._negotiator.use(links)
+
+    def fingerprint(self) -> pb.KvFingerprint | None:
+        """Of the engine's KV cache, once it is known."""
+        return self._layout.fingerprint() if self._layout is not None else None
 
     def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
         """What clients are told; before anything else."""
@@ -246,6 +262,24 @@ class TransferCore:
         if push is not None and not self._receiver.serves(stream):
             push.end()
 
+    # ---- Links (LinkHandler).
+
+    def link_frame(self, link_id: str, frame: Frame) -> None:
+        if effects := self._receiver.handle_link_frame(link_id, frame, time.monotonic()):
+            self._carry_out(effects)
+            self._arm()
+
+    def link_lost(self, link_id: str, detail: str) -> None:
+        now = time.monotonic()
+        self._carry_out(self._sender.handle_link_lost(link_id, detail, now))
+        self._carry_out(self._receiver.handle_link_lost(link_id, detail, now))
+        self._arm()
+
+    async def _send_by_link(self, link_id: str, batch: Sequence[sending.Outgoing]) -> None:
+        if self._links is None:
+            raise LinkLost("there are no links")
+        await self._links.send(link_id, batch)
+
     # ---- Effects and time.
 
     def _carry_out(self, effects: Iterable[sending.Effect | receiving.Effect]) -> None:
@@ -290,7 +324,15 @@ class TransferCore:
                 self._arm()
 
         push = self._transport.open_push(target)
-        pusher = Pusher(handoff_id, push, self._sender, on_reply, on_lost)
+        pusher = Pusher(
+            handoff_id,
+            push,
+            self._sender,
+            lambda: self._negotiator.ready(target),
+            self._send_by_link,
+            on_reply,
+            on_lost,
+        )
         self._pushers[handoff_id] = pusher
         self._live_pushers.add(pusher)
 
@@ -417,6 +459,9 @@ class TransferCore:
         """Cuts off every push, both ways, and closes the transport."""
         for push in self._incoming.values():
             push.end()
+        # The links first: a send by one ends only once nobody reads its payload any more.
+        if self._links is not None:
+            await self._links.close()
         await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
         await self._transport.close()
         self._negotiator.close()

@@ -7,13 +7,16 @@ failure is negotiated like the first.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.kvtransfer import shm_transport
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.receiver import Choice
 from baton.kvtransfer.sender import GRPC, SHM
 from baton.kvtransfer.shm_transport import PeerSegments
@@ -21,6 +24,23 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 # Peers whose transport is remembered for operators.
 MAX_PEERS = 256
+LINKED = ("nccl", "gloo")
+
+
+class LinkTable(Protocol):
+    """What of the service's links matters here; see links.Links, which needs torch."""
+
+    def to(self, backend: str, target: str) -> str:
+        """The id of the link to a target; raises LinkLost while there is none."""
+        ...
+
+    async def decided(self, backend: str, target: str) -> None:
+        """Waits until the link to a target is there or has failed."""
+        ...
+
+    def brings(self, link_id: str) -> bool:
+        """Whether a link to this service is there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +57,15 @@ class Negotiator:
     Args:
         names: of the transports that the configuration allows, best first.
         segment_name: of this service's own staging.
+        unavailable: why some of them cannot be used here.
     """
 
-    def __init__(self, names: Sequence[str], segment_name: str) -> None:
+    def __init__(
+        self, names: Sequence[str], segment_name: str, unavailable: Mapping[str, str] | None = None
+    ) -> None:
         self._names, self._segment_name = tuple(names), segment_name
-        self._unavailable: dict[str, str] = {}
+        self._unavailable = dict(unavailable or {})
+        self._links: LinkTable | None = None
         self._domain = ""
         if SHM in names:
             try:
@@ -51,7 +75,21 @@ class Negotiator:
         self._peers: OrderedDict[str, PeerTransport] = OrderedDict()
         self._segments = PeerSegments()
 
+    def use(self, links: LinkTable) -> None:
+        """Where the links of those transports are that need them; before anything else."""
+        self._links = links
+
     # ---- Sending.
+
+    async def ready(self, target: str) -> None:
+        """Waits for what the first open to a target cannot do without.
+
+        A link is not waited for when another transport can stand in for it.
+        """
+        usable = [name for name in self._names if name not in self._unavailable]
+        if self._links is not None and all(name in LINKED for name in usable):
+            for name in usable:
+                await self._links.decided(name, target)
 
     def offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
         """What may carry an epoch to a target, best first."""
@@ -67,15 +105,25 @@ class Negotiator:
                 )
             elif name == GRPC:
                 offers.append(pb.TransportOffer(name=GRPC))
+            elif self._links is not None:
+                with contextlib.suppress(LinkLost):
+                    link_id = self._links.to(name, target)
+                    offers.append(pb.TransportOffer(name=name, link_id=link_id))
         return offers
 
     def opened(self, target: str, reply: pb.PushReply, tried: Container[str]) -> None:
-        """A target has chosen."""
-        reasons = [
-            f"{name}: {self._unavailable.get(name, 'failed')}"
-            for name in self._names
-            if name in self._unavailable or name in tried
-        ]
+        """A target has chosen one of the offers."""
+        reasons = []
+        for name in self._names[: self._names.index(reply.transport)]:
+            if name in self._unavailable:
+                reasons.append(f"{name}: {self._unavailable[name]}")
+            elif name in tried:
+                reasons.append(f"{name}: failed")
+            elif name in LINKED and self._links is not None:
+                try:
+                    self._links.to(name, target)
+                except LinkLost as error:
+                    reasons.append(f"{name}: {error}")
         if reply.transport_reason:
             reasons.append(reply.transport_reason)
         self._peers.pop(target, None)
@@ -134,3 +182,5 @@ class Negotiator:
             if offer.shm_domain != self._domain:
                 raise TransferError("sender and receiver do not share memory")
             self._segments.attach(stream, offer.shm_segment)
+        if offer.name in LINKED and not (self._links and self._links.brings(offer.link_id)):
+            raise TransferError("the link is over")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.sender import Outgoing, Sender
 from baton.kvtransfer.transport import Push, PushLost
 from baton.v1 import kv_transfer_pb2
@@ -23,6 +25,8 @@ class Pusher:
     """One push and its two tasks; it owns both.
 
     Args:
+        ready: waited for before anything is sent.
+        send_by_link: sends frames beside the push; raises LinkLost.
         on_reply: the receiver answered.
         on_lost: the push ended; called once, also after `stop`.
     """
@@ -32,10 +36,13 @@ class Pusher:
         handoff_id: bytes,
         push: Push,
         sender: Sender,
+        ready: Callable[[], Awaitable[None]],
+        send_by_link: Callable[[str, Sequence[Outgoing]], Awaitable[None]],
         on_reply: Callable[[kv_transfer_pb2.PushReply], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._handoff_id, self._push, self._sender = handoff_id, push, sender
+        self._ready, self._send_by_link = ready, send_by_link
         self._on_reply, self._on_lost = on_reply, on_lost
         self._changed = asyncio.Event()
         self._stopping = False
@@ -83,11 +90,17 @@ class Pusher:
 
     async def _write(self) -> None:
         try:
+            await self._ready()
             while not self._stopping:
                 batch = self._sender.next_batch(
                     self._handoff_id, frames.FRAME_TARGET_BYTES, time.monotonic()
                 )
-                if batch:
+                if batch is not None and batch.link_id:
+                    # One that is lost is the sender's to hear of, from the link.
+                    with contextlib.suppress(LinkLost):
+                        await self._send_by_link(batch.link_id, batch.frames)
+                        self._sender.handle_written(self._handoff_id, time.monotonic())
+                elif batch is not None:
                     await self._push.send(batch.frames)
                     self._sender.handle_written(self._handoff_id, time.monotonic())
                 else:

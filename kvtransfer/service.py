@@ -18,8 +18,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -32,15 +32,21 @@ from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.core import TransferCore
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
+from baton.kvtransfer.link_store import may_have_gpu
 from baton.kvtransfer.local_server import LocalConnection
-from baton.kvtransfer.negotiation import Negotiator
+from baton.kvtransfer.negotiation import LINKED, Negotiator
 from baton.kvtransfer.receiver import Receiver, ReceiverLimits
 from baton.kvtransfer.sender import Sender, SenderLimits
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.config import ConfigError, KvTransferConfig, Section
 
+if TYPE_CHECKING:
+    from baton.kvtransfer.collective import Backend
+
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
 SENDER_GRACE_S = 5.0
+# For one frame through a link.
+LINK_FRAME_TIMEOUT_S = 10.0
 # Of glibc's malloc.h; 32 MiB is the largest threshold it takes.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -82,6 +88,29 @@ def _run_on(cpus: list[int]) -> None:
         ) from None
 
 
+def _backends(transports: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
+    """Of the transports that need links: those this process can use, and why not the others."""
+    usable: list[Backend] = []
+    unavailable: dict[str, str] = {}
+    wanted = [name for name in transports if name in LINKED]
+    if "nccl" in wanted and not may_have_gpu():
+        # Not worth the seconds and the memory that torch takes.
+        unavailable["nccl"] = "no GPU here"
+        wanted.remove("nccl")
+    if wanted:
+        try:
+            from baton.kvtransfer import collective
+        except ImportError as error:
+            return usable, {**unavailable, **dict.fromkeys(wanted, f"no torch here: {error}")}
+        for name in wanted:
+            backend = cast("Backend", name)
+            if (why_not := collective.why_not(backend)) is None:
+                usable.append(backend)
+            else:
+                unavailable[name] = why_not
+    return usable, unavailable
+
+
 def _keep_large_buffers() -> None:
     """Lets glibc keep the memory of large messages in place of giving it back after each.
 
@@ -115,7 +144,8 @@ async def serve(arguments: ServiceArguments) -> int:
     try:
         segment = Segment.create(config.send_bytes + config.receive_bytes)
         sending, receiving = limits(config)
-        negotiator = Negotiator(config.transports, segment.name)
+        backends, unavailable = _backends(config.transports)
+        negotiator = Negotiator(config.transports, segment.name, unavailable)
         sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator.offers)
         receiver = Receiver(
             Arena(config.send_bytes, config.receive_bytes),
@@ -126,6 +156,19 @@ async def serve(arguments: ServiceArguments) -> int:
         core = TransferCore(sender, receiver, negotiator, transport, stop)
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
+        if backends:
+            from baton.kvtransfer.links import Links
+
+            links = Links(
+                backends,
+                core,
+                core.fingerprint,
+                open_timeout_s=config.open_timeout_s,
+                # What a link has lost must have the time to go another way.
+                frame_timeout_s=min(LINK_FRAME_TIMEOUT_S, config.idle_timeout_s / 2),
+            )
+            links.add_to(server)
+            core.use(links)
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop):
             await _run(core, server, health, listener, stop, arguments.socket_path)

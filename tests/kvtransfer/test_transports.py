@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,74 @@ async def test_bytes_that_no_transport_brings_unaltered_end_the_send(start, hand
     state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
     assert state.reason == pb.REFUSAL_REASON_CHECKSUM
     assert one.load(receiver) is None
+    await receiver.empty()
+
+
+async def test_a_process_group_of_two_carries_what_its_pair_hands_over(start, handoff):
+    sender, receiver = await asyncio.gather(
+        start(transports=["gloo"], open_timeout_s=30),
+        start(transports=["gloo", "grpc"], open_timeout_s=30),
+    )
+    for num_blocks in (1, 8, 16):
+        sent = await hand_over(sender, receiver, handoff(num_blocks))
+        assert (sent.transport, sent.num_fallbacks) == ("gloo", 0)
+    (peer,) = (await sender.empty()).peers
+    assert (peer.transport, peer.reason) == ("gloo", "")
+    await receiver.empty()
+
+
+async def test_what_comes_before_the_link_is_there_goes_another_way(start, handoff):
+    sender, receiver = await asyncio.gather(
+        start(transports=["gloo", "grpc"], open_timeout_s=30),
+        start(transports=["gloo", "grpc"], open_timeout_s=30),
+    )
+    sent = await hand_over(sender, receiver, handoff(4))
+    assert sent.transport == "grpc"
+    (peer,) = (await sender.empty()).peers
+    assert peer.reason == "gloo: is being joined"
+    async with asyncio.timeout(60):
+        while sent.transport != "gloo":
+            sent = await hand_over(sender, receiver, handoff(4))
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+async def test_a_killed_end_of_a_link_fails_its_handoffs_and_no_others(start, handoff, victim):
+    sender, receiver, other = await asyncio.gather(
+        start(transports=["gloo"], open_timeout_s=30),
+        start(transports=["gloo"], open_timeout_s=30),
+        start(transports=["gloo"], open_timeout_s=30),
+    )
+    await hand_over(sender, receiver, handoff(4))
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    one.fill(sender, [0])
+    if victim == "sender":
+        os.kill(sender.client.pid, signal.SIGKILL)
+        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+        await hand_over(other, receiver, handoff(4))
+        await asyncio.gather(receiver.empty(), other.empty())
+    else:
+        os.kill(receiver.client.pid, signal.SIGKILL)
+        assert (await sender.sent(one.handoff_id)).state == pb.LocalSendState.STATE_FAILED
+        await hand_over(sender, other, handoff(4))
+        await asyncio.gather(sender.empty(), other.empty())
+
+
+async def test_a_link_to_a_receiver_without_one_says_why(start, handoff):
+    sender, receiver = await asyncio.gather(
+        start(transports=["nccl", "gloo", "grpc"]), start(transports=["grpc"])
+    )
+    sent = await hand_over(sender, receiver, handoff(4))
+    reason = ""
+    async with asyncio.timeout(60):
+        while "not in use at the receiver" not in reason:
+            sent = await hand_over(sender, receiver, handoff(4))
+            assert sent.transport == "grpc"
+            (peer,) = (await sender.empty()).peers
+            reason = peer.reason
+    assert reason.startswith("nccl: ")
     await receiver.empty()
 
 

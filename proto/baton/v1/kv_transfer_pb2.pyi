@@ -290,7 +290,9 @@ Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 
 @_typing.final
 class LinkMessage(_message.Message):
-    """One key of the rendezvous of a link's process group."""
+    """One key of the rendezvous of a link's process group; the key "frames" announces frames, each as a
+    4-byte little-endian length and its bytes, of data frames the header alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

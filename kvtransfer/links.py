@@ -1,0 +1,367 @@
+"""The links of one transfer service: to whom, how they come to be, and what ends them.
+
+A link is joined over the stream `/baton.v1.KvTransfer/Link`, which the sender dials, and lives as
+long as that. It is made in the background, by the first handoff that could use it: that handoff and
+those beside it go by another transport until it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import grpc
+
+from baton.kvtransfer import layout
+from baton.kvtransfer.collective import Backend, LinkOptions, ReceivingLink, SendingLink
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.frames import FRAME_TARGET_BYTES, Frame
+from baton.kvtransfer.link_store import LinkLost
+from baton.kvtransfer.sender import Outgoing
+from baton.runtime import rpc
+from baton.runtime.config import split_address
+from baton.v1 import kv_transfer_pb2 as pb
+
+LINK_METHOD = "/baton.v1.KvTransfer/Link"
+# From this service, and to it; a pair beyond goes by another transport.
+MAX_LINKS = 64
+# After a link could not be made.
+RETRY_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class LinkHandler(Protocol):
+    """What uses the links: the transfer service."""
+
+    def link_frame(self, link_id: str, frame: Frame) -> None:
+        """A frame came in; its payload is the link's again when this returns."""
+        ...
+
+    def link_lost(self, link_id: str, detail: str) -> None:
+        """A link that was there is over, whyever."""
+        ...
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A link to a target, or the attempt to make one.
+
+    Attributes:
+        decided: set once it is there or has failed.
+        problem: why it is not there.
+    """
+
+    link_id: str
+    task: asyncio.Task[None] | None = None
+    link: SendingLink | None = None
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str = "is being joined"
+    retry_at: float = float("inf")
+
+
+class Links:
+    """Every link of one service. Use from one event loop.
+
+    Args:
+        backends: that this process can use.
+        handler: of what links bring.
+        fingerprint: of this service's KV cache; None before the engine's is known.
+        open_timeout_s: until a link is joined.
+        frame_timeout_s: for one frame's payload.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[str],
+        handler: LinkHandler,
+        fingerprint: Callable[[], pb.KvFingerprint | None],
+        *,
+        open_timeout_s: float,
+        frame_timeout_s: float,
+    ) -> None:
+        self._backends, self._handler, self._fingerprint = tuple(backends), handler, fingerprint
+        self._open_timeout_s, self._frame_timeout_s = open_timeout_s, frame_timeout_s
+        self._to: dict[tuple[str, str], _Outgoing] = {}
+        self._incoming: dict[str, ReceivingLink] = {}
+
+    # ---- Sending.
+
+    def to(self, backend: str, target: str) -> str:
+        """The id of the link to a target, which is joined when nobody has asked before.
+
+        Raises:
+            LinkLost: it is not there (yet); the message says why.
+        """
+        outgoing = self._to.get((backend, target))
+        if outgoing is None or (outgoing.link is None and time.monotonic() >= outgoing.retry_at):
+            outgoing = self._begin(backend, target)
+        if outgoing.link is None:
+            raise LinkLost(outgoing.problem)
+        return outgoing.link_id
+
+    async def decided(self, backend: str, target: str) -> None:
+        """Waits until the link to a target is there or has failed."""
+        with contextlib.suppress(LinkLost):
+            self.to(backend, target)
+        await self._to[backend, target].decided.wait()
+
+    async def send(self, link_id: str, batch: Sequence[Outgoing]) -> None:
+        """Sends frames; raises LinkLost when not all of them have left."""
+        for outgoing in self._to.values():
+            if outgoing.link_id == link_id and outgoing.link is not None:
+                await outgoing.link.send(batch)
+                return
+        raise LinkLost("the link is over")
+
+    # ---- Receiving.
+
+    def brings(self, link_id: str) -> bool:
+        """Whether a link to this service is there."""
+        link = self._incoming.get(link_id)
+        return link is not None and link.lost is None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Before the server starts."""
+        handler: Any = grpc.stream_stream_rpc_method_handler(
+            self._serve,
+            request_deserializer=pb.LinkMessage.FromString,
+            response_serializer=pb.LinkMessage.SerializeToString,
+        )
+        service, method = LINK_METHOD.strip("/").split("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+
+    async def close(self) -> None:
+        """Ends every link and waits until nothing of them is left."""
+        tasks = [each.task for each in self._to.values() if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in list(self._incoming.values())))
+
+    # ---- One outgoing link.
+
+    def _begin(self, backend: str, target: str) -> _Outgoing:
+        outgoing = _Outgoing(secrets.token_hex(16))
+        self._to.pop((backend, target), None)
+        if len(self._to) >= MAX_LINKS:
+            outgoing.problem = f"{MAX_LINKS} links are in use"
+            outgoing.retry_at = time.monotonic() + RETRY_S
+            outgoing.decided.set()
+            for key in [key for key, each in self._to.items() if each.task is None]:
+                del self._to[key]
+        else:
+            outgoing.task = asyncio.create_task(self._keep(backend, target, outgoing))
+        self._to[backend, target] = outgoing
+        return outgoing
+
+    async def _keep(self, backend: str, target: str, outgoing: _Outgoing) -> None:
+        """Joins a link and stays with it until it is over."""
+        try:
+            await self._join(backend, target, outgoing)
+        except grpc.aio.AioRpcError as error:
+            outgoing.problem = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                outgoing.problem = "not in use at the receiver"
+        except (TransferError, OSError, TimeoutError) as error:
+            outgoing.problem = str(error) or f"not joined within {self._open_timeout_s:g} s"
+        except Exception:
+            logger.exception("link failed")
+            outgoing.problem = "internal error"
+        finally:
+            # The next handoff tries again, but not at once: others may need the time.
+            outgoing.link, outgoing.task = None, None
+            outgoing.retry_at = time.monotonic() + RETRY_S
+            outgoing.decided.set()
+        logger.info("link to %s is over: %s", target, outgoing.problem)
+
+    async def _join(self, backend: str, target: str, outgoing: _Outgoing) -> None:
+        fingerprint = self._fingerprint()
+        if fingerprint is None:
+            raise TransferError("the engine is not ready yet")
+        host, port = split_address(target, "target")
+        local = await _route_to(host.strip("[]"), port)
+        channel = rpc.channel(target)
+        try:
+            call: Any = channel.stream_stream(
+                LINK_METHOD,
+                request_serializer=pb.LinkMessage.SerializeToString,
+                response_deserializer=pb.LinkMessage.FromString,
+            )()
+            hello = pb.LinkHello(link_id=outgoing.link_id, backend=backend, fingerprint=fingerprint)
+            async with asyncio.timeout(self._open_timeout_s):
+                await call.write(pb.LinkMessage(hello=hello))
+                answer = await call.read()
+            if answer is grpc.aio.EOF or not answer.HasField("hello"):
+                raise TransferError("the receiver has not said hello")
+            if answer.hello.refusal:
+                raise TransferError(answer.hello.refusal)
+            await self._join_group(backend, local, call, outgoing)
+        finally:
+            await channel.close()
+
+    async def _join_group(self, backend: str, local: str, call: Any, outgoing: _Outgoing) -> None:
+        mailbox = _Mailbox()
+
+        def lost(detail: str) -> None:
+            outgoing.link, outgoing.problem = None, detail
+            mailbox.close()
+            # The receiver may never end the stream by itself: it may stand still.
+            call.cancel()
+            self._handler.link_lost(outgoing.link_id, detail)
+
+        link = SendingLink(self._options(backend, local), mailbox.put, lost)
+        reader = asyncio.create_task(_read_call(call, link))
+        writer = asyncio.create_task(_write(mailbox, call.write))
+        opening = asyncio.create_task(self._opened(link, outgoing))
+        try:
+            await asyncio.wait([reader])
+        finally:
+            link.fail("the link was closed")
+            opening.cancel()
+            await asyncio.wait([reader, writer, opening])
+            await link.close()
+
+    async def _opened(self, link: SendingLink, outgoing: _Outgoing) -> None:
+        with contextlib.suppress(LinkLost):
+            await link.opened()
+            outgoing.link, outgoing.problem = link, ""
+            outgoing.decided.set()
+
+    def _options(self, backend: str, host: str) -> LinkOptions:
+        fingerprint = self._fingerprint()
+        block_bytes = fingerprint.block_bytes if fingerprint is not None else 0
+        return LinkOptions(
+            cast("Backend", backend),
+            host,
+            self._open_timeout_s,
+            self._frame_timeout_s,
+            max(FRAME_TARGET_BYTES, block_bytes),
+        )
+
+    # ---- One incoming link.
+
+    async def _serve(
+        self,
+        messages: AsyncIterator[pb.LinkMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        hello = pb.LinkHello()
+        async for message in messages:
+            hello = message.hello
+            break
+        refusal = self._refusal(hello)
+        await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
+        if refusal:
+            return
+        local = await _route_to(*_peer(context.peer()))
+        link_id, mailbox = hello.link_id, _Mailbox()
+
+        def lost(detail: str) -> None:
+            mailbox.close()
+            self._handler.link_lost(link_id, detail)
+
+        link = ReceivingLink(
+            self._options(hello.backend, local),
+            mailbox.put,
+            lost,
+            lambda frame: self._handler.link_frame(link_id, frame),
+        )
+        self._incoming[link_id] = link
+        reader = asyncio.create_task(_read(messages, link))
+        try:
+            await _write(mailbox, context.write)
+        finally:
+            reader.cancel()
+            link.fail("the stream of the link has ended")
+            await asyncio.wait([reader])
+            await link.close()
+            del self._incoming[link_id]
+
+    def _refusal(self, hello: pb.LinkHello) -> str:
+        """Why a link cannot be; empty when it can."""
+        ours = self._fingerprint()
+        if hello.backend not in self._backends:
+            return f"{hello.backend or 'no backend'} is not in use at the receiver"
+        if ours is None:
+            return "the engine is not ready yet"
+        if (differing := layout.mismatch(ours, hello.fingerprint)) is not None:
+            return f"KV caches differ: {differing}"
+        if not hello.link_id or hello.link_id in self._incoming:
+            return f"link_id is {hello.link_id!r}; must be new"
+        if len(self._incoming) >= MAX_LINKS:
+            return f"{MAX_LINKS} links are in use at the receiver"
+        return ""
+
+
+class _Mailbox:
+    """Messages on their way to a stream, which one task writes.
+
+    Bounded by what links have in flight: a few batches, and a rendezvous.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[pb.LinkMessage | None] = asyncio.Queue()
+
+    def put(self, message: pb.LinkMessage) -> None:
+        self._queue.put_nowait(message)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._queue.put_nowait(None)
+
+    async def next(self) -> pb.LinkMessage | None:
+        return await self._queue.get()
+
+
+async def _write(mailbox: _Mailbox, write: Callable[[pb.LinkMessage], Any]) -> None:
+    """Until the mailbox is closed, or the stream is over; whoever reads it says why."""
+    with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        while (message := await mailbox.next()) is not None:
+            await write(message)
+
+
+async def _read_call(call: Any, link: SendingLink) -> None:
+    """Hands on what the receiver says, until the stream is over."""
+    detail = "the receiver has ended the link"
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            link.received(message)
+    except grpc.aio.AioRpcError as error:
+        detail = f"the receiver is gone: {error.details()}"
+    except asyncio.CancelledError:
+        # gRPC raises it for a cancelled call too.
+        detail = "the link was closed"
+    link.fail(detail)
+
+
+async def _read(messages: AsyncIterator[pb.LinkMessage], link: ReceivingLink) -> None:
+    async for message in messages:
+        link.received(message)
+    link.fail("the sender has ended the link")
+
+
+def _peer(peer: str) -> tuple[str, int]:
+    """Host and port of gRPC's "ipv4:192.0.2.1:1234" and "ipv6:%5B2001:db8::1%5D:1234"."""
+    _, _, address = peer.partition(":")
+    host, port = split_address(address.replace("%5B", "").replace("%5D", ""), "peer")
+    return host, port
+
+
+async def _route_to(host: str, port: int) -> str:
+    """This machine's address on the route to a peer."""
+    loop = asyncio.get_running_loop()
+    family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM))[0]
+    # Connecting a datagram socket sends nothing; it only picks the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
