@@ -273,7 +273,8 @@ def show(results: dict[str, Any]) -> None:
         [each["what"], f"{each['seen']:.2f}", each["reach"], "yes" if each["reached"] else "no"]
         for each in results["reaches"]
     ]
-    stats.print_table("Reaches", ["what", "seen", "reach", "reached"], rows)
+    if rows:
+        stats.print_table("Reaches", ["what", "seen", "reach", "reached"], rows)
 
 
 def main() -> int:
