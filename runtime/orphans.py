@@ -10,8 +10,8 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """The kernel sends SIGTERM to this process when its parent dies; an exec keeps that promise.
+def end_with_parent(parent_pid: int, how: signal.Signals = signal.SIGTERM) -> None:
+    """The kernel sends a signal to this process when its parent dies; an exec keeps that promise.
 
     On other systems than Linux nothing is promised. "Parent" is the thread that started this
     process: one that lives as long as its process.
@@ -19,9 +19,10 @@ def end_with_parent(parent_pid: int) -> None:
     Args:
         parent_pid: of the parent as it was at the start; when it is dead already, this process
             exits at once.
+        how: the signal; SIGKILL where others decide what happens on SIGTERM.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent_pid:
         sys.exit(1)
