@@ -5,9 +5,10 @@ scheduler's half puts into each step's metadata; both speak to the worker's tran
 moves the bytes.
 
 Sending. In the step that computes them, each layer's finished blocks are gathered into the sender's
-staging, which belongs to this handoff alone. Nothing reads the paged cache later, so a preemption
-or a freed block cannot put foreign bytes into a handoff. What was gathered stays right when the
-request is preempted and computed again, so it is never sent twice.
+staging, which belongs to this handoff alone. Nothing reads the paged cache later (on a GPU: nothing
+that the next step's kernels do not wait for), so a preemption or a freed block cannot put foreign
+bytes into a handoff. What was gathered stays right when the request is preempted and computed
+again, so it is never sent twice.
 
 Receiving. While the handoff is not committed, the scheduler is told to ask again later (the request
 waits without blocks). Once it is, it is loaded synchronously by the step that first runs the
@@ -33,15 +34,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from baton.kvtransfer.control import (
-    FIRST_EPOCH,
-    Claim,
-    EnginePort,
-    checksum,
-    filled_frame,
-    split_blocks,
-)
+from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.control import Claim, EnginePort, checksum, split_blocks
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notifier import Copy, Filled, Notifier, NotifierThread
 from baton.runtime import affinity
 from baton.runtime.orphans import end_with_parent
 from baton.v1 import kv_transfer_pb2
@@ -52,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -99,10 +95,15 @@ class Load:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's half asks of the ranks in one step."""
+    """What the scheduler's half asks of the ranks in one step.
+
+    Attributes:
+        ended: handoffs that were not complete and get no more pushes.
+    """
 
     pushes: list[Push] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    ended: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ class _SchedulerHalf:
         self._committed: set[bytes] = set()
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
         self._loads: list[Load] = []
+        self._ended_sends: list[bytes] = []
         # Loads of the step under way, each with every block the request has from there on.
         self._loading: list[tuple[Load, list[int]]] = []
         port.subscribe()
@@ -204,8 +206,8 @@ class _SchedulerHalf:
         return untrusted
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        metadata = StepMetadata(list(self._pushes(output)), self._loads)
-        self._loads = []
+        metadata = StepMetadata(list(self._pushes(output)), self._loads, self._ended_sends)
+        self._loads, self._ended_sends = [], []
         return metadata
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
@@ -239,11 +241,17 @@ class _SchedulerHalf:
             )
 
     def finished(self, request: Request) -> None:
-        """No rank touches the request's staging after this."""
+        """The ranks get nothing more of the request.
+
+        What they were given before may still be under way: a step that runs ahead, copies that
+        follow a step. So they say themselves when they have stopped writing, from the next step on
+        (vLLM makes one after every end of a request).
+        """
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.num_blocks_pushed < self._layout.num_blocks(send.num_tokens)
         ):
             self._port.abort_send(send.handoff_id)
+            self._ended_sends.append(send.handoff_id)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive)
@@ -266,114 +274,225 @@ class _SchedulerHalf:
                         self._ended_early.popitem(last=False)
 
 
-def _runs(block_ids: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbouring blocks, each one plain copy: (index in block_ids, first id, length)."""
-    begin = 0
-    for index in range(1, len(block_ids) + 1):
-        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
-            yield begin, block_ids[begin], index - begin
-            begin = index
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One frame of every layer of a push.
+
+    Attributes:
+        begin: index of its first block among all the blocks of the step.
+        first_block: index within the handoff.
+        last: whether it is the push's last.
+    """
+
+    push: Push
+    begin: int
+    first_block: int
+    num_blocks: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """What must hold of a frame in staging once it has been copied.
+
+    Attributes:
+        offset: of the frame in the segment.
+        block_ids: of the engine, that are wrong otherwise.
+    """
+
+    copy: Copy
+    offset: int
+    num_bytes: int
+    checksum: int
+    block_ids: list[int]
 
 
 class _RankHalf:
     """Copies between the paged cache and staging. Lives in a vLLM rank."""
 
-    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
-        self._port, self._layout = port, layout
+    def __init__(self, socket_path: str, port: EnginePort, layout: KvLayout) -> None:
+        self._socket_path, self._port, self._layout = socket_path, port, layout
         self._rank = get_tensor_model_parallel_rank()
-        self._staging = torch.frombuffer(port.memory, dtype=torch.uint8)
-        self._layers: dict[str, int] = {}
-        # Per layer: [num_blocks, block_bytes], a view of the engine's cache.
-        self._caches: list[torch.Tensor] = []
+        self._cache: PagedCache | None = None
+        # Of the step under way: every block that is pushed, as the copies take them, and the frames
+        # of a layer, those together that one gather takes.
+        self._blocks: Any = None
+        self._groups: list[list[_Piece]] = []
+        # Loads of the step under way whose copies may not have ended.
+        self._unchecked: list[tuple[bytes, list[_Check]]] = []
         self._invalid_block_ids: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the cache is not laid out as the worker announced."""
-        layout = self._layout
-        if len(kv_caches) != layout.num_layers:
-            raise ValueError(
-                f"the cache has {len(kv_caches)} layers; announced {layout.num_layers}"
+        self._cache = PagedCache(kv_caches, self._layout)
+        staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
+        self._copies: BlockCopies = open_copies(self._cache, staging)
+        self._notifier: Notifier | NotifierThread
+        if self._copies.finishes_at_once:
+            self._notifier = Notifier(self._port, self._rank)
+        else:
+            # A port is one thread's.
+            port = EnginePort(self._socket_path)
+            self._notifier = NotifierThread(Notifier(port, self._rank), port)
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        for handoff_id in metadata.ended:
+            self._notifier.ended(handoff_id)
+        self._groups = list(self._grouped(metadata.pushes)) if self._notifier.alive else []
+        if self._groups:
+            self._blocks = self._copies.prepare(
+                [block_id for push in metadata.pushes for block_id in push.block_ids]
             )
-        for name, cache in kv_caches.items():
-            num_bytes = cache[0].numel() * cache.element_size()
-            if num_bytes != layout.block_bytes or not cache.is_contiguous():
-                raise ValueError(
-                    f"the cache of {name} has shape {list(cache.shape)}, strides {cache.stride()} "
-                    f"and {num_bytes} bytes per block; Baton needs contiguous blocks of "
-                    f"{layout.block_bytes} bytes"
+
+    def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
+        """Frames that fit into one gather each; many short prompts would make many small copies."""
+        group: list[_Piece] = []
+        begin, room = 0, self._copies.max_blocks
+        for push in pushes:
+            end = push.first_block + len(push.block_ids)
+            for first, count in split_blocks(
+                push.first_block, len(push.block_ids), self._layout.block_bytes
+            ):
+                if group and count > room:
+                    yield group
+                    group, room = [], self._copies.max_blocks
+                group.append(_Piece(push, begin, first, count, first + count == end))
+                begin, room = begin + count, room - count
+        if group:
+            yield group
+
+    def save(self, layer_name: str) -> None:
+        if not self._groups:
+            return
+        layer, layout = self._known_cache.indices[layer_name], self._layout
+        ends_step = layer == layout.num_layers - 1
+        for group in self._groups:
+            filled = []
+            for piece in group:
+                push = piece.push
+                offset = layout.offset(self._rank, layer, piece.first_block, push.num_blocks)
+                filled.append(
+                    Filled(
+                        push.handoff_id,
+                        layer,
+                        piece.first_block,
+                        piece.num_blocks,
+                        push.offset + offset,
+                        piece.num_blocks * layout.block_bytes,
+                        last=ends_step and piece.last and push.last,
+                    )
                 )
-            self._layers[name] = len(self._caches)
-            self._caches.append(cache.view(torch.uint8).view(cache.shape[0], -1))
+            runs = [
+                Run(piece.begin, piece.num_blocks, each.offset)
+                for piece, each in zip(group, filled, strict=True)
+            ]
+            self._notifier.filled(self._copies.gather(layer, self._blocks, runs), filled)
+        if ends_step:
+            self._notifier.flush()
+
+    def end_step(self) -> None:
+        """The step's last kernels have been launched.
+
+        vLLM may give the blocks of a request that has ended or was preempted to another one, in a
+        step that it launches before the GPU has begun this one: that step's kernels must come after
+        the gathers. They need not come after the copies to staging, which read scratch.
+        """
+        if self._groups:
+            self._copies.join()
+        self._groups, self._blocks = [], None
 
     def load(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
             claimed = self._port.claim(load.handoff_id, self._rank)
-            if claimed is not None and claimed.num_tokens == load.num_tokens:
-                self._copy_in(load, claimed)
-            else:
+            if claimed is None or claimed.num_tokens != load.num_tokens:
                 self._invalid_block_ids.update(load.block_ids)
-            self._port.release(load.handoff_id, self._rank)
+                self._port.release(load.handoff_id, self._rank)
+                continue
+            checks = []
+            for check in self._copy_in(load, claimed):
+                if self._copies.finishes_at_once:
+                    # The bytes are still in the core's own cache.
+                    self._verify(check)
+                else:
+                    checks.append(check)
+            if self._copies.finishes_at_once:
+                self._port.release(load.handoff_id, self._rank)
+            else:
+                self._unchecked.append((load.handoff_id, checks))
+        if metadata.loads:
+            # All layers before the first: a layer's new keys are written to the blocks before the
+            # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
+            # undo that.
+            self._copies.join()
 
-    def _copy_in(self, load: Load, claimed: Claim) -> None:
+    def _copy_in(self, load: Load, claimed: Claim) -> Iterator[_Check]:
+        """Begins the copies of a load, frame by frame: every byte loaded has a checksum."""
         layout, num_blocks = self._layout, claimed.num_blocks
-        last = load.first_block + len(load.block_ids)
-        for layer, cache in enumerate(self._caches):
-            start = claimed.offset + (layer * num_blocks + load.first_block) * layout.block_bytes
-            rows = self._rows(start, len(load.block_ids))
-            for at, block_id, count in _runs(load.block_ids):
-                cache[block_id : block_id + count].copy_(rows[at : at + count])
+        blocks = self._copies.prepare(load.block_ids)
+        last, num_copied = load.first_block + len(load.block_ids), 0
+        for frame in claimed.frames:
+            first = max(frame.first_block, load.first_block)
+            end = min(frame.first_block + frame.num_blocks, last)
+            if end <= first:
+                continue
+            at = frame.layer * num_blocks
+            begin = first - load.first_block
+            run = Run(begin, end - first, claimed.offset + (at + first) * layout.block_bytes)
+            yield _Check(
+                self._copies.scatter(frame.layer, blocks, run),
+                claimed.offset + (at + frame.first_block) * layout.block_bytes,
+                frame.num_blocks * layout.block_bytes,
+                frame.checksum,
+                load.block_ids[begin : begin + end - first],
+            )
+            num_copied += end - first
+        if num_copied != layout.num_layers * len(load.block_ids):
+            self._invalid_block_ids.update(load.block_ids)
+
+    def _verify(self, check: _Check) -> None:
         # Checked end to end from the sender's cache, and after the copy: staging that is right now
         # was right while it was copied.
-        for frame in claimed.frames:
-            first, end = frame.first_block, frame.first_block + frame.num_blocks
-            if end <= load.first_block or first >= last:
-                continue
-            start = claimed.offset + (frame.layer * num_blocks + first) * layout.block_bytes
-            size = frame.num_blocks * layout.block_bytes
-            if checksum(self._port.memory[start : start + size]) != frame.checksum:
-                self._invalid_block_ids.update(
-                    load.block_ids[max(0, first - load.first_block) : end - load.first_block]
-                )
-
-    def save(self, metadata: StepMetadata, layer_name: str) -> None:
-        if not metadata.pushes:
-            return
-        layer, layout = self._layers[layer_name], self._layout
-        frames = []
-        for push in metadata.pushes:
-            for first, count in split_blocks(
-                push.first_block, len(push.block_ids), layout.block_bytes
-            ):
-                begin = first - push.first_block
-                start = push.offset + layout.offset(self._rank, layer, first, push.num_blocks)
-                self._gather(layer, push.block_ids[begin : begin + count], start)
-                complete = layer == layout.num_layers - 1 and first + count == push.num_blocks
-                frames.append(
-                    filled_frame(
-                        push.handoff_id,
-                        FIRST_EPOCH,
-                        self._rank,
-                        layer,
-                        first,
-                        count,
-                        self._port.memory[start : start + count * layout.block_bytes],
-                        last=push.last and complete,
-                    )
-                )
-        self._port.send_frames(frames)
-
-    def _gather(self, layer: int, block_ids: list[int], start: int) -> None:
-        cache, rows = self._caches[layer], self._rows(start, len(block_ids))
-        for at, block_id, count in _runs(block_ids):
-            rows[at : at + count].copy_(cache[block_id : block_id + count])
-
-    def _rows(self, start: int, num_blocks: int) -> torch.Tensor:
-        size = num_blocks * self._layout.block_bytes
-        return self._staging[start : start + size].view(num_blocks, -1)
+        check.copy.wait()
+        data = self._port.memory[check.offset : check.offset + check.num_bytes]
+        if checksum(data) != check.checksum:
+            self._invalid_block_ids.update(check.block_ids)
 
     def take_invalid_block_ids(self) -> set[int]:
+        """Of the step under way, whose model has been launched and computes meanwhile.
+
+        One frame is verified while the next is copied. What was computed from wrong bytes is thrown
+        away by the engine, which hears of them together with the step's output.
+        """
+        for handoff_id, checks in self._unchecked:
+            for check in checks:
+                self._verify(check)
+            self._port.release(handoff_id, self._rank)
+        self._unchecked.clear()
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
+
+    def close(self) -> None:
+        """Waits, within bounds, for what is under way: it reads and writes staging."""
+        if self._cache is not None:
+            self._notifier.close()
+            self._copies.close()
+
+    @property
+    def _known_cache(self) -> PagedCache:
+        assert self._cache is not None, "vLLM registers its caches before the first step"
+        return self._cache
+
+
+def _is_full_attention(spec: KVCacheSpec) -> bool:
+    """Of this type and none below it: those keep latents, windows or sinks.
+
+    Without its hybrid cache manager vLLM calls windowed layers full, and says so in two fields.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+    )
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -387,9 +506,10 @@ class BatonConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        # The worker refuses by the model's configuration; this is what the cache itself says.
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if len(specs) != 1 or not _is_full_attention(specs[0]):
+            kinds = sorted({type(spec).__name__ for spec in specs})
             raise ValueError(
                 f"model {vllm_config.model_config.model} keeps {', '.join(kinds)} caches; Baton "
                 "hands over one group of full attention only: serve it with plain vLLM"
@@ -407,7 +527,7 @@ class BatonConnector(KVConnectorBase_V1):
             affinity.keep_off(extra["rank_cpus"])
             self._scheduler = _SchedulerHalf(self._port, self._layout)
         else:
-            self._ranks = _RankHalf(self._port, self._layout)
+            self._ranks = _RankHalf(extra["socket"], self._port, self._layout)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -420,6 +540,8 @@ class BatonConnector(KVConnectorBase_V1):
         return True
 
     def shutdown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         self._port.close()
 
     # ---- ranks
@@ -437,6 +559,10 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank_half.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._rank_half.begin_step(self._metadata())
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._rank_half.load(self._metadata())
 
@@ -450,10 +576,10 @@ class BatonConnector(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        self._rank_half.save(self._metadata(), layer_name)
+        self._rank_half.save(layer_name)
 
     def wait_for_save(self) -> None:
-        return
+        self._rank_half.end_step()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank_half.take_invalid_block_ids()

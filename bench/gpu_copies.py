@@ -1,0 +1,188 @@
+"""What a GPU's gathers and scatters reach, beside what its bus and its memory can do.
+
+    python -m baton.bench.gpu_copies
+
+Needs a CUDA GPU. Block shapes are one layer's of a Llama-8B and of one of eight ranks of a
+Llama-70B. Every line is the median of several runs in this process; a "step" is 32 layers of 4,096
+tokens in blocks scattered over the cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from baton.kvtransfer.block_copies import CudaCopies, PagedCache, Run
+from baton.kvtransfer.control import split_blocks
+from baton.kvtransfer.frames import checksum
+from baton.kvtransfer.layout import KvLayout
+
+_LAYERS, _TOKENS, _BLOCK_TOKENS, _HEAD_SIZE = 32, 4096, 16, 128
+_SHAPES = {"Llama-8B": 8, "Llama-70B / 8": 1}
+# Physical orders of [blocks, heads, tokens, content].
+_ORDERS = {"tokens, heads": (0, 2, 1, 3), "heads, tokens": (0, 1, 2, 3)}
+_CACHE_BLOCKS = 2 * _TOKENS // _BLOCK_TOKENS
+_RUNS = 5
+_MATRIX = 4096
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The median; each run begins and ends with an idle GPU."""
+    call()
+    times = []
+    for _ in range(_RUNS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _gb_per_s(num_bytes: int, call: Callable[[], object]) -> float:
+    return num_bytes / _seconds(call) / 1e9
+
+
+def _ceilings(num_bytes: int) -> dict[str, float]:
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(device)
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    pageable = torch.ones(num_bytes, dtype=torch.uint8)
+    memory = memoryview(pageable.numpy())
+
+    def to_host() -> None:
+        pinned.copy_(device, non_blocking=True)
+
+    def to_device() -> None:
+        device.copy_(pinned, non_blocking=True)
+
+    return {
+        "bus, device to pinned host": _gb_per_s(num_bytes, to_host),
+        "bus, pinned host to device": _gb_per_s(num_bytes, to_device),
+        "device to device": _gb_per_s(num_bytes, lambda: other.copy_(device)),
+        "host memcpy": _gb_per_s(num_bytes, lambda: pinned.copy_(pageable)),
+        "host checksum, one core": _gb_per_s(num_bytes, lambda: checksum(memory)),
+    }
+
+
+def _layers(heads: int, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    shape = (_CACHE_BLOCKS, heads, _BLOCK_TOKENS, 2 * _HEAD_SIZE)
+    physical = [shape[axis] for axis in order]
+    back = [order.index(axis) for axis in range(4)]
+    return {
+        str(index): torch.zeros(physical, dtype=torch.bfloat16, device="cuda").permute(back)
+        for index in range(_LAYERS)
+    }
+
+
+class _Step:
+    """One step's copies, as the connector makes them."""
+
+    def __init__(self, heads: int, order: tuple[int, ...], *, pin: bool) -> None:
+        block_bytes = heads * _BLOCK_TOKENS * 2 * _HEAD_SIZE * 2
+        self.layout = KvLayout(
+            "m", "r", "bfloat16", _LAYERS, heads, _HEAD_SIZE, _BLOCK_TOKENS, block_bytes, ""
+        )
+        self.num_blocks = _TOKENS // _BLOCK_TOKENS
+        self.num_bytes = self.layout.rank_bytes(self.num_blocks)
+        # Shared and mapped, as a segment is.
+        self._staging = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
+        self.copies = CudaCopies(
+            PagedCache(_layers(heads, order), self.layout), self._staging, pin=pin
+        )
+        self._ids = random.Random(1).sample(range(_CACHE_BLOCKS), self.num_blocks)
+
+    def gather(self, compute: Callable[[], None] | None = None, *, wait: bool = True) -> None:
+        blocks, under_way = self.copies.prepare(self._ids), []
+        for layer in range(_LAYERS):
+            if compute is not None:
+                compute()
+            for run in self._runs(layer):
+                copy = self.copies.gather(layer, blocks, [run])
+                if not self.copies.pinned:
+                    # Somebody must make room for the next; here nobody else does.
+                    copy.wait()
+                elif wait:
+                    under_way.append(copy)
+        self.copies.join()
+        for copy in under_way:
+            copy.wait()
+
+    def scatter(self) -> None:
+        blocks = self.copies.prepare(self._ids)
+        for layer in range(_LAYERS):
+            for run in self._runs(layer):
+                self.copies.scatter(layer, blocks, run)
+        self.copies.join()
+
+    def _runs(self, layer: int) -> list[Run]:
+        return [
+            Run(first, count, self.layout.offset(0, layer, first, self.num_blocks))
+            for first, count in split_blocks(0, self.num_blocks, self.layout.block_bytes)
+        ]
+
+
+def _computing() -> Callable[[], None]:
+    """A layer's worth of matrix products."""
+    left, right = (torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16() for _ in range(2))
+    result = torch.empty_like(left)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(left, right, out=result)
+
+    return compute
+
+
+def _launch_s(step: _Step) -> float:
+    """Of the host, per layer; nothing waits."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step.gather(wait=False)
+    return (time.perf_counter() - begin) / _LAYERS
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA GPU")
+    console = Console()
+    step = _Step(8, _ORDERS["tokens, heads"], pin=True)
+    ceilings = Table("ceiling", "GB/s", title=torch.cuda.get_device_name())
+    for name, speed in _ceilings(step.num_bytes).items():
+        ceilings.add_row(name, f"{speed:.1f}")
+    console.print(ceilings)
+
+    table = Table("block", "order in memory", "staging", "gather GB/s", "scatter GB/s")
+    for shape, heads in _SHAPES.items():
+        for name, order in _ORDERS.items():
+            for pin in (True, False):
+                each = _Step(heads, order, pin=pin)
+                gather = _gb_per_s(each.num_bytes, each.gather)
+                scatter = _gb_per_s(each.num_bytes, each.scatter)
+                way = "pinned" if each.copies.pinned else "bounced"
+                table.add_row(shape, name, way, f"{gather:.1f}", f"{scatter:.1f}")
+                each.copies.close()
+    console.print(table)
+
+    compute = _computing()
+    alone_s = _seconds(lambda: [compute() for _ in range(_LAYERS)])
+    table = Table("model of 32 layers", "ms")
+    table.add_row("alone", f"{alone_s * 1e3:.1f}")
+    hidden_s = _seconds(lambda: step.gather(compute))
+    table.add_row("with its gathers, until the last byte is in staging", f"{hidden_s * 1e3:.1f}")
+    table.add_row("gathers alone", f"{_seconds(step.gather) * 1e3:.1f}")
+    table.add_row("host time to launch one layer's gathers", f"{_launch_s(step) * 1e3:.3f}")
+    console.print(table)
+    step.copies.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Copies between a paged cache and staging on the CPU, and how the service hears of them."""
+
+import asyncio
+import dataclasses
+import random
+import threading
+
+import pytest
+import torch
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.block_copies import HostCopies, PagedCache, Run, neighbours, open_copies
+from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
+from baton.v1 import kv_transfer_pb2 as pb
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 24, 2, 8, 12
+# Physical orders of [layers, blocks, heads, tokens, content]; vLLM's names for them.
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8]
+
+
+def make_layout(dtype, tokens=TOKENS):
+    size = HEADS * tokens * CONTENT * dtype.itemsize
+    axes = "heads,tokens,content"
+    return KvLayout("m", "r", str(dtype), LAYERS, HEADS, CONTENT // 2, tokens, size, axes)
+
+
+def make_cache(order, dtype, parts=1, seed=0):
+    """Per layer [blocks * parts, heads, tokens / parts, content] of random bits: NaNs too."""
+    shape = (LAYERS, BLOCKS * parts, HEADS, TOKENS // parts, CONTENT)
+    physical = [shape[axis] for axis in ORDERS[order]]
+    raw = random.Random(seed).randbytes(torch.Size(physical).numel() * dtype.itemsize)
+    memory = torch.frombuffer(bytearray(raw), dtype=dtype).view(physical)
+    whole = memory.permute([ORDERS[order].index(axis) for axis in range(5)])
+    assert whole.shape == shape
+    return {f"layer.{index}": layer for index, layer in enumerate(whole)}
+
+
+def expected(cache, block_id, parts=1):
+    """A block's bytes as staging must hold them: heads, tokens, content."""
+    rows = cache[block_id * parts : (block_id + 1) * parts]
+    return rows.transpose(0, 1).reshape(HEADS, TOKENS, CONTENT).contiguous().view(torch.uint8)
+
+
+def fragmented(count, seed=1):
+    """Block ids with some neighbours and many gaps."""
+    ids = list(range(BLOCKS))
+    random.Random(seed).shuffle(ids)
+    head = sorted(ids[: count // 2])
+    return head + ids[count // 2 : count]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_staging_is_the_same_whatever_the_memory_layout(order, dtype, parts):
+    layout, block_ids = make_layout(dtype), fragmented(11)
+    source, target = make_cache(order, dtype, parts), make_cache("LBNHC", dtype, parts, seed=2)
+    untouched = {name: layer.clone() for name, layer in target.items()}
+    staging = torch.zeros(256 + len(block_ids) * layout.block_bytes, dtype=torch.uint8)
+    gathering = open_copies(PagedCache(source, layout), staging)
+    scattering = open_copies(PagedCache(target, layout), staging)
+    assert gathering.finishes_at_once
+    target_ids = block_ids[::-1]
+    for layer, name in enumerate(source):
+        # In two runs, the second of which goes first in staging.
+        first, size = 4, layout.block_bytes
+        runs = [Run(0, first, 256 + 7 * size), Run(first, 7, 256)]
+        gathering.gather(layer, gathering.prepare(block_ids), runs).wait()
+        for at, block_id in enumerate(block_ids[first:] + block_ids[:first]):
+            block = staging[256 + at * size : 256 + (at + 1) * size]
+            assert torch.equal(block, expected(source[name], block_id, parts).flatten())
+        assert not staging[:256].any()
+
+        scattering.scatter(layer, scattering.prepare(target_ids), Run(0, 7, 256)).wait()
+        for at, block_id in enumerate(target_ids[:7]):
+            got = expected(target[name], block_id, parts)
+            assert torch.equal(got, expected(source[name], block_ids[first + at], parts))
+        for block_id in set(range(BLOCKS)) - set(target_ids[:7]):
+            got = expected(target[name], block_id, parts)
+            assert torch.equal(got, expected(untouched[name], block_id, parts))
+
+
+def test_blocks_are_moved_in_the_widest_words_that_divide_them():
+    words = {
+        dtype: PagedCache(make_cache("LBNHC", dtype), make_layout(dtype)).word for dtype in DTYPES
+    }
+    assert words[torch.bfloat16] == words[torch.float32] == torch.int64
+    assert words[torch.uint8] == torch.int32  # Of 12 bytes.
+    contiguous = PagedCache(make_cache("BLHNC", torch.bfloat16), make_layout(torch.bfloat16))
+    assert contiguous.layers[0].shape == (BLOCKS, contiguous.block_words)
+
+
+def test_words_do_not_straddle_an_odd_beginning():
+    layout = make_layout(torch.bfloat16)
+    caches = {}
+    for index in range(LAYERS):
+        memory = torch.arange(1 + BLOCKS * HEADS * TOKENS * CONTENT).to(torch.int16)
+        caches[str(index)] = memory.view(torch.bfloat16)[1:].view(BLOCKS, HEADS, TOKENS, CONTENT)
+    cache = PagedCache(caches, layout)
+    assert cache.word == torch.int16
+    staging = torch.zeros(3 * layout.block_bytes, dtype=torch.uint8)
+    copies = HostCopies(cache, staging)
+    copies.gather(0, copies.prepare([5, 3, 4]), [Run(0, 3, 0)]).wait()
+    rows = torch.cat([expected(caches["0"], block_id).flatten() for block_id in (5, 3, 4)])
+    assert torch.equal(staging, rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, BLOCKS, TOKENS, HEADS, CONTENT // 2),
+        (BLOCKS, 2, TOKENS, HEADS, CONTENT // 2),
+        (BLOCKS, TOKENS, HEADS, CONTENT),
+        (BLOCKS, HEADS, TOKENS, CONTENT + 2),
+        (BLOCKS, HEADS + 1, TOKENS, CONTENT),
+        (BLOCKS + 1, HEADS, TOKENS // 2, CONTENT),
+        (BLOCKS, HEADS, TOKENS * 2, CONTENT),
+        (BLOCKS, HEADS * TOKENS * CONTENT),
+    ],
+    ids=str,
+)
+def test_what_is_not_blocks_heads_tokens_content_is_refused_by_name_and_shape(shape):
+    caches = {f"model.layers.{index}.attn": torch.zeros(shape) for index in range(LAYERS)}
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.attn has shape") as error:
+        PagedCache(caches, make_layout(torch.float32))
+    assert str(list(shape)) in str(error.value)
+    assert "[blocks, 2 heads, 8 tokens, content] with 768 bytes per block" in str(error.value)
+
+
+def test_content_with_gaps_other_layers_and_other_devices_are_refused():
+    layout = make_layout(torch.float32)
+    gaps = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CONTENT)[..., ::2]
+    with pytest.raises(ValueError, match="strides"):
+        PagedCache({str(index): gaps for index in range(LAYERS)}, layout)
+    plain = make_cache("LBHNC", torch.float32)
+    with pytest.raises(ValueError, match="has 2 layers; announced 3"):
+        PagedCache(dict(list(plain.items())[:2]), layout)
+    on_meta = {name: layer.to("meta") for name, layer in plain.items()}
+    with pytest.raises(ValueError, match="is on cpu, meta; Baton needs it on one"):
+        PagedCache({**plain, "layer.0": on_meta["layer.0"]}, layout)
+    with pytest.raises(ValueError, match="is on meta; Baton hands over from CPUs and CUDA GPUs"):
+        open_copies(PagedCache(on_meta, layout), torch.zeros(8, dtype=torch.uint8))
+
+
+def test_neighbouring_blocks_are_one_copy():
+    assert list(neighbours([3, 4, 5, 9, 1, 2])) == [(0, 3, 3), (3, 9, 1), (4, 1, 2)]
+    assert list(neighbours([])) == []
+
+
+class Event:
+    """A copy that ends when the test says so."""
+
+    def __init__(self, error=None):
+        self._event, self._error = threading.Event(), error
+
+    def set(self):
+        self._event.set()
+
+    def wait(self):
+        assert self._event.wait(10)
+        if self._error is not None:
+            raise self._error
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank's frames of a handoff, to be told of by a notifier."""
+
+    handoff: object
+    layout: KvLayout
+    number: int
+
+    def filled(self, port, layer, first_block=0, num_blocks=None, write=True):
+        layout, all_blocks = self.layout, self.handoff.num_blocks
+        num_blocks = all_blocks - first_block if num_blocks is None else num_blocks
+        start = layout.offset(self.number, layer, first_block, all_blocks)
+        size, offset = num_blocks * layout.block_bytes, self.handoff.offset + start
+        if write:
+            port.memory[offset : offset + size] = self.handoff.data[start : start + size]
+        last = layer == layout.num_layers - 1 and first_block + num_blocks == all_blocks
+        return Filled(self.handoff.handoff_id, layer, first_block, num_blocks, offset, size, last)
+
+
+@pytest.fixture
+async def sending(pair, handoff):
+    """A handoff that the receiver has room for, and its two ranks' notifiers with their threads."""
+    sender, receiver = pair
+    one = handoff(4)
+    await one.open(sender, receiver.client.address)
+    path = sender.client.socket_path
+    ports = [EnginePort(path) for _ in range(2)]
+    threads = [NotifierThread(Notifier(port, rank), port) for rank, port in enumerate(ports)]
+    yield sender, receiver, one, threads
+    for thread in threads:
+        thread.close()
+
+
+async def test_frames_are_told_in_order_once_they_are_there(sending, layout):
+    sender, receiver, one, threads = sending
+    events = []
+    for number, thread in enumerate(threads):
+        rank = Rank(one, layout, number)
+        for layer in range(layout.num_layers):
+            pieces = [rank.filled(sender.port, layer, first, 1, write=False) for first in range(4)]
+            for piece in pieces:
+                event = Event()
+                thread.filled(event, [piece])
+                events.append((event, rank, piece))
+        thread.flush()
+    # Nothing is read before its copy has ended, whatever has ended behind it.
+    for event, rank, piece in reversed(events):
+        rank.filled(sender.port, piece.layer, piece.first_block, 1)
+        event.set()
+    await sender.sent(one.handoff_id)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert one.load(receiver) == one.data
+
+
+async def test_small_frames_are_told_together_and_large_ones_at_once(start):
+    worker = await start(layout=None)
+    told = []
+    notifier = Notifier(_Telling(worker.port, told), 1)
+    done = Event()
+    done.set()
+    half, whole = NOTIFY_BYTES // 2, NOTIFY_BYTES
+    frames_of = {1: [half], 2: [half], 3: [100, 100], 4: [whole, whole + 1], 5: [7]}
+    for layer, sizes in frames_of.items():
+        notifier.filled(done, [Filled(bytes(16), layer, 0, 1, 64, size, False) for size in sizes])
+    notifier.flush()
+    notifier.flush()
+    assert [[frame.layer for frame in each] for each in told] == [[1, 2], [3, 3, 4], [4], [5]]
+    assert {frame.rank for each in told for frame in each} == {1}
+    assert told[0][0].checksum == frames.checksum(worker.port.memory[64 : 64 + half])
+
+
+class _Telling:
+    """The port, with what is told written down."""
+
+    def __init__(self, port, told):
+        self._port, self._told = port, told
+
+    def __getattr__(self, name):
+        return getattr(self._port, name)
+
+    def send_frames(self, frames):
+        self._told.append(list(frames))
+        return self._port.send_frames(self._told[-1])
+
+
+async def test_the_last_word_on_an_aborted_handoff_is_the_ranks(sending, layout):
+    """Its staging is free as soon as no copy into it is under way, and not before."""
+    sender, _, one, threads = sending
+    events = []
+    for number, thread in enumerate(threads):
+        events.append(Event())
+        thread.filled(events[-1], [Rank(one, layout, number).filled(sender.port, 0)])
+        thread.ended(one.handoff_id)
+    stats = await sender.client.stats()
+    assert stats.send_bytes_used > 0
+    for event in events:
+        event.set()
+    # Far sooner than an aborted send's staging is given up without a word.
+    for thread in threads:
+        thread.close()
+    stats = await sender.client.stats()
+    assert (stats.send_bytes_used, stats.num_sends) == (0, 0)
+
+
+async def test_a_copy_that_fails_ends_its_handoff(sending, layout):
+    sender, receiver, one, threads = sending
+    broken = Event(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    broken.set()
+    for number, thread in enumerate(threads):
+        thread.filled(broken, [Rank(one, layout, number).filled(sender.port, 0)])
+        thread.close()
+    assert (await sender.client.stats()).num_sends == 0
+    await receiver.empty()
+
+
+async def test_a_full_queue_holds_its_caller_no_longer_than_it_may(start):
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+    thread = NotifierThread(Notifier(port, 0), port, max_queued=2, put_timeout_s=0.05)
+    events = [Event() for _ in range(4)]
+    for event in events[:3]:
+        thread.filled(event, [])
+    # The thread may not have taken the first yet: two or three fit.
+    thread.filled(events[3], [])
+    assert not thread.alive
+    thread.filled(events[3], [])
+    for event in events:
+        event.set()
+    thread.close()
+    assert not port.alive
+
+
+async def test_close_waits_for_what_is_under_way_but_not_for_ever(start):
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+    thread = NotifierThread(Notifier(port, 0), port)
+    stuck = Event()
+    thread.filled(stuck, [])
+    thread.close(timeout_s=0.05)
+    # The memory under the copy stays.
+    assert port.alive
+    stuck.set()
+    thread.close()
+    assert not port.alive
+    thread.close()
+
+
+async def test_copies_end_without_a_service(start, layout, handoff):
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+    thread = NotifierThread(Notifier(port, 0), port)
+    one = handoff(4)
+    one.offset = 0
+    filled = Rank(one, layout, 0).filled(port, 0)
+    await worker.client.close()
+    events = [Event() for _ in range(3)]
+    for event in events:
+        thread.filled(event, [filled])
+        thread.flush()
+        event.set()
+    async with asyncio.timeout(10):
+        while thread.alive:
+            thread.flush()
+            await asyncio.sleep(0.01)
+    thread.ended(one.handoff_id)
+    thread.close()
+
+
+def test_every_frame_fits_a_gather():
+    for dtype in DTYPES:
+        layout = make_layout(dtype)
+        copies = HostCopies(
+            PagedCache(make_cache("LBHNC", dtype), layout), torch.zeros(8, dtype=torch.uint8)
+        )
+        counts = [count for _, count in split_blocks(0, 10_000, layout.block_bytes)]
+        assert max(counts) <= copies.max_blocks
