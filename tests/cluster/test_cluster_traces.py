@@ -1,0 +1,30 @@
+"""A request's trace, from a client's traceparent through every process to a collector."""
+
+import sys
+from pathlib import Path
+
+from baton.client import BatonClient
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+
+from otlp_collector import OtlpCollector
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+async def test_the_handoff_is_in_the_client_s_trace(new_cluster):
+    async with OtlpCollector() as collector:
+        cluster = new_cluster("p1", "d1", tracing={"otlp_endpoint": collector.endpoint})
+        await cluster.serving()
+        async with BatonClient(cluster.address) as client:
+            await client.complete([7] * 600, max_tokens=4)
+            traceparent = f"00-{TRACE}-{PARENT}-01"
+            await client.complete([9] * 600, max_tokens=4, traceparent=traceparent)
+        found = await collector.wait_for("handoff", "handoff commit", "handoff load")
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    sent, loaded = found["handoff"], found["handoff load"]
+    assert sent.parent_id == loaded.parent_id == PARENT
+    assert sent.resource["baton.worker.id"] == "p1"
+    assert loaded.resource["baton.worker.id"] == "d1"
+    for key in ("baton.request.id", "baton.handoff.id", "baton.handoff.bytes"):
+        assert sent.attributes[key] == loaded.attributes[key]
