@@ -5,7 +5,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +14,9 @@ from types import TracebackType
 
 import psutil
 import yaml
-from vllm_remains import control_socket
 
 from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
-from baton.kvtransfer import local_wire
-from baton.v1 import kv_transfer_pb2
 
 HEARTBEAT_S = 0.1
 START_S = 30.0
@@ -156,31 +152,6 @@ class Cluster:
         async with AdminClient(self.address) as admin:
             workers = {worker.worker_id: worker for worker in await admin.list_workers()}
         return workers[name].kv_address
-
-    def staging(self, name: str) -> kv_transfer_pb2.LocalStatistics:
-        """What a worker's transfer service says, whatever its main process does."""
-        asked = kv_transfer_pb2.LocalRequest(call_id=1, stats=kv_transfer_pb2.LocalStats())
-        unpacker = local_wire.Unpacker()
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(START_S)
-            connection.connect(control_socket(self.process(name)))
-            connection.sendall(local_wire.encode(asked))
-            while data := connection.recv(2**16):
-                for message in unpacker.feed(data):
-                    return kv_transfer_pb2.LocalReply.FromString(message).statistics
-        raise AssertionError(f"the transfer service of {name} has ended")
-
-    async def released(self, name: str, within_s: float) -> None:
-        """Raises AssertionError unless a worker's staging is free, and no handoff lives, soon."""
-        deadline = time.monotonic() + within_s
-        while True:
-            seen = self.staging(name)
-            if not (
-                seen.send_bytes_used + seen.receive_bytes_used + seen.num_sends + seen.num_receives
-            ):
-                return
-            assert time.monotonic() < deadline, f"{name} still holds {seen}"
-            await asyncio.sleep(0.02)
 
     async def nothing_left(self, within_s: float = 4.0, *, dead: Collection[str] = ()) -> None:
         """Raises AssertionError unless everything is free soon, and still is a moment later.

@@ -6,18 +6,26 @@ import time
 import pytest
 from processes import Cluster
 from vllm_relay import Hold, Relay, as_it_is
-from vllm_remains import Remains, family, stopped, transfer_service
+from worker_parts import (
+    Remains,
+    family,
+    forgotten_by,
+    released,
+    staging,
+    stopped,
+    transfer_service,
+)
 
 from baton.client import BatonClient, Tokens
 from baton.client.errors import UnavailableError
 
 PROMPT = list(range(5, 305))
 NUM_TOKENS = 12
-LEASE_S = 0.5
+LEASE_S = 1.0
 # The sender waits so much longer than the receiver.
 SENDER_GRACE_S = 5.0
 # For what is noticed at once, with the lease or with a worker's loss.
-SOON_S = 4.0
+SOON_S = 10.0
 TWIN = {"prefill": "decode", "decode": "prefill"}
 RELAY_HOST = "127.0.0.2"
 KV_TRANSFER = {"send_bytes": 2**23, "receive_bytes": 2**23, "idle_timeout_s": LEASE_S}
@@ -67,25 +75,25 @@ class Pair:
         return self.cluster.process(self.names[role])
 
     async def released(self, role, within_s):
-        await self.cluster.released(self.names[role], within_s)
+        await released(self.process(role), within_s)
 
     async def serve_on(self, client):
         """The next request gets the right tokens, by a handoff, and nothing is left of any."""
         await self.complete()
-        before = self.cluster.staging(self.names["decode"]).handoffs_committed
+        before = staging(self.process("decode")).handoffs_committed
         prompt = [6, *PROMPT[:40]]
         done = await client.complete(prompt, max_tokens=NUM_TOKENS, timeout_s=20)
         assert done.token_ids == self.cluster.expected(prompt, NUM_TOKENS)
         await self.cluster.nothing_left(dead=self.dead)
-        assert self.cluster.staging(self.names["decode"]).handoffs_committed == before + 1
+        assert staging(self.process("decode")).handoffs_committed == before + 1
 
     async def half_received(self, client):
         """A request whose prompt is not computed, and of whose handoff a part has arrived."""
-        before = self.cluster.staging(self.names["decode"]).bytes_received
+        before = staging(self.process("decode")).bytes_received
         stream = client.generate(PROMPT, max_tokens=NUM_TOKENS)
         await anext(stream)
         deadline = time.monotonic() + SOON_S
-        while (seen := self.cluster.staging(self.names["decode"])).bytes_received == before:
+        while (seen := staging(self.process("decode"))).bytes_received == before:
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.01)
         assert seen.num_receives == 1
@@ -102,7 +110,7 @@ class Pair:
             if isinstance(event, Tokens):
                 break
         assert await asyncio.to_thread(hold.reached.wait, SOON_S)
-        assert self.cluster.staging(self.names["decode"]).num_receives == 1
+        assert staging(self.process("decode")).num_receives == 1
         return stream, self.cluster.expected(prompt, NUM_TOKENS)
 
 
@@ -112,7 +120,7 @@ def direct_pair(tmp_path_factory, model):
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
-        coordinator={"worker_timeout_s": 2},
+        coordinator={"worker_timeout_s": 3},
         simulated=SLOW,
         kv_transfer=KV_TRANSFER,
     ) as cluster:
@@ -171,6 +179,7 @@ async def test_a_worker_killed_in_mid_prefill_takes_only_its_request(direct, vic
         await direct.cluster.exit_code(name)
         await remains.gone()
         await direct.serve_on(client)
+        await forgotten_by(direct.process(TWIN[victim]), SOON_S)
 
 
 @pytest.mark.parametrize("part", ["main process", "transfer service"])

@@ -52,6 +52,25 @@ class Hold:
         self._let_go.set()
 
 
+class Once:
+    """Does something as soon as a push's first frame with blocks comes, and passes everything on.
+
+    Attributes:
+        done: set then.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.done = threading.Event()
+        self._action = action
+
+    def __call__(self, message: bytes) -> Iterator[bytes]:
+        kinds = {frame.kind for frame in frames.decode(message)}
+        if kinds != {frames.FrameKind.OPEN} and not self.done.is_set():
+            self._action()
+            self.done.set()
+        yield message
+
+
 class Relay:
     """Listens on `listen` and forwards every push stream to `target`, through `spoil`."""
 
