@@ -19,6 +19,7 @@ in the engine computing the prompt itself.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -519,10 +520,11 @@ class BatonConnector(KVConnectorBase_V1):
         self._port = EnginePort(extra["socket"])
         self._scheduler: _SchedulerHalf | None = None
         self._ranks: _RankHalf | None = None
+        # An engine core outlives a killed worker otherwise, and ranks a killed engine core; told to
+        # end, it may wait for ever for a rank that is dead.
+        if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+            end_with_parent(parent.pid, signal.SIGKILL)
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM's engine core outlives a killed worker otherwise, and with it the ranks.
-            if (worker := multiprocessing.parent_process()) is not None and worker.pid is not None:
-                end_with_parent(worker.pid)
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])
             self._scheduler = _SchedulerHalf(self._port, self._layout)
