@@ -1,0 +1,188 @@
+"""A prefill and a decode engine of several ranks each, run as a process, as a worker would run them.
+
+Cases in on stdin, what came of them out to a file.
+`python tensor_parallel_program.py MODEL RANKS OUTPUT < cases.json`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import vllm_cases as cases
+
+from baton.engine.base import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    ReceiveHandoff,
+    SendHandoff,
+)
+from baton.engine.vllm_engine import VllmEngine
+from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.runtime.config import KvTransferConfig
+from baton.v1 import common_pb2, kv_transfer_pb2
+
+ENGINE_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": cases.BLOCK_SIZE,
+    "max_num_batched_tokens": cases.CHUNK,
+    "max_model_len": cases.MAX_MODEL_LEN,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 8 * 2**20,
+}
+STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
+# Four ranks may share two cores, and the first steps of a process are its slowest.
+TIMEOUT_S = 120.0
+
+
+class Side:
+    """One engine with its transfer service, and what they say, by request and by handoff."""
+
+    def __init__(self, engine: VllmEngine, info: EngineInfo, transfer: TransferClient) -> None:
+        self.engine, self.info, self.transfer = engine, info, transfer
+        self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._committed: dict[bytes, asyncio.Event] = {}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read_steps())
+            group.create_task(self._read_events())
+
+    async def _read_steps(self) -> None:
+        while True:
+            for output in (await self.engine.next_step()).outputs:
+                self._outputs[output.request_id].put_nowait(output)
+
+    async def _read_events(self) -> None:
+        while True:
+            for event in await self.transfer.next_events():
+                if event.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+                    self._commit(event.handoff_id).set()
+
+    def _commit(self, handoff_id: bytes) -> asyncio.Event:
+        return self._committed.setdefault(handoff_id, asyncio.Event())
+
+    async def committed(self, handoff_id: bytes) -> None:
+        await self._commit(handoff_id).wait()
+
+    async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput]:
+        """Its tokens, and its first output."""
+        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        await self.engine.submit(request)
+        first = output = await outputs.get()
+        tokens = list(first.token_ids)
+        while output.finish is None:
+            output = await outputs.get()
+            tokens += output.token_ids
+        assert not output.error, output.error
+        return tokens, first
+
+    async def held(self) -> dict[str, int]:
+        """KV blocks and staging in use."""
+        stats = await self.transfer.stats()
+        return {
+            "kv_tokens": self.engine.load().kv_tokens_used,
+            "send_bytes": stats.send_bytes_used,
+            "receive_bytes": stats.receive_bytes_used,
+        }
+
+
+@contextlib.asynccontextmanager
+async def side(model: str, ranks: int, socket_path: str) -> AsyncIterator[Side]:
+    async with contextlib.AsyncExitStack() as stack:
+        transfer = await TransferClient.start(STAGING, socket_path)
+        stack.push_async_callback(transfer.close)
+        arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks}
+        engine = VllmEngine(model, "m", arguments, socket_path)
+        stack.push_async_callback(engine.stop)
+        info = await engine.start()
+        await transfer.configure(info.layout.fingerprint())
+        made = Side(engine, info, transfer)
+        reading = asyncio.create_task(made.run())
+        try:
+            yield made
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, Any]:
+    """One request through both, as prefill/role.py and decode/role.py do it."""
+    name, prompt = case["name"], case["prompt"]
+    sampling = common_pb2.SamplingParams(**case["sampling"])
+    if sampling.max_tokens == 1:
+        tokens, _ = await prefill.finish(EngineRequest(name, prompt, sampling, prefill_only=True))
+        return {"name": name, "token_ids": tokens}
+    handoff_id, num_blocks = secrets.token_bytes(16), prefill.info.layout.num_blocks(len(prompt))
+    offset = await prefill.transfer.open_send(
+        handoff_id, decode.transfer.address, num_blocks, len(prompt), TIMEOUT_S
+    )
+    send = SendHandoff(handoff_id, offset, len(prompt))
+    first, computed = await prefill.finish(
+        EngineRequest(f"{name}-p", prompt, sampling, prefill_only=True, send=send)
+    )
+    await decode.committed(handoff_id)
+    if (rank := case.get("spoiled_rank")) is not None:
+        spoil(decode, rank, num_blocks)
+    receive = ReceiveHandoff(handoff_id, len(prompt), TIMEOUT_S)
+    rest, loaded = await decode.finish(
+        EngineRequest(f"{name}-d", prompt, sampling, known_token_ids=first, receive=receive)
+    )
+    return {
+        "name": name,
+        "token_ids": first + rest,
+        "num_cached_by_prefill": computed.num_cached_tokens,
+        "num_cached_by_decode": loaded.num_cached_tokens,
+        "num_loaded": loaded.num_handoff_tokens,
+    }
+
+
+def spoil(decode: Side, rank: int, num_blocks: int) -> None:
+    """Flips a bit of one rank's part of a committed handoff that is alone in the arena."""
+    port = EnginePort(decode.transfer.socket_path)
+    try:
+        at = decode.info.layout.offset(rank, 1, num_blocks // 2, num_blocks)
+        port.memory[STAGING.send_bytes + at] ^= 0x10
+    finally:
+        port.close()
+
+
+async def left_behind(*sides: Side) -> list[dict[str, int]]:
+    """What is held once nothing runs; waits for what is freed a moment after its request."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            while any([any((await each.held()).values()) for each in sides]):
+                await asyncio.sleep(0.02)
+    return [await each.held() for each in sides]
+
+
+async def main() -> None:
+    model, ranks, output = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    given = json.load(sys.stdin)
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        prefill = await stack.enter_async_context(side(model, ranks, str(directory / "p.sock")))
+        decode = await stack.enter_async_context(side(model, ranks, str(directory / "d.sock")))
+        results = []
+        async with asyncio.timeout(TIMEOUT_S):
+            for case in given["one_by_one"]:
+                results.append(await hand_over(prefill, decode, case))
+            together = (hand_over(prefill, decode, case) for case in given["together"])
+            results += await asyncio.gather(*together)
+            left = await left_behind(prefill, decode)
+        layout = decode.info.layout
+        made = {"results": results, "left": left, "num_kv_heads": layout.num_kv_heads}
+        Path(output).write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
