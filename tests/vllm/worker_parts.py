@@ -19,7 +19,7 @@ SHARED_MEMORY = "/dev/shm/"
 SEGMENT = "baton-kv-"
 # How the kernel marks a mapped file that nobody can open any more.
 DELETED = " (deleted)"
-GONE_TIMEOUT_S = 20.0
+GONE_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 20.0
 
 

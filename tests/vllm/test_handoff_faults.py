@@ -1,0 +1,305 @@
+"""Real vLLM workers that die or stand still while a handoff is half on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import vllm_cases as cases
+from vllm_cluster import CONFIG, RELAY_HOST, START_TIMEOUT_S, Cluster, start_worker
+from vllm_relay import Hold, Once, Relay, as_it_is
+from worker_parts import Remains, family, released, staging, stopped
+
+from baton.client import AdminClient, errors
+from baton.client.client import BatonClient
+from baton.client.events import Tokens
+from baton.client.stream import TokenStream
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+LEASE_S = 1.0
+# The sender waits so much longer than the receiver.
+SENDER_GRACE_S = 5.0
+# For what is noticed at once, or with the lease.
+SOON_S = 10.0
+# For what ends when the coordinator gives a silent worker up.
+LOST_S = 20.0
+# The session's own.
+DECODE_ID = "decode-0"
+
+
+class Guests:
+    """Workers that join the session's cluster for these tests, and are killed in them.
+
+    Attributes:
+        relay: what the guest that decodes receives comes through it.
+    """
+
+    def __init__(self, cluster: Cluster, model: str, directory: Path) -> None:
+        self._cluster, self._model, self._directory = cluster, model, directory
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.relay: Relay | None = None
+
+    def start(self, role: str, name: str, core: int) -> None:
+        # What they send to each other goes as it does by default.
+        transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
+        del transfer["transports"]
+        config = {"model": self._model, **CONFIG, "kv_transfer": transfer}
+        self._processes[name] = start_worker(
+            self._cluster, config, self._directory, role, name, core
+        )
+
+    async def attached(self, *names: str) -> None:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while set(names) - {each.worker_id for each in await self._cluster.all_workers()}:
+                for name in names:
+                    assert self._processes[name].poll() is None, self.log(name)
+                await asyncio.sleep(0.2)
+
+    async def only_these_are_listed(self) -> None:
+        """Until the coordinator has no guest but those that live."""
+        async with asyncio.timeout(LOST_S):
+            while self.dead() & {each.worker_id for each in await self._cluster.all_workers()}:
+                await asyncio.sleep(0.1)
+
+    def main(self, name: str) -> psutil.Process:
+        return psutil.Process(self._processes[name].pid)
+
+    def rank(self, name: str) -> psutil.Process:
+        """The process that computes."""
+        (rank,) = [each for each in family(self.main(name)) if "VLLM::Worker" in each.name()]
+        return rank
+
+    async def ended(self, name: str) -> None:
+        await asyncio.to_thread(self._processes[name].wait, SOON_S)
+
+    def dead(self) -> set[str]:
+        return {name for name, each in self._processes.items() if each.poll() is not None}
+
+    def log(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text()[-4000:]
+
+    async def close(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        for process in self._processes.values():
+            process.terminate()
+        for name, process in self._processes.items():
+            assert await asyncio.to_thread(process.wait, 60) in (0, 1, -9), self.log(name)
+        await self.only_these_are_listed()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def guests(
+    cluster: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Guests]:
+    guests = Guests(cluster, model, tmp_path_factory.mktemp("guests"))
+    guests.start("prefill", "p2", 0)
+    guests.start("decode", "d2", 1)
+    await guests.attached("p2", "d2")
+    address = {each.worker_id: each.kv_address for each in await cluster.all_workers()}["d2"]
+    guests.relay = Relay(address, f"127.0.0.1:{address.removeprefix(f'{RELAY_HOST}:')}")
+    yield guests
+    await guests.close()
+
+
+@pytest.fixture
+def to_d2(guests: Guests) -> Iterator[Relay]:
+    assert guests.relay is not None
+    yield guests.relay
+    let_pass(guests.relay)
+
+
+def let_pass(relay: Relay) -> None:
+    if isinstance(hold := relay.spoil, Hold):
+        hold.let_go()
+    relay.spoil = as_it_is
+
+
+async def placed(cluster: Cluster, stream: TokenStream) -> tuple[str, str]:
+    """The prefill and the decode worker of a request."""
+    async with AdminClient(cluster.address) as admin:
+        found = await admin.get_request(stream.request_id)
+    return found.prefill_worker_id, found.decode_worker_id
+
+
+async def next_goes(
+    client: BatonClient, cluster: Cluster, guests: Guests, prefill: str, decode: str
+) -> None:
+    """Sends short requests until it is these workers' turn: of idle ones, the one least used."""
+    alive = [each for each in await cluster.all_workers() if each.worker_id not in guests.dead()]
+    roles = {each.worker_id: each.role for each in alive}
+    shared = [name for name in (prefill, decode) if [*roles.values()].count(roles[name]) > 1]
+    last = "", decode
+    while last[1] == decode in shared or last[0] == "":
+        probe = client.generate([5, 6, 7], max_tokens=2, temperature=0, ignore_eos=True)
+        await probe.complete()
+        last = await placed(cluster, probe)
+    if last[0] == prefill in shared:
+        # One token takes a prefill worker alone.
+        await client.complete([5, 6, 7], max_tokens=1, temperature=0)
+
+
+async def held_up(
+    client: BatonClient, cluster: Cluster, relay: Relay, case: cases.Case
+) -> TokenStream:
+    """A request whose first token is out, and of whose handoff the relay keeps the rest."""
+    hold = relay.spoil = Hold()
+    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+    async for event in stream:
+        if isinstance(event, Tokens):
+            break
+    assert await asyncio.to_thread(hold.reached.wait, SOON_S)
+    return stream
+
+
+async def tokens_of(stream: TokenStream) -> list[int]:
+    async with asyncio.timeout(LOST_S):
+        await stream.complete()
+    return list(stream.token_ids)
+
+
+async def serves_on(
+    client: BatonClient, cluster: Cluster, guests: Guests, *next_cases: cases.Case
+) -> None:
+    """The next requests get the right tokens, and nothing is left of any."""
+    for case in next_cases:
+        made = await client.complete(case["prompt"], timeout_s=60, **case["sampling"])
+        assert list(made.token_ids) == case["expected"]["token_ids"]
+    await cluster.assert_idle(dead=guests.dead())
+
+
+async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    to_d2: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    """Its lease at the receiver ends, and its request goes on without it."""
+    case = expected["fault-0"]
+    await next_goes(client, cluster, guests, "p2", "d2")
+    stream = await held_up(client, cluster, to_d2, case)
+    assert await placed(cluster, stream) == ("p2", "d2")
+    assert staging(guests.main("d2")).num_receives == 1
+    with stopped(family(guests.main("p2"))):
+        await released(guests.main("d2"), SOON_S)
+        assert await tokens_of(stream) == case["expected"]["token_ids"]
+    let_pass(to_d2)
+    await serves_on(client, cluster, guests, expected["fault-1"], expected["fault-2"])
+
+
+async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    to_d2: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    """It stops when the first frame of the first of four chunks arrives."""
+    case = expected[f"length-{3 * cases.CHUNK + 5}-1"]
+    await next_goes(client, cluster, guests, "p2", "d2")
+    processes = family(guests.main("p2"))
+    stop = to_d2.spoil = Once(lambda: stopping.enter_context(stopped(processes)))
+    with contextlib.ExitStack() as stopping:
+        stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+        await anext(stream)
+        assert await asyncio.to_thread(stop.done.wait, SOON_S)
+        await released(guests.main("d2"), SOON_S)
+    assert await tokens_of(stream) == case["expected"]["token_ids"]
+    assert await placed(cluster, stream) == ("p2", "d2")
+    let_pass(to_d2)
+    await serves_on(client, cluster, guests, expected["fault-3"], expected["fault-4"])
+
+
+async def test_a_decode_worker_that_stands_still_for_longer_than_the_senders_lease(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    to_d2: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    case = expected["fault-5"]
+    await next_goes(client, cluster, guests, "p2", "d2")
+    stream = await held_up(client, cluster, to_d2, case)
+    assert await placed(cluster, stream) == ("p2", "d2")
+    with stopped(family(guests.main("d2"))):
+        await released(guests.main("p2"), LEASE_S + SENDER_GRACE_S + SOON_S)
+    assert await tokens_of(stream) == case["expected"]["token_ids"]
+    let_pass(to_d2)
+    await serves_on(client, cluster, guests, expected["fault-6"], expected["fault-7"])
+
+
+async def test_a_prefill_worker_killed_in_mid_push_is_not_missed(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    to_d2: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    case = expected["fault-8"]
+    await next_goes(client, cluster, guests, "p2", "d2")
+    stream = await held_up(client, cluster, to_d2, case)
+    assert await placed(cluster, stream) == ("p2", "d2")
+    remains = Remains(guests.main("p2"))
+    guests.main("p2").kill()
+    # While its successor loads, nothing waits for it.
+    guests.start("prefill", "p3", 0)
+    await released(guests.main("d2"), SOON_S)
+    assert await tokens_of(stream) == case["expected"]["token_ids"]
+    await guests.ended("p2")
+    await remains.gone()
+    let_pass(to_d2)
+    await serves_on(client, cluster, guests, expected["fault-9"], expected["fault-10"])
+
+
+async def test_a_decode_worker_killed_in_mid_receive_frees_the_sender(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    to_d2: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    await guests.attached("p3")
+    await next_goes(client, cluster, guests, "p3", "d2")
+    stream = await held_up(client, cluster, to_d2, expected["fault-11"])
+    assert await placed(cluster, stream) == ("p3", "d2")
+    remains = Remains(guests.main("d2"))
+    guests.main("d2").kill()
+    await released(guests.main("p3"), SOON_S)
+    with pytest.raises(errors.UnavailableError, match="d2"):
+        await tokens_of(stream)
+    await guests.ended("d2")
+    await remains.gone()
+    let_pass(to_d2)
+    await serves_on(client, cluster, guests, expected["fault-12"], expected["fault-13"])
+
+
+async def test_a_rank_killed_in_mid_prefill_takes_only_its_worker(
+    client: BatonClient,
+    cluster: Cluster,
+    guests: Guests,
+    relay: Relay,
+    expected: dict[str, cases.Case],
+) -> None:
+    """To whom it pushed has nothing of it, whether or not the first token was out by then."""
+    case = expected[f"length-{3 * cases.CHUNK + 5}-2"]
+    await next_goes(client, cluster, guests, "p3", DECODE_ID)
+    remains = Remains(guests.main("p3"))
+    kill = relay.spoil = Once(guests.rank("p3").kill)
+    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+    try:
+        assert await tokens_of(stream) == case["expected"]["token_ids"]
+    except errors.UnavailableError as error:
+        assert "p3" in str(error)  # noqa: PT017
+    assert kill.done.is_set()
+    await released(cluster.worker_process("decode"), SOON_S)
+    await guests.ended("p3")
+    await remains.gone()
+    await serves_on(client, cluster, guests, expected["fault-14"], expected["fault-15"])
