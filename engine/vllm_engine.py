@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -57,6 +58,8 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
+# As vLLM's CPU communicator names them.
+_RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
 
 
 @dataclasses.dataclass(slots=True)
@@ -398,6 +401,7 @@ class VllmEngine:
     async def stop(self) -> None:
         core, self._core = self._core, None
         children = psutil.Process().children(recursive=True)
+        segments = await asyncio.to_thread(_rank_segments, children)
         if core is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(core.shutdown, _STOP_TIMEOUT_S)
@@ -407,6 +411,17 @@ class VllmEngine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
+    """Shared memory through which CPU ranks add up: they unlink it unless they are killed."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            found.update(Path(mapped.path) for mapped in process.memory_maps())
+    return {path for path in found if path.match(_RANK_SEGMENTS)}
 
 
 def _is_vllm(process: psutil.Process) -> bool:
