@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -474,6 +475,8 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     results = asyncio.run(run(arguments))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

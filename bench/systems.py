@@ -27,6 +27,8 @@ from baton.runtime.affinity import VLLM_BIND_THREADS
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 SCRAPE_TIMEOUT_S = 10.0
+# An engine that dies says why before it says what that broke.
+LOG_TAIL_CHARS = 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +60,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def plain_vllm(
-    model: str, engine_args: dict[str, Any], cores: str, **environment: str
-) -> Iterator[Process]:
+def plain_vllm(model: str, engine_args: dict[str, Any], cores: str) -> Iterator[Process]:
     """One vLLM OpenAI server bound to `cores`."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--model", model, "--served-model-name", "bench"]
-    for name, value in engine_args.items():
-        command += _flag(name, value)
-    environment = {VLLM_BIND_THREADS: cores, **environment}
-    with _running(command, environment) as (popen, log):
-        url = f"http://127.0.0.1:{port}"
-        _wait_http(f"{url}/health", popen, log)
-        yield Process(popen, url, log)
+    with _starting_vllm(model, engine_args, cores) as server:
+        _wait_http(server)
+        yield server
 
 
 @contextlib.contextmanager
@@ -82,12 +75,28 @@ def nixl_pair(
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     arguments = engine_args | {"kv_transfer_config": json.dumps(transfer)}
     with contextlib.ExitStack() as stack:
-        yield tuple(  # type: ignore[misc]
+        prefill, decode = (
             stack.enter_context(
-                plain_vllm(model, arguments, core, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+                _starting_vllm(model, arguments, core, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
             )
             for core in cores
         )
+        _wait_http(prefill)
+        _wait_http(decode)
+        yield prefill, decode
+
+
+@contextlib.contextmanager
+def _starting_vllm(
+    model: str, engine_args: dict[str, Any], cores: str, **environment: str
+) -> Iterator[Process]:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--model", model, "--served-model-name", "bench"]
+    for name, value in engine_args.items():
+        command += _flag(name, value)
+    with _running(command, {VLLM_BIND_THREADS: cores, **environment}) as (popen, log):
+        yield Process(popen, f"http://127.0.0.1:{port}", log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,9 @@ def _running(
     try:
         yield popen, Path(log.name)
     except BaseException:
-        sys.stderr.write(f"{' '.join(command[:6])}:\n{Path(log.name).read_text()[-2000:]}\n")
+        sys.stderr.write(
+            f"{' '.join(command[:6])}:\n{Path(log.name).read_text()[-LOG_TAIL_CHARS:]}\n"
+        )
         raise
     finally:
         _stop(popen)
@@ -202,11 +213,13 @@ def _stop(popen: subprocess.Popen[str]) -> None:
         popen.wait()
 
 
-def _wait_http(url: str, popen: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_http(server: Process) -> None:
+    url, deadline = f"{server.address}/health", time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if popen.poll() is not None:
-            raise RuntimeError(f"server ended with {popen.returncode}: {log.read_text()[-2000:]}")
+        if (code := server.popen.poll()) is not None:
+            raise RuntimeError(
+                f"server ended with {code}: {server.log.read_text()[-LOG_TAIL_CHARS:]}"
+            )
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
