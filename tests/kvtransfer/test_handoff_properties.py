@@ -1,0 +1,338 @@
+"""Senders and receivers under every fault, in every order, on a virtual clock.
+
+Whatever happens, a load gives the bytes that the prefill wrote last, or the handoff has failed at
+both ends; and when all is over nothing is held.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.receiver import ReceiveState
+from baton.kvtransfer.sender import Ended
+
+sys.path.append(str(Path(__file__).parent))
+
+from simulated_network import RECEIVE_BLOCKS, SECOND_ATTEMPT, Link, Send, Stream, World, joined
+
+# Long enough for every timeout, one after the other.
+MAX_DRAIN_S = 100.0
+TRANSPORTS = [["grpc"], ["shm", "grpc"], ["link", "grpc"], ["link", "shm", "grpc"]]
+DISORDERS = ["drop", "duplicate", "swap", "repeat later", "misroute"]
+KINDS = [FrameKind.OPEN, FrameKind.DATA, FrameKind.DATA, FrameKind.REFERENCE, FrameKind.COMMIT]
+PICKS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """Two prefill and two decode workers; rules are engines, coordinator, network and time."""
+
+    world: World | None = None
+
+    @initialize(
+        tp_size=st.sampled_from([1, 2]),
+        prefill=st.lists(st.sampled_from(TRANSPORTS), min_size=2, max_size=2),
+        decode=st.lists(st.sampled_from(TRANSPORTS), min_size=2, max_size=2),
+        batch_bytes=st.sampled_from([1, 1000, 2**20]),
+        first=st.lists(st.tuples(*[st.integers(0, 1)] * 2, st.integers(1, 3), st.booleans())),
+    )
+    def starts(self, tp_size, prefill, decode, batch_bytes, first):
+        self.world = World(tp_size, prefill, decode, batch_bytes)
+        self.sends: list[Send] = []
+        self.ids = (number.to_bytes(16, "big") for number in itertools.count(1))
+        for source, target, num_blocks, fills in first:
+            self.opens(source, target, num_blocks, 4.0, [], fills)
+
+    # ---- The coordinator and the engines.
+
+    @rule(
+        prefill=st.integers(0, 1),
+        decode=st.integers(0, 1),
+        num_blocks=st.sampled_from([1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 5]),
+        wait_s=st.sampled_from([0.0, 1.0, 4.0, 4.0]),
+        picks=PICKS,
+        fills=st.booleans(),
+    )
+    def opens(self, prefill, decode, num_blocks, wait_s, picks, fills):
+        target = self.world.decodes[decode]
+        send = self.world.prefills[prefill].open(next(self.ids), target, num_blocks, wait_s)
+        if send is not None:
+            send.wanted = num_blocks <= RECEIVE_BLOCKS
+            self.sends.append(send)
+            self.moves(picks)
+            if fills:
+                send.source.fill_all(send)
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), counts=st.tuples(*[st.integers(0, 4)] * 2), apart=st.booleans())
+    def fills(self, data, counts, apart):
+        send = data.draw(st.sampled_from(self.under_way()))
+        for rank in range(len(send.progress)):
+            send.source.fill(send, rank, counts[rank], last_apart=apart)
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), picks=PICKS)
+    def fills_all(self, data, picks):
+        send = data.draw(st.sampled_from(self.under_way()))
+        send.source.fill_all(send)
+        self.moves(picks)
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), goes_on=st.booleans())
+    def is_preempted(self, data, goes_on):
+        send = data.draw(st.sampled_from(self.under_way()))
+        send.source.restart_writer(send)
+        if goes_on:
+            send.source.fill_late(send)
+            send.source.fill_all(send)
+
+    @precondition(lambda self: self.sends)
+    @rule(
+        data=st.data(), by=st.sampled_from(["sender", "receiver", "engine", "prefill", "prefill"])
+    )
+    def is_cancelled(self, data, by):
+        """By either worker, or for a second attempt from another worker or the same."""
+        send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
+        send.wanted = False
+        if by == "sender":
+            send.source.abort(send)
+        elif by == "receiver":
+            send.target.drop(send.handoff_id)
+        elif by == "engine":
+            send.target.release(send.handoff_id, 0, all_ranks=True)
+        elif send.epoch < SECOND_ATTEMPT:
+            again = data.draw(st.sampled_from(self.world.prefills)).open(
+                send.handoff_id, send.target, send.num_blocks, 4.0, SECOND_ATTEMPT
+            )
+            if again is not None:
+                again.wanted = False
+                self.sends.append(again)
+
+    @precondition(lambda self: self.committed())
+    @rule(data=st.data(), ranks=st.sampled_from([[0], [1], [0, 1, 2]]))
+    def claims(self, data, ranks):
+        decode, handoff_id = data.draw(st.sampled_from(self.committed()))
+        for rank in ranks:
+            decode.claim(handoff_id, rank)
+
+    @precondition(lambda self: self.grants())
+    @rule(data=st.data())
+    def copies(self, data):
+        """What was claimed, perhaps long ago."""
+        decode, grant, rank = data.draw(st.sampled_from(self.grants()))
+        decode.load(grant, rank)
+
+    # ---- The network and time.
+
+    @precondition(lambda self: self.world.steps())
+    @rule(picks=PICKS)
+    def moves(self, picks):
+        """Some of what is on its way arrives; the rest is delayed."""
+        for pick in picks:
+            if steps := self.world.steps():
+                steps[pick % len(steps)]()
+
+    @precondition(lambda self: self.world.steps())
+    @rule()
+    def settles(self):
+        self.world.settle()
+
+    @precondition(lambda self: self.world.next_deadline() is not None)
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, None]))
+    def time_passes(self, seconds):
+        """So long, or until the next thing is due."""
+        world = self.world
+        world.advance(world.next_deadline() if seconds is None else world.now + seconds)
+
+    # ---- Faults.
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
+    def alters(self, data, kind):
+        """The next message with such a frame on its way up."""
+        if (found := self.next_message(data, kind)) is None:
+            return
+        queue, at = found
+        message = joined(queue[at])
+        # Often the header, where each field means something else, or a reference's offset.
+        head = st.integers(0, min(len(message), frames.HEADER_BYTES + 8) - 1)
+        where = data.draw(head | st.integers(0, len(message) - 1))
+        flipped = bytes([message[where] ^ data.draw(st.sampled_from([1, 2, 64, 255]))])
+        rest = data.draw(st.sampled_from([flipped + message[where + 1 :], b""]))
+        queue[at] = message[:where] + rest
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), kind=st.sampled_from(KINDS), fault=st.sampled_from(DISORDERS))
+    def misplaces(self, data, kind, fault):
+        if (found := self.next_message(data, kind)) is None:
+            return
+        queue, at = found
+        if fault == "misroute":
+            to = data.draw(st.sampled_from(self.queues()))
+            to.insert(data.draw(st.integers(0, num_messages(to))), joined(queue[at]))
+        else:
+            misplace(queue, at, fault)
+
+    @precondition(lambda self: self.replies())
+    @rule(data=st.data(), fault=st.sampled_from(DISORDERS[:-1]))
+    def spoils_a_reply(self, data, fault):
+        self.world.disturbed = True
+        queue = data.draw(st.sampled_from(self.replies()))
+        misplace(queue, data.draw(st.integers(0, num_messages(queue) - 1)), fault)
+
+    @precondition(lambda self: self.connections())
+    @rule(data=st.data(), keep=st.tuples(st.integers(0, 3), st.integers(0, 1)))
+    def breaks(self, data, keep):
+        """A stream, a link or a worker's service: some of what was on its way still arrives."""
+        self.world.disturbed = True
+        victim = data.draw(st.sampled_from(self.connections() * 2 + self.world.nodes))
+        if isinstance(victim, Stream):
+            victim.cut(*keep)
+        elif isinstance(victim, Link):
+            victim.lose(keep[0])
+        else:
+            self.world.restart(victim, keep[0])
+
+    # ---- What always holds, and what holds at the end.
+
+    @invariant()
+    def intact(self):
+        for node in self.world.nodes if self.world else []:
+            node.check()
+
+    def teardown(self):
+        if self.world is None:
+            return
+        self.goes_on_without_faults()
+        if not self.world.disturbed:
+            # Nothing stops half of a handoff but a fault: they never wait for each other.
+            for send in self.sends:
+                loads = send.target.loaded[send.handoff_id]
+                assert not send.wanted or (was_committed(send) and loads == len(send.progress)), (
+                    send
+                )
+        started = self.world.now
+        while (deadline := self.world.next_deadline()) is not None:
+            assert deadline <= started + MAX_DRAIN_S
+            self.world.advance(max(deadline, self.world.now))
+            self.goes_on_without_faults()
+        self.is_empty()
+        for prefill, decode in itertools.product(self.world.prefills, self.world.decodes):
+            send = prefill.open(next(self.ids), decode, RECEIVE_BLOCKS, 4.0)
+            self.sends.append(send)
+            self.goes_on_without_faults()
+            assert was_committed(send)
+            assert decode.loaded[send.handoff_id] == len(send.progress)
+        self.is_empty()
+
+    def goes_on_without_faults(self):
+        """Whoever can go on does, in no time, until nobody can."""
+        before = None
+        while before != (before := self.progress()):
+            for send in self.sends:
+                if send.source.alive:
+                    send.source.fill_all(send)
+            self.world.settle()
+            for decode in self.world.decodes:
+                decode.load_all()
+            self.intact()
+
+    def progress(self):
+        written = sum(sum(send.progress) + len(send.ended) for send in self.sends)
+        return written, sum(decode.loaded.total() for decode in self.world.decodes)
+
+    def is_empty(self):
+        assert self.world.streams == []
+        assert self.world.next_deadline() is None
+        for machine in self.world.machines:
+            machine.check_integrity()
+            assert machine.num_live == machine.num_waiting == 0
+            assert machine.arena_statistics().used_bytes == 0
+        for decode in self.world.decodes:
+            assert set(decode.states.values()) <= {ReceiveState.RELEASED, ReceiveState.FAILED}
+        for send in self.sends:
+            # Told exactly once, unless whoever was to tell or to be told was gone.
+            assert send.ended or send.aborted or not send.source.alive, send
+
+    def committed(self):
+        return [
+            (decode, handoff_id)
+            for decode in self.world.decodes
+            for handoff_id, state in decode.states.items()
+            if state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED)
+        ]
+
+    def grants(self):
+        return [(decode, *grant) for decode in self.world.decodes for grant in decode.grants]
+
+    def queues(self):
+        queues = [stream.up for stream in self.world.streams]
+        return queues + [link.queue for link in self.world.links.values()]
+
+    def next_message(self, data, kind):
+        """Where one with such a frame is, as (queue, index), once there is one."""
+        send = data.draw(st.sampled_from(self.under_way()))
+        send.source.fill_all(send)
+        while not (found := self.messages(kind)) and (steps := self.world.steps()):
+            for step in steps:
+                step()
+        self.world.disturbed = True
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def messages(self, kind):
+        return [
+            (queue, at)
+            for queue in self.queues()
+            for at, message in enumerate(queue)
+            if message is not None and kind in kinds_of(joined(message))
+        ]
+
+    def replies(self):
+        return [stream.down for stream in self.world.streams if any(stream.down)]
+
+    def connections(self):
+        links = [link for link in self.world.links.values() if not link.is_lost]
+        return [stream for stream in self.world.streams if not stream.is_cut] + links
+
+    def under_way(self):
+        return [send for send in self.sends if send.source.alive and not send.ended]
+
+
+def kinds_of(message):
+    try:
+        return {frame.kind for frame in frames.decode(message)}
+    except MalformedFrame:
+        return set()
+
+
+def num_messages(queue):
+    """Without the end."""
+    return len([each for each in queue if each is not None])
+
+
+def misplace(queue, at, fault):
+    match fault:
+        case "drop":
+            del queue[at]
+        case "duplicate":
+            queue.insert(at, queue[at])
+        case "repeat later":
+            queue.insert(num_messages(queue), queue[at])
+        case "swap" if at + 1 < num_messages(queue):
+            queue[at], queue[at + 1] = queue[at + 1], queue[at]
+
+
+def was_committed(send):
+    return bool(send.ended) and isinstance(send.ended[0], Ended) and send.ended[0].committed
+
+
+HandoffMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
+TestHandoff = HandoffMachine.TestCase
