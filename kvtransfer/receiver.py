@@ -391,6 +391,8 @@ class Receiver:
             if handoff.stream is not None:
                 assert self._streams[handoff.stream] == handoff.handoff_id, handoff
         assert all(handoff_id in self._live for handoff_id in self._queue)
+        for stream, handoff_id in self._streams.items():
+            assert self._live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
 
     def _open(self, stream: int, frame: Frame, now: float) -> None:
