@@ -96,11 +96,17 @@ class Relay:
         def read() -> None:
             try:
                 for message in messages:
-                    made: list[bytes] = []
-                    for one in spoil(message):
-                        made.append(one)
+                    made = iter(spoil(message))
+                    first = next(made, None)
+                    is_whole = first == message
+                    # Counted before anybody can see what came of it.
+                    self.num_spoiled += not is_whole
+                    if first is not None:
+                        outgoing.put(first)
+                    for one in made:
+                        self.num_spoiled += is_whole
+                        is_whole = False
                         outgoing.put(one)
-                    self.num_spoiled += made != [message]
             except grpc.RpcError:
                 pass
             finally:
