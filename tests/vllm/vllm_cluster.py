@@ -58,8 +58,6 @@ CONFIG = {
         # What other workers dial is the relay, on the same port.
         "advertise_host": RELAY_HOST,
         "commit_ttl_s": 3,
-        # The relay spoils frames that carry blocks.
-        "transports": ["grpc"],
     },
 }
 

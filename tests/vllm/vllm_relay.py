@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from baton.kvtransfer import frames
+from baton.v1 import kv_transfer_pb2
 
 PUSH = "/baton.v1.KvTransfer/Push"
 MAX_BYTES = 64 * 2**20
@@ -71,11 +72,27 @@ class Once:
         yield message
 
 
+def over_the_wire(message: bytes) -> bytes:
+    """An open that offers nothing but gRPC: every byte passes here."""
+    (frame, *_) = frames.decode(message)
+    if frame.kind is not frames.FrameKind.OPEN:
+        return message
+    opened = kv_transfer_pb2.PushOpen.FromString(bytes(frame.payload))
+    del opened.offers[:]
+    opened.offers.add(name="grpc")
+    return frames.encode_open(opened)
+
+
 class Relay:
-    """Listens on `listen` and forwards every push stream to `target`, through `spoil`."""
+    """Listens on `listen` and forwards every push stream to `target`, through `spoil`.
+
+    Attributes:
+        only_grpc: blocks must pass here, where they can be spoiled, not through shared memory.
+    """
 
     def __init__(self, listen: str, target: str) -> None:
         self.spoil: Spoil = as_it_is
+        self.only_grpc = False
         # What spoils a stream is made anew for each, so that it can count.
         self.num_spoiled = 0
         options = [("grpc.max_receive_message_length", MAX_BYTES)]
@@ -90,12 +107,12 @@ class Relay:
         self._server.start()
 
     def _forward(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        spoil = self.spoil
+        spoil, only_grpc = self.spoil, self.only_grpc
         outgoing: queue.Queue[bytes | None] = queue.Queue()
 
         def read() -> None:
             try:
-                for message in messages:
+                for message in map(over_the_wire if only_grpc else bytes, messages):
                     made = iter(spoil(message))
                     first = next(made, None)
                     is_whole = first == message
