@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
+from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.vllm_forced_tokens import ForcedTokens
@@ -121,9 +123,25 @@ def layout_of(config: Any, served_name: str) -> KvLayout:
         block_size_tokens=cache.block_size,
         # Keys and values side by side.
         block_bytes=2 * heads * cache.block_size * head_size * dtype.itemsize,
-        axes="heads,tokens,content",
+        axes=f"heads,tokens,content of {_content(config, head_size)}",
         tp_size=parallel.tensor_parallel_size,
     )
+
+
+def _content(config: Any, head_size: int) -> str:
+    """Names how the attention kernels lay a token's keys and values out.
+
+    Two backends may keep blocks of one size whose bytes mean something else; so do the CPU's own
+    kernels for different instruction sets.
+    """
+    model = config.model_config
+    with set_current_vllm_config(config):
+        backend: str = get_attn_backend(head_size, model.dtype, None).get_name()
+    if not current_platform.is_cpu():
+        return backend
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return f"{backend}:{_get_attn_isa(model.dtype, config.cache_config.block_size, head_size)}"
 
 
 def _revision(model: Any) -> str:
