@@ -1,4 +1,4 @@
-"""A prefill and a decode engine of several ranks each, run as a process, as a worker would run them.
+"""A prefill and a decode engine of several ranks each, run as two workers would run them.
 
 Cases in on stdin, what came of them out to a file.
 `python tensor_parallel_program.py MODEL RANKS OUTPUT < cases.json`
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import vllm_cases as cases
 
 from baton.engine.base import (
@@ -165,9 +166,14 @@ async def left_behind(*sides: Side) -> list[dict[str, int]]:
     return [await each.held() for each in sides]
 
 
-async def main() -> None:
-    model, ranks, output = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    given = json.load(sys.stdin)
+def shared_segments() -> list[str]:
+    """What the engines' processes share by name."""
+    children = psutil.Process().children(recursive=True)
+    mapped = {entry.path for child in children for entry in child.memory_maps()}
+    return sorted(path for path in mapped if path.startswith("/dev/shm/"))
+
+
+async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         prefill = await stack.enter_async_context(side(model, ranks, str(directory / "p.sock")))
@@ -179,10 +185,16 @@ async def main() -> None:
             together = (hand_over(prefill, decode, case) for case in given["together"])
             results += await asyncio.gather(*together)
             left = await left_behind(prefill, decode)
-        layout = decode.info.layout
-        made = {"results": results, "left": left, "num_kv_heads": layout.num_kv_heads}
-        Path(output).write_text(json.dumps(made))
+        num_kv_heads, segments = decode.info.layout.num_kv_heads, shared_segments()
+    return {
+        "results": results,
+        "left": left,
+        "segments": segments,
+        "num_kv_heads": num_kv_heads,
+    }
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    model_name, num_ranks, output = sys.argv[1:]
+    made_of_all = asyncio.run(main(model_name, int(num_ranks), json.load(sys.stdin)))
+    Path(output).write_text(json.dumps(made_of_all))
