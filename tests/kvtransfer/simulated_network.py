@@ -57,7 +57,7 @@ class Send:
         progress: of each rank, in `runs`.
         ended: how, as the main process was told.
         writing: the engine may write to its staging.
-        wanted: it must arrive, when nothing disturbs it.
+        wanted: it must arrive, in a calm world.
     """
 
     handoff_id: bytes
@@ -201,7 +201,7 @@ class Prefill:
             effects = self.sender.restart(send.handoff_id, send.epoch + 1, self.world.now)
         except TransferRefused:
             # Its staging comes back with the abort that ends its request, or in time.
-            send.writing, self.world.disturbed = False, True
+            send.writing = False
             return
         # Of one that was complete, the answer may be on its way: then this ends it.
         send.wanted = send.wanted and not send.is_filled
@@ -212,7 +212,7 @@ class Prefill:
     def abort(self, send: Send) -> None:
         if not self._has(send):
             return
-        send.writing, send.aborted, self.world.disturbed = False, True, True
+        send.writing, send.aborted = False, True
         self.carry_out(self.sender.abort(send.handoff_id, self.world.now))
 
     def check(self) -> None:
@@ -319,10 +319,7 @@ class Prefill:
             # No request is at work for longer.
             if send.ended and self.world.now >= send.ended_at + SENDER_LIMITS.writer_timeout_s:
                 send.writing = False
-        effects = self.sender.expire(self.world.now)
-        if any(isinstance(effect, sending.NotReserved | sending.Ended) for effect in effects):
-            self.world.disturbed = True
-        self.carry_out(effects)
+        self.carry_out(self.sender.expire(self.world.now))
 
     def _offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
         offers = []
@@ -472,10 +469,7 @@ class Decode:
                 self._end_unless_served(stream)
 
     def expire(self) -> None:
-        effects = self.receiver.expire(self.world.now)
-        if effects:
-            self.world.disturbed = True
-        self.carry_out(effects)
+        self.carry_out(self.receiver.expire(self.world.now))
 
     def _end_unless_served(self, stream: Stream) -> None:
         if not stream.ending and not self.receiver.serves(stream.number):
@@ -507,7 +501,6 @@ class World:
     Attributes:
         writers: whose bytes went out: the writer's epoch by (handoff id, epoch).
         committed: (handoff id, epoch) that a receiver has committed.
-        disturbed: something was spoiled, or took too long, or left staging that lingers.
     """
 
     def __init__(self, tp_size: int, prefill_transports, decode_transports, batch_bytes: int):
@@ -523,7 +516,6 @@ class World:
         self.links: dict[str, Link] = {}
         self.writers: dict[tuple[bytes, int], int] = {}
         self.committed: set[tuple[bytes, int]] = set()
-        self.disturbed = False
         self.prefills = [Prefill(self, names) for names in prefill_transports]
         self.decodes = [Decode(self, names) for names in decode_transports]
 
