@@ -367,7 +367,9 @@ class TransferCore:
 
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
-            logger.info(
+            wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
+            logger.log(
+                logging.WARNING if wanted else logging.INFO,
                 "send failed: %s",
                 ended.detail,
                 extra={"handoff": ended.handoff_id.hex(), "epoch": ended.epoch},

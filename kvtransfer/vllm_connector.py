@@ -326,6 +326,8 @@ class _RankHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the cache is not laid out as the worker announced."""
         self._cache = PagedCache(kv_caches, self._layout)
+        if self._cache.device.type == "cpu":
+            allow_matrix_unit()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
         self._notifier: Notifier | NotifierThread
@@ -482,6 +484,16 @@ class _RankHalf:
     def _known_cache(self) -> PagedCache:
         assert self._cache is not None, "vLLM registers its caches before the first step"
         return self._cache
+
+
+def allow_matrix_unit() -> None:
+    """Asks the kernel to let this process use AMX, where the CPU has it.
+
+    vLLM's attention takes it for granted. It is oneDNN that asks, in the first large matrix
+    product; a rank that is handed its prompts may come to attention first, and would be killed.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _is_full_attention(spec: KVCacheSpec) -> bool:

@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from baton.runtime.names import did_you_mean
@@ -218,6 +219,20 @@ class BatonConfig(Section):
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
+    @model_validator(mode="after")
+    def _ranks_match(self) -> BatonConfig:
+        """Rank i hands over to rank i."""
+        sizes = [
+            (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
+            for pool in (self.prefill, self.decode)
+        ]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"tensor_parallel_size is {sizes[0]} for prefill and {sizes[1]} for decode; rank i "
+                "hands over to rank i: both pools must have the same size"
+            )
+        return self
+
     @property
     def model_name(self) -> str:
         """What requests call the model."""
@@ -295,6 +310,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
         key = ".".join(path)
         if problem["type"] == "extra_forbidden":
             yield f"{key}: unknown key{_nearest(path)}"
+        elif not path:
+            yield problem["msg"].removeprefix("Value error, ")
         else:
             allowed = problem["msg"].removeprefix("Value error, ").lower()
             yield f"{key}: is {problem['input']!r}; {allowed}"

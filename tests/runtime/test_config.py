@@ -26,3 +26,22 @@ def test_an_endpoint_of_spans_is_a_url_with_a_port(endpoint):
     ):
         parse({"tracing": {"otlp_endpoint": endpoint}}, "test")
     parse({"tracing": {"otlp_endpoint": "https://collector.test:4317"}}, "test")
+
+
+@pytest.mark.parametrize("value", ["80", "9-8", "0-5", "1-65536", "a-b", "5-"])
+def test_a_port_range_is_two_ports_in_order(value):
+    with pytest.raises(ConfigError, match=r"port_range: is .*; must be first-last, two ports"):
+        parse({"kv_transfer": {"port_range": value}}, "test")
+
+
+def test_transports_are_known_and_named_once():
+    with pytest.raises(ConfigError, match=r"transports: is .*; must name each transport once"):
+        parse({"kv_transfer": {"transports": ["grpc", "grpc"]}}, "test")
+    with pytest.raises(ConfigError, match=r"transports.0: is 'pigeon'"):
+        parse({"kv_transfer": {"transports": ["pigeon"]}}, "test")
+
+
+def test_pools_of_different_tensor_parallel_sizes_are_refused_with_both_values():
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2 for prefill and 1 for decode"):
+        parse({"prefill": {"engine_args": {"tensor_parallel_size": 2}}}, "test")
+    parse({"engine_args": {"tensor_parallel_size": 2}}, "test")

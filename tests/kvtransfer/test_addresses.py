@@ -1,0 +1,53 @@
+"""Where a transfer service listens, and what it tells others to dial."""
+
+import contextlib
+import socket
+
+import pytest
+
+from baton.kvtransfer.addresses import advertised, bind, towards
+from baton.runtime import rpc
+from baton.runtime.addresses import outward_address
+from baton.runtime.config import ConfigError, KvTransferConfig
+
+
+@contextlib.contextmanager
+def taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_worker_listens_where_it_finds_the_coordinator():
+    assert towards(KvTransferConfig(), "127.0.0.1:7070").listen == "127.0.0.1:0"
+    outward = outward_address(socket.AF_INET)
+    if outward is not None:
+        assert towards(KvTransferConfig(), f"{outward}:7070").listen == f"{outward}:0"
+    said = KvTransferConfig(listen="192.0.2.1:5")
+    assert towards(said, "127.0.0.1:7070") is said
+    with pytest.raises(ConfigError, match=r"no way to the coordinator at nowhere.invalid:7070"):
+        towards(KvTransferConfig(), "nowhere.invalid:7070")
+
+
+async def test_ports_come_from_the_range_and_only_from_there():
+    server = rpc.server()
+    with taken_port() as taken:
+        one = KvTransferConfig(port_range=f"{taken}-{taken}")
+        with pytest.raises(ConfigError, match=rf"every port of {taken}-{taken} is in use"):
+            bind(server, one)
+        span = KvTransferConfig(port_range=f"{taken}-{min(taken + 20, 65535)}")
+        address = bind(server, span)
+    assert taken < int(address.split(":")[1]) <= taken + 20
+    await server.stop(0)
+
+
+def test_what_others_dial_is_never_a_wildcard():
+    assert advertised("0.0.0.0:5", "worker.test") == "worker.test:5"
+    outward = outward_address(socket.AF_INET)
+    if outward is not None:
+        assert advertised("0.0.0.0:5", "") == f"{outward}:5"
+    else:
+        with pytest.raises(ConfigError, match="advertise_host: is empty"):
+            advertised("0.0.0.0:5", "")
+    assert advertised("192.0.2.1:5", "") == "192.0.2.1:5"

@@ -1,0 +1,32 @@
+"""A rank that is handed its prompts computes attention before any matrix product."""
+
+import subprocess
+import sys
+
+import torch
+
+# Linux's arch_prctl(2): which features of the CPU's state this process may use; AMX's is bit 18.
+PROGRAM = """
+import ctypes
+from baton.kvtransfer.vllm_connector import allow_matrix_unit
+
+SYS_arch_prctl, ARCH_GET_XCOMP_PERM, AMX = 158, 0x1022, 1 << 18
+
+def allowed():
+    mask = ctypes.c_uint64()
+    assert ctypes.CDLL(None).syscall(SYS_arch_prctl, ARCH_GET_XCOMP_PERM, ctypes.byref(mask)) == 0
+    return bool(mask.value & AMX)
+
+before = allowed()
+allow_matrix_unit()
+print("allowed", before, allowed())
+"""
+
+
+def test_a_rank_may_use_the_matrix_unit_from_its_first_step():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    has_it = torch.cpu._is_amx_tile_supported()
+    assert run.stdout.splitlines()[-1] == f"allowed False {has_it}"
