@@ -340,6 +340,6 @@ def was_committed(send):
 
 
 HandoffMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=300, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
 TestHandoff = HandoffMachine.TestCase
