@@ -365,7 +365,7 @@ def show(results: Results) -> None:
         for process, kinds in results.resident_mb.items()
         for kind, mb in kinds.items()
     ]
-    stats.print_table("Resident memory, MB", ["process", "part", "MB"], rows)
+    stats.print_table("Resident memory without staging, MB", ["process", "part", "MB"], rows)
     rows = [["requests sent", f"{results.num_asked}"]]
     rows += [[name, f"{value:,.0f}"] for name, value in results.handoff_counters.items()]
     stats.print_table("Handoffs of the last pair", ["counter of the coordinator", "seen"], rows)

@@ -44,13 +44,22 @@ class Process:
     log: Path
 
     def resident_bytes(self) -> dict[str, int]:
-        """Of it and of each process below it, by what they are."""
+        """Of it and of each process below it, by what they are; without memory they share.
+
+        Staging is shared by three processes of a worker and is as large as configured.
+        """
         main = psutil.Process(self.popen.pid)
         found: dict[str, int] = {}
         for one in [main, *main.children(recursive=True)]:
             kind = _kind(" ".join(one.cmdline()), one.name())
-            found[kind] = found.get(kind, 0) + int(one.memory_info().rss)
+            found[kind] = found.get(kind, 0) + int(one.memory_info().rss) - _shm_bytes(one.pid)
         return found
+
+
+def _shm_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kilobytes,) = (line.split()[1] for line in status.splitlines() if "RssShmem" in line)
+    return int(kilobytes) * 1024
 
 
 def free_port() -> int:

@@ -141,8 +141,8 @@ class TransferCore:
         """What a request's caller is told now; None: later, by an effect."""
         now, kind = time.monotonic(), request.WhichOneof("request")
         if kind == "configure":
-            connection.is_main = True
             self._configure(request.configure.fingerprint)
+            connection.is_main = True
             return pb.LocalReply(configured=self._configured)
         if kind == "describe":
             return pb.LocalReply(configured=self._configured)

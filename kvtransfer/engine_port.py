@@ -136,6 +136,10 @@ class EnginePort:
         """
         return self._segment.memory
 
+    def prefault(self) -> None:
+        """For whoever writes to the segment: the first writes cost no more than all others."""
+        self._segment.prefault()
+
     def send_frames(self, frames: Iterable[kv_transfer_pb2.LocalFrame]) -> bool:
         """Says that these blocks of staging are filled; one write for all of them."""
         return self._send(

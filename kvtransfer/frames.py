@@ -132,14 +132,15 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 
 
 def copy(target: memoryview, source: memoryview) -> int:
-    """Copies bytes, and returns the checksum of what is in the target then.
+    """Copies bytes, and returns the checksum of the source as it is after that.
 
-    Whoever else writes the source meanwhile, the checksum is of the bytes that stay.
+    A source that is right after it was copied was right while it was copied: it was written before
+    it was announced, and who writes it again makes it wrong.
     """
     digest = xxhash.xxh3_64()
     for begin in range(0, len(source), _COPY_BYTES):
-        part = target[begin : begin + _COPY_BYTES]
-        part[:] = source[begin : begin + _COPY_BYTES]
+        part = source[begin : begin + _COPY_BYTES]
+        target[begin : begin + _COPY_BYTES] = part
         digest.update(part)
     return int(digest.intdigest())
 

@@ -58,7 +58,7 @@ class GrpcPush:
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details()
             raise PushLost(f"{self._target}: {code}: {details}") from None
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             raise PushLost(f"{self._target}: the call has ended") from None
         except asyncio.CancelledError:
             # gRPC raises it for a cancelled call too; a cancelled task is something else.

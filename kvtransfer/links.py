@@ -325,7 +325,7 @@ class _Mailbox:
 
 async def _write(mailbox: _Mailbox, write: Callable[[pb.LinkMessage], Any]) -> None:
     """Until the mailbox is closed, or the stream is over; whoever reads it says why."""
-    with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+    with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
         while (message := await mailbox.next()) is not None:
             await write(message)
 

@@ -112,7 +112,9 @@ class Negotiator:
         return offers
 
     def opened(self, target: str, reply: pb.PushReply, tried: Container[str]) -> None:
-        """A target has chosen one of the offers."""
+        """A target has chosen; one that was not offered is the sender's to refuse."""
+        if reply.transport not in self._names:
+            return
         reasons = []
         for name in self._names[: self._names.index(reply.transport)]:
             if name in self._unavailable:

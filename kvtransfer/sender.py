@@ -57,6 +57,8 @@ _WORTH_ANOTHER = frozenset(
 )
 GRPC = "grpc"
 SHM = "shm"
+# References are small: one message may stand for so many times the bytes of one that carries them.
+_BYTES_BY_REFERENCE = 4
 
 
 def offer_grpc(target: str, tried: Container[str]) -> list[pb.TransportOffer]:
@@ -425,6 +427,8 @@ class Sender:
                 raise TransferRefused(f"no transport to {send.target}")
             return Batch([self._open_frame(send, now)], send.epoch)
         batch, room = list[Outgoing](), max_bytes
+        if send.transport == SHM:
+            room *= _BYTES_BY_REFERENCE
         while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
             filled = send.filled[send.num_sent]
             send.num_sent += 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
 SENDER_GRACE_S = 5.0
 # For one frame through a link.
 LINK_FRAME_TIMEOUT_S = 10.0
-# Of glibc's malloc.h; 32 MiB is the largest threshold it takes.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 
 
 class ServiceArguments(Section):
@@ -111,18 +107,6 @@ def _backends(transports: Sequence[str]) -> tuple[list[Backend], dict[str, str]]
     return usable, unavailable
 
 
-def _keep_large_buffers() -> None:
-    """Lets glibc keep the memory of large messages in place of giving it back after each.
-
-    A message of gRPC is some buffers of megabytes; to map, clear and unmap them costs as much again
-    as to move the bytes. What is kept is bounded by what is in flight at a time.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
-
-
 async def serve(arguments: ServiceArguments) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
 
@@ -135,7 +119,6 @@ async def serve(arguments: ServiceArguments) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = arguments.kv_transfer
     _run_on(config.cpus)
-    _keep_large_buffers()
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
     transport = GrpcTransport(config.grpc_connections)
     address = advertised(bind(server, config), config.advertise_host)
@@ -143,6 +126,7 @@ async def serve(arguments: ServiceArguments) -> int:
     segment: Segment | None = None
     try:
         segment = Segment.create(config.send_bytes + config.receive_bytes)
+        segment.prefault()
         sending, receiving = limits(config)
         backends, unavailable = _backends(config.transports)
         negotiator = Negotiator(config.transports, segment.name, unavailable)

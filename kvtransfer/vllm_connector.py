@@ -328,6 +328,7 @@ class _RankHalf:
         self._cache = PagedCache(kv_caches, self._layout)
         if self._cache.device.type == "cpu":
             allow_matrix_unit()
+        self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
         self._notifier: Notifier | NotifierThread

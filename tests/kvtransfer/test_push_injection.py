@@ -74,7 +74,8 @@ class RawSender:
 
 @pytest.fixture
 async def receiver(start):
-    return await start(idle_timeout_s=1.0)
+    # An interrupted handoff waits for its next epoch as long as for an open.
+    return await start(idle_timeout_s=1.0, open_timeout_s=0.5)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from baton.kvtransfer import local_wire
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.control import (
     EnginePort,
@@ -311,6 +312,18 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path)
         assert "\n" not in str(caught.value)
     with pytest.raises(ServiceGone, match="another service listens on it"):
         await TransferClient.start(KvTransferConfig(), running.client.socket_path)
+
+
+async def test_a_refused_configuration_does_not_take_the_service_with_it(start, layout):
+    worker = await start(None)
+    reader, writer = await asyncio.open_unix_connection(worker.client.socket_path)
+    refused = pb.LocalRequest(call_id=1, configure=pb.LocalConfigure())
+    writer.write(local_wire.encode(refused))
+    assert b"protocol_version" in await reader.read(2**16)
+    writer.close()
+    await writer.wait_closed()
+    await worker.client.configure(layout.fingerprint())
+    assert not worker.client.gone.is_set()
 
 
 async def test_a_service_ends_on_sigterm_and_cleans_up(start):

@@ -216,3 +216,10 @@ def test_memory_of_another_host_or_user_is_not_shared():
         "grpc",
         "shm: sender and receiver do not share memory",
     )
+
+
+def test_a_choice_that_was_not_offered_is_not_remembered():
+    negotiator = Negotiator(["shm", "grpc"], "baton-kv-x")
+    for name in ("", "pigeon"):
+        negotiator.opened("host:1", pb.PushReply(transport=name), ())
+    assert negotiator.peers() == []
