@@ -21,7 +21,7 @@ from baton.kvtransfer.errors import NoRoom, TransferError
 SEGMENT_DIRECTORY = Path("/dev/shm")
 SEGMENT_PREFIX = "baton-kv-"
 # Of Linux's mman.h; Python's mmap does not name it.
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 # Of every extent: a cache line's multiple.
 ALIGN_BYTES = 256
 
@@ -97,7 +97,7 @@ class Segment:
         """
         # Not of every kernel (Linux 5.14); pages then come as they are touched.
         with contextlib.suppress(OSError):
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            self._map.madvise(MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmaps it, and removes it when this process made it; idempotent."""

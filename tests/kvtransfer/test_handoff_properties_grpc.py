@@ -336,3 +336,17 @@ async def test_a_killed_service_and_its_successor(network, handoff, victim, afte
     (sent,) = await network.play([(network.senders[1], one, AS_IT_IS)])
     assert sent.state == COMMITTED
     assert one.handoff_id in network.loaded
+
+
+@pytest.mark.parametrize("fault", ["flip payload", "drop"])
+async def test_what_shared_memory_spoils_comes_over_grpc_all_the_same(network, handoff, fault):
+    sender, one = network.senders[1], handoff(6)
+    # The first reference; everything of the next epoch passes as it is.
+    (sent,) = await network.play([(sender, one, Plan(6, {1: fault}, {}, "all is filled"))])
+    assert (sent.state, sent.transport, sent.epoch) == (COMMITTED, "grpc", 2)
+    assert sent.num_fallbacks == 1
+    assert one.handoff_id in network.loaded
+    moved = {each.name: each for each in (await sender.client.stats()).transports}
+    assert (moved["shm"].fallbacks, moved["grpc"].handoffs_committed) == (1, 1)
+    (peer,) = (await sender.client.stats()).peers
+    assert (peer.transport, peer.reason) == ("grpc", "shm: failed")
