@@ -43,12 +43,12 @@ def test_the_ranks_of_one_engine_share_cores_last():
     assert shares.environment(0) == shares.environment(1) == {affinity.VLLM_BIND_THREADS: "0|1"}
 
 
-def test_a_pool_may_have_its_own_number_of_ranks(monkeypatch):
+def test_the_number_of_ranks_may_stand_in_the_pools_own_arguments(monkeypatch):
     monkeypatch.delenv(affinity.VLLM_BIND_THREADS, raising=False)
     monkeypatch.setattr(cpu_cores, "_NVIDIA_DRIVER", cpu_cores.Path("/nowhere"))
     pools = {
-        "engine_args": {"tensor_parallel_size": 2},
-        "decode": {"engine_args": {"tensor_parallel_size": 1}},
+        "prefill": {"engine_args": {"tensor_parallel_size": 2}},
+        "decode": {"engine_args": {"tensor_parallel_size": 2}},
     }
     made = cpu_cores.on_this_host(parse(pools, "test"))
-    assert [len(engine) for engine in made.engines] == [2, 1]
+    assert [len(engine) for engine in made.engines] == [2, 2]
