@@ -258,9 +258,15 @@ class Receiver:
         return self._taken()
 
     def handle_malformed(self, stream: int, error: MalformedFrame, now: float) -> list[Effect]:
-        """A stream carried something that is no frame: nothing it says can be trusted."""
+        """A stream carried something that is no frame: nothing it says can be trusted.
+
+        One whose header's checksum is wrong was a frame, and was altered like any other.
+        """
         handoff = self._live.get(self._streams.get(stream, b""))
-        if handoff is not None and handoff.state in _SENDER_AT_WORK:
+        altered = error.reason == pb.REFUSAL_REASON_CHECKSUM
+        if handoff is not None and altered and handoff.state is _S.RECEIVING:
+            self._interrupt(handoff, error.reason, str(error), now)
+        elif handoff is not None and handoff.state in _SENDER_AT_WORK:
             self._fail(handoff, error.reason, str(error), now)
         else:
             self._refuse(stream, b"", 0, error.reason, str(error))

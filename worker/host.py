@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import psutil
 
 from baton.engine.base import Engine, EngineInfo
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.control import ServiceGone, TransferClient
 from baton.runtime.errors import Unavailable
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.handoffs import HandoffLog
@@ -96,8 +96,16 @@ class WorkerHost:
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:
-        """Raises ServiceGone."""
-        transfer, load = await self._transfer.stats(), self._engine.load()
+        """What is told to the coordinator and shown to Prometheus.
+
+        Of a transfer service that has ended it says what was last known: its end is the runner's to
+        tell, with every request's failure before it, on the stream that this report goes by too.
+        """
+        load = self._engine.load()
+        try:
+            transfer = await self._transfer.stats()
+        except ServiceGone:
+            transfer = self._collector.snapshot.transfer
         report = cluster_pb2.LoadReport(
             num_steps=load.num_steps,
             num_running=load.num_running,

@@ -49,7 +49,6 @@ class Guests:
     def start(self, role: str, name: str, core: int) -> None:
         # What they send to each other goes as it does by default.
         transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
-        del transfer["transports"]
         config = {"model": self._model, **CONFIG, "kv_transfer": transfer}
         self._processes[name] = start_worker(
             self._cluster, config, self._directory, role, name, core
