@@ -28,7 +28,7 @@ from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 HERE = Path(__file__).parent
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 480
 IDLE_TIMEOUT_S = 2.0
 MAX_DECODES = 10
 SEND_BYTES = 64 * 2**20
