@@ -15,8 +15,6 @@ from pathlib import Path
 from baton.runtime import affinity
 from baton.runtime.config import BatonConfig
 
-# vLLM's engine argument.
-_RANKS = "tensor_parallel_size"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -72,7 +70,7 @@ def on_this_host(config: BatonConfig) -> CoreShares:
     ):
         return NO_SHARES
     pools = [config.prefill, config.decode]
-    sizes = [(config.engine_args | pool.engine_args).get(_RANKS, 1) for pool in pools]
+    sizes = [config.tensor_parallel_size(pool) for pool in pools]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         # vLLM says what is wrong with it.
         return NO_SHARES

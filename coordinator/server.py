@@ -22,7 +22,7 @@ from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
 from baton.coordinator.shell import Shell
 from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
-from baton.runtime.addresses import is_wildcard, outward_address
+from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError
 from baton.runtime.lifecycle import stop_requested
@@ -285,7 +285,5 @@ def _dialled(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not is_wildcard(host):
         return address
-    if ":" in host:
-        found = outward_address(socket.AF_INET6)
-        return f"[{found or '::1'}]:{port}"
-    return f"{outward_address(socket.AF_INET) or '127.0.0.1'}:{port}"
+    family, loopback = (socket.AF_INET6, "::1") if ":" in host else (socket.AF_INET, "127.0.0.1")
+    return joined(outward_address(family) or loopback, port)

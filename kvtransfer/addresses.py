@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 
 from baton.runtime import rpc
-from baton.runtime.addresses import is_wildcard, outward_address
+from baton.runtime.addresses import is_wildcard, joined, local_address, outward_address
 from baton.runtime.config import ConfigError, KvTransferConfig, split_address
 
 
@@ -29,20 +29,13 @@ def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
         return config
     host, port = split_address(coordinator, "coordinator")
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_DGRAM
-        )[0]
-        # Connecting a datagram socket sends nothing; it only picks the route.
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            local = str(probe.getsockname()[0])
+        local = local_address(host.strip("[]"), port)
     except OSError as error:
         raise ConfigError(
             f"kv_transfer.listen: is empty, and there is no way to the coordinator at "
             f"{coordinator} to tell the interface by: {error}"
         ) from None
-    listen = f"[{local}]:0" if ":" in local else f"{local}:0"
-    return config.model_copy(update={"listen": listen})
+    return config.model_copy(update={"listen": joined(local, 0)})
 
 
 def bind(server: grpc.aio.Server, config: KvTransferConfig) -> str:
@@ -93,4 +86,4 @@ def advertised(bound: str, advertise_host: str) -> str:
             f"kv_transfer.advertise_host: is empty while kv_transfer.listen is {bound}, and this "
             "host has no address others could dial; set it to one"
         )
-    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+    return joined(found, port)

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import distributed
@@ -44,6 +44,7 @@ from baton.kvtransfer.sender import Outgoing
 from baton.v1 import kv_transfer_pb2
 
 Backend = Literal["gloo", "nccl"]
+_T = TypeVar("_T")
 
 # The key of messages that announce frames: each as its length and its bytes.
 FRAMES_KEY = "frames"
@@ -371,6 +372,15 @@ class _Link(ABC):
         del group
         self._call(self._ended, detail)
 
+    def _take(self, next_one: Callable[[], _T | None], *, block: bool) -> _T | None:
+        """The next piece of work; None when there is none and not to `block`. Raises _Ended."""
+        with self._changed:
+            while not self._ending:
+                if (taken := next_one()) is not None or not block:
+                    return taken
+                self._changed.wait()
+            raise _Ended
+
     def _join(self) -> _Group:
         group = _GROUPS[self._options.backend](self._store, self._rank, self._options)
         with self._changed:
@@ -450,7 +460,7 @@ class SendingLink(_Link):
         posted: deque[tuple[Any, asyncio.Future[bool] | None]] = deque()
         waiting: deque[tuple[memoryview, asyncio.Future[bool] | None]] = deque()
         while True:
-            if (batch := self._take(block=not posted and not waiting)) is not None:
+            if (batch := self._take(self._next, block=not posted and not waiting)) is not None:
                 *others, last = batch.payloads
                 waiting.extend((payload, None) for payload in others)
                 waiting.append((last, batch.done))
@@ -466,15 +476,8 @@ class SendingLink(_Link):
             if done is not None:
                 self._call(self._done, done)
 
-    def _take(self, *, block: bool) -> _Batch | None:
-        with self._changed:
-            while not self._ending:
-                if self._queue:
-                    return self._queue.popleft()
-                if not block:
-                    return None
-                self._changed.wait()
-            raise _Ended
+    def _next(self) -> _Batch | None:
+        return self._queue.popleft() if self._queue else None
 
 
 @dataclass(slots=True)
@@ -545,7 +548,7 @@ class ReceivingLink(_Link):
         self._announced.free += [group.buffer(num_bytes) for _ in range(_NUM_BUFFERS)]
         posted: deque[_Incoming] = deque()
         while True:
-            while (taken := self._take(block=not posted)) is not None:
+            while (taken := self._take(self._next, block=not posted)) is not None:
                 posted.append(self._begin(group, *taken))
                 del taken
             incoming = posted.popleft()
@@ -555,15 +558,10 @@ class ReceivingLink(_Link):
             self._call(self._deliver, incoming)
             del incoming
 
-    def _take(self, *, block: bool) -> tuple[bytes, memoryview] | None:
-        with self._changed:
-            while not self._ending:
-                if self._announced.queue and self._announced.free:
-                    return self._announced.queue.popleft(), self._announced.free.pop()
-                if not block:
-                    return None
-                self._changed.wait()
-            raise _Ended
+    def _next(self) -> tuple[bytes, memoryview] | None:
+        if self._announced.queue and self._announced.free:
+            return self._announced.queue.popleft(), self._announced.free.pop()
+        return None
 
     def _begin(self, group: _Group, announced: bytes, buffer: memoryview) -> _Incoming:
         """Lays a frame out in a buffer: header, then payload; both checked but for the latter."""

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +22,15 @@ from baton.kvtransfer import layout
 from baton.kvtransfer.collective import Backend, LinkOptions, ReceivingLink, SendingLink
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, Frame
+from baton.kvtransfer.grpc_transport import SERVICE
 from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.sender import Outgoing
 from baton.runtime import rpc
+from baton.runtime.addresses import local_address
 from baton.runtime.config import split_address
 from baton.v1 import kv_transfer_pb2 as pb
 
-LINK_METHOD = "/baton.v1.KvTransfer/Link"
+LINK_METHOD = f"/{SERVICE}/Link"
 # From this service, and to it; a pair beyond goes by another transport.
 MAX_LINKS = 64
 # After a link could not be made.
@@ -135,9 +136,8 @@ class Links:
             request_deserializer=pb.LinkMessage.FromString,
             response_serializer=pb.LinkMessage.SerializeToString,
         )
-        service, method = LINK_METHOD.strip("/").split("/")
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+            (grpc.method_handlers_generic_handler(SERVICE, {"Link": handler}),)
         )
 
     async def close(self) -> None:
@@ -189,7 +189,7 @@ class Links:
         if fingerprint is None:
             raise TransferError("the engine is not ready yet")
         host, port = split_address(target, "target")
-        local = await _route_to(host.strip("[]"), port)
+        local = await asyncio.to_thread(local_address, host.strip("[]"), port)
         channel = rpc.channel(target)
         try:
             call: Any = channel.stream_stream(
@@ -263,7 +263,7 @@ class Links:
         await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
         if refusal:
             return
-        local = await _route_to(*_peer(context.peer()))
+        local = await asyncio.to_thread(local_address, *_peer(context.peer()))
         link_id, mailbox = hello.link_id, _Mailbox()
 
         def lost(detail: str) -> None:
@@ -355,13 +355,3 @@ def _peer(peer: str) -> tuple[str, int]:
     _, _, address = peer.partition(":")
     host, port = split_address(address.replace("%5B", "").replace("%5D", ""), "peer")
     return host, port
-
-
-async def _route_to(host: str, port: int) -> str:
-    """This machine's address on the route to a peer."""
-    loop = asyncio.get_running_loop()
-    family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM))[0]
-    # Connecting a datagram socket sends nothing; it only picks the route.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from baton.kvtransfer import shm_transport
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.receiver import Choice
 from baton.kvtransfer.sender import GRPC, SHM
 from baton.kvtransfer.shm_transport import PeerSegments
@@ -43,14 +41,6 @@ class LinkTable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PeerTransport:
-    """How the last handoff to a target went."""
-
-    transport: str
-    reason: str
-
-
 class Negotiator:
     """Offers transports for what is sent from here, chooses for what comes in.
 
@@ -72,7 +62,8 @@ class Negotiator:
                 self._domain = shm_transport.domain()
             except TransferError as error:
                 self._unavailable[SHM] = str(error)
-        self._peers: OrderedDict[str, PeerTransport] = OrderedDict()
+        # How the last handoff to each target went.
+        self._peers: OrderedDict[str, pb.PeerTransport] = OrderedDict()
         self._segments = PeerSegments()
 
     def use(self, links: LinkTable) -> None:
@@ -95,20 +86,8 @@ class Negotiator:
         """What may carry an epoch to a target, best first."""
         offers = []
         for name in self._names:
-            if name in tried or name in self._unavailable:
-                continue
-            if name == SHM:
-                offers.append(
-                    pb.TransportOffer(
-                        name=SHM, shm_domain=self._domain, shm_segment=self._segment_name
-                    )
-                )
-            elif name == GRPC:
-                offers.append(pb.TransportOffer(name=GRPC))
-            elif self._links is not None:
-                with contextlib.suppress(LinkLost):
-                    link_id = self._links.to(name, target)
-                    offers.append(pb.TransportOffer(name=name, link_id=link_id))
+            with contextlib.suppress(TransferError):
+                offers.append(self._offer(name, target, tried))
         return offers
 
     def opened(self, target: str, reply: pb.PushReply, tried: Container[str]) -> None:
@@ -117,28 +96,37 @@ class Negotiator:
             return
         reasons = []
         for name in self._names[: self._names.index(reply.transport)]:
-            if name in self._unavailable:
-                reasons.append(f"{name}: {self._unavailable[name]}")
-            elif name in tried:
-                reasons.append(f"{name}: failed")
-            elif name in LINKED and self._links is not None:
-                try:
-                    self._links.to(name, target)
-                except LinkLost as error:
-                    reasons.append(f"{name}: {error}")
+            try:
+                self._offer(name, target, tried)
+            except TransferError as error:
+                reasons.append(f"{name}: {error}")
         if reply.transport_reason:
             reasons.append(reply.transport_reason)
         self._peers.pop(target, None)
-        self._peers[target] = PeerTransport(reply.transport, "; ".join(reasons))
+        self._peers[target] = pb.PeerTransport(
+            target=target, transport=reply.transport, reason="; ".join(reasons)
+        )
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
 
     def peers(self) -> list[pb.PeerTransport]:
         """How each target was reached last."""
-        return [
-            pb.PeerTransport(target=target, transport=peer.transport, reason=peer.reason)
-            for target, peer in self._peers.items()
-        ]
+        return list(self._peers.values())
+
+    def _offer(self, name: str, target: str, tried: Container[str]) -> pb.TransportOffer:
+        """Raises TransferError with the reason why not."""
+        if name in self._unavailable:
+            raise TransferError(self._unavailable[name])
+        if name in tried:
+            raise TransferError("failed")
+        offer = pb.TransportOffer(name=name)
+        if name == SHM:
+            offer.shm_domain, offer.shm_segment = self._domain, self._segment_name
+        elif name in LINKED:
+            if self._links is None:
+                raise TransferError("there are no links")
+            offer.link_id = self._links.to(name, target)
+        return offer
 
     # ---- Receiving.
 

@@ -568,7 +568,7 @@ class Receiver:
         start = handoff.extent.offset + layout.offset(
             frame.rank, frame.layer, frame.first_block, handoff.num_blocks
         )
-        # Checked as it is here: a payload in the sender's segment may change while it is copied.
+        # Checked after the copy: a payload in the sender's segment may change under it.
         target = self._memory[start : start + len(frame.payload)]
         if copy(target, frame.payload) != frame.checksum:
             detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"

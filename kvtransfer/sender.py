@@ -386,10 +386,9 @@ class Sender:
         elif reply.epoch != send.epoch:
             pass
         elif reply.kind == pb.PushReply.KIND_OPENED and send.state is _S.OPENING:
-            if send.open_due:
-                # Of an open that has not left yet; the receiver is not what it should be.
-                return self._taken()
-            self._opened(send, reply.transport, now)
+            # Not of an open that has yet to leave: that receiver is not what it should be.
+            if not send.open_due:
+                self._opened(send, reply.transport, now)
         elif reply.kind == pb.PushReply.KIND_COMMITTED and send.state is _S.COMMITTING:
             self._end(send, _S.COMMITTED, now, "")
         return self._taken()
@@ -653,8 +652,10 @@ class Sender:
             del self._queue[send.handoff_id]
             self._effects.append(NotReserved(send.handoff_id, detail))
         else:
-            goodbye = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
-            self._effects.append(StopPush(send.handoff_id, goodbye if farewell else None))
+            goodbye = None
+            if farewell:
+                goodbye = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
+            self._effects.append(StopPush(send.handoff_id, goodbye))
             if state is not _S.ABORTED:
                 self._effects.append(_ended(send, state, reason, detail, now))
         if state is _S.COMMITTED:

@@ -1,8 +1,8 @@
-"""What the transfer service needs of a way to move frames; gRPC is the first, others come later.
+"""What the transfer service needs of the stream that carries a handoff; gRPC has it.
 
-A push is one handoff's frames from one service to another, with PushReply messages coming back. A
-transport that can do better than bytes in messages (shared memory, NCCL) still tells the receiver
-of every frame, in order: the state machines on both ends stay the same.
+A push is one handoff's frames from one service to another, with PushReply messages coming back.
+Where shared memory or a link moves the bytes, the push still opens the handoff, ends it, and brings
+the replies: the state machines on both ends stay the same.
 """
 
 from __future__ import annotations

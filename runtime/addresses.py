@@ -14,14 +14,30 @@ def is_wildcard(host: str) -> bool:
         return host == "*"
 
 
+def joined(host: str, port: int | str) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_address(host: str, port: int) -> str:
+    """Of the interface on the route to another host; may look its name up.
+
+    Raises:
+        OSError: there is no way there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing; it only picks the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def outward_address(family: socket.AddressFamily) -> str | None:
-    """Of the interface with the default route; connecting a datagram socket sends nothing."""
+    """Of the interface with the default route."""
     # Documentation addresses (RFC 5737, RFC 3849): routed like any foreign one.
     target = "2001:db8::1" if family is socket.AF_INET6 else "192.0.2.1"
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-            found = str(probe.getsockname()[0])
-        except OSError:
-            return None
+    try:
+        found = local_address(target, 9)
+    except OSError:
+        return None
     return None if ipaddress.ip_address(found).is_loopback else found
