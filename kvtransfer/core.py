@@ -312,7 +312,7 @@ class TransferCore:
     def _start_push(self, handoff_id: bytes, target: str) -> None:
         def on_reply(reply: pb.PushReply) -> None:
             if reply.kind == pb.PushReply.KIND_OPENED:
-                self._negotiator.opened(target, reply, self._sender.tried(handoff_id))
+                self._negotiator.opened(target, reply, self._sender.offered(handoff_id))
             self._carry_out(self._sender.handle_reply(reply, handoff_id, time.monotonic()))
             self._arm()
 

@@ -199,8 +199,7 @@ class Links:
             )()
             hello = pb.LinkHello(link_id=outgoing.link_id, backend=backend, fingerprint=fingerprint)
             async with asyncio.timeout(self._open_timeout_s):
-                await call.write(pb.LinkMessage(hello=hello))
-                answer = await call.read()
+                answer = await _asked(call, hello)
             if answer is grpc.aio.EOF or not answer.HasField("hello"):
                 raise TransferError("the receiver has not said hello")
             if answer.hello.refusal:
@@ -348,6 +347,20 @@ async def _read(messages: AsyncIterator[pb.LinkMessage], link: ReceivingLink) ->
     async for message in messages:
         link.received(message)
     link.fail("the sender has ended the link")
+
+
+async def _asked(call: Any, hello: pb.LinkHello) -> Any:
+    """What the receiver answers. It may refuse and end the call while the question still leaves.
+
+    gRPC fails that write, and with it every read that begins later: this one is under way before.
+    """
+    answer = asyncio.create_task(call.read())
+    try:
+        with contextlib.suppress(grpc.RpcError):
+            await call.write(pb.LinkMessage(hello=hello))
+        return await answer
+    finally:
+        answer.cancel()
 
 
 def _peer(peer: str) -> tuple[str, int]:

@@ -7,7 +7,6 @@ failure is negotiated like the first.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
@@ -62,6 +61,8 @@ class Negotiator:
                 self._domain = shm_transport.domain()
             except TransferError as error:
                 self._unavailable[SHM] = str(error)
+        # Why a transport was last not offered to a target.
+        self._withheld: OrderedDict[str, dict[str, str]] = OrderedDict()
         # How the last handoff to each target went.
         self._peers: OrderedDict[str, pb.PeerTransport] = OrderedDict()
         self._segments = PeerSegments()
@@ -84,22 +85,28 @@ class Negotiator:
 
     def offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
         """What may carry an epoch to a target, best first."""
-        offers = []
+        offers, withheld = [], self._withheld.pop(target, {})
         for name in self._names:
-            with contextlib.suppress(TransferError):
+            try:
                 offers.append(self._offer(name, target, tried))
+            except TransferError as error:
+                withheld[name] = str(error)
+        self._withheld[target] = withheld
+        if len(self._withheld) > MAX_PEERS:
+            self._withheld.popitem(last=False)
         return offers
 
-    def opened(self, target: str, reply: pb.PushReply, tried: Container[str]) -> None:
+    def opened(self, target: str, reply: pb.PushReply, offered: Container[str]) -> None:
         """A target has chosen; one that was not offered is the sender's to refuse."""
         if reply.transport not in self._names:
             return
-        reasons = []
-        for name in self._names[: self._names.index(reply.transport)]:
-            try:
-                self._offer(name, target, tried)
-            except TransferError as error:
-                reasons.append(f"{name}: {error}")
+        # As it was when the offer was made: by now a link may be there.
+        withheld = self._withheld.get(target, {})
+        reasons = [
+            f"{name}: {withheld[name]}"
+            for name in self._names[: self._names.index(reply.transport)]
+            if name not in offered and name in withheld
+        ]
         if reply.transport_reason:
             reasons.append(reply.transport_reason)
         self._peers.pop(target, None)

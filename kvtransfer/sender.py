@@ -446,10 +446,10 @@ class Sender:
         if send is not None and send.state in (_S.SENDING, _S.COMMITTING):
             send.deadline = now + self._limits.idle_timeout_s
 
-    def tried(self, handoff_id: bytes) -> Container[str]:
-        """Transports that a send has given up."""
+    def offered(self, handoff_id: bytes) -> Container[str]:
+        """Transports that a send's last open named."""
         send = self._sends.get(handoff_id)
-        return send.tried if send is not None else ()
+        return [offer.name for offer in send.offers] if send is not None else ()
 
     def expire(self, now: float) -> list[Effect]:
         """Ends every send whose state has lasted too long, and frees what has lingered."""

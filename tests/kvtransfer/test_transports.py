@@ -12,6 +12,7 @@ from baton.kvtransfer.arena import Segment
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.negotiation import Negotiator
 from baton.kvtransfer.shm_transport import PeerSegments
 from baton.v1 import kv_transfer_pb2 as pb
@@ -223,3 +224,24 @@ def test_a_choice_that_was_not_offered_is_not_remembered():
     for name in ("", "pigeon"):
         negotiator.opened("host:1", pb.PushReply(transport=name), ())
     assert negotiator.peers() == []
+
+
+class Joining:
+    """A link table whose one link is there from the second question on."""
+
+    def __init__(self):
+        self.answers = iter([LinkLost("is being joined")])
+
+    def to(self, name, target):
+        for error in self.answers:
+            raise error
+        return "link"
+
+
+def test_the_reason_is_that_of_the_offer():
+    negotiator = Negotiator(["gloo", "grpc"], "")
+    negotiator.use(Joining())
+    offers = negotiator.offers("host:1", ())
+    assert [offer.name for offer in offers] == ["grpc"]
+    negotiator.opened("host:1", pb.PushReply(transport="grpc"), ["grpc"])
+    assert [peer.reason for peer in negotiator.peers()] == ["gloo: is being joined"]
