@@ -14,6 +14,7 @@ from baton.coordinator.budget import latency_budget
 from baton.coordinator.dispatch import Lanes, Placement
 from baton.coordinator.request import (
     EndedRequest,
+    Interruption,
     Request,
     RequestState,
     StateLimits,
@@ -31,6 +32,14 @@ from baton.v1 import cluster_pb2, common_pb2
 _RETRY_AFTER_S = 1.0
 
 
+def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """Of a prefill whose first token is known: nothing ends it, and its token is thrown away."""
+    sampling = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    if wanted.HasField("prompt_logprobs"):
+        sampling.prompt_logprobs = wanted.prompt_logprobs
+    return sampling
+
+
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """What the core needs of the configuration; times in seconds."""
@@ -41,6 +50,9 @@ class CoreConfig:
     max_request_s: float
     max_queue_s: float
     worker_timeout_s: float
+    worker_silent_s: float
+    worker_stuck_s: float
+    max_lost_attempts: int
     handoff_timeout_s: float
     max_prefill_requests: int
     max_decode_requests: int
@@ -56,6 +68,9 @@ class CoreConfig:
             max_request_s=coordinator.max_request_s,
             max_queue_s=coordinator.max_queue_s,
             worker_timeout_s=coordinator.worker_timeout_s,
+            worker_silent_s=coordinator.worker_silent_s,
+            worker_stuck_s=coordinator.worker_stuck_s,
+            max_lost_attempts=coordinator.max_lost_attempts,
             handoff_timeout_s=coordinator.handoff_timeout_s,
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
@@ -164,7 +179,10 @@ class RequestBook:
         self._advance(request, RequestState.PREFILLING, now)
         self._num_dispatches += 1
         request.attempt += 1
-        request.dispatched_at = now
+        request.num_known = len(request.token_ids)
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+            self.stats.dispatched(request, now)
         request.prefill = placement.prefill.key if placement.prefill is not None else None
         request.decode = placement.decode.key if placement.decode is not None else None
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
@@ -174,13 +192,16 @@ class RequestBook:
                 worker.assign(request.id, num_tokens)
                 worker.last_dispatch = self._num_dispatches
         if placement.prefill is not None:
+            placement.prefill.sent(request.id, alone=request.suspect)
             command = cluster_pb2.PrefillCommand(spec=self._spec(request, now))
+            if request.num_known:
+                command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
             if placement.handoff:
+                placement.prefill.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
             self.out.append(ev.SendCommand(placement.prefill.key, command))
         else:
             self._send_decode(request, now)
-        self.stats.dispatched(request, now)
 
     def begin_decode(self, request: Request, now: float) -> None:
         """The first token is known: its decode worker continues after it."""
@@ -195,7 +216,48 @@ class RequestBook:
 
     def decoding(self, request: Request, now: float) -> None:
         self._advance(request, RequestState.DECODING, now)
-        request.decoding_at = now
+        if request.decoding_at is None:
+            request.decoding_at = now
+        self.handed_over(request)
+
+    def answered(self, request: Request, worker: WorkerKey) -> None:
+        """The worker has said something of this attempt."""
+        found = self._workers.get(worker)
+        if found is not None:
+            found.answered(request.id)
+
+    def handed_over(self, request: Request) -> None:
+        """The prefill worker's end of the handoff does not matter any more."""
+        worker = self._workers.get(request.prefill)
+        if worker is not None:
+            worker.sending.discard(request.id)
+
+    def recover(
+        self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
+    ) -> None:
+        """An attempt is lost: what was sent stays, and the request waits for another one.
+
+        Args:
+            request: dispatched.
+            worker: whose part of it is lost.
+            error: why, naming the worker; the request's own when it is lost too often in a row.
+            now: by the core's clock.
+        """
+        request.num_fruitless += 1
+        if request.num_fruitless >= self._config.max_lost_attempts:
+            self.fail(request, error, now)
+            return
+        self._cancel_workers(request)
+        self._let_go(request)
+        request.avoid.add(worker)
+        request.prefill = request.decode = None
+        request.prefill_done, request.handoff_id = False, b""
+        if not request.interruptions or request.interruptions[-1].ended_at is not None:
+            request.interruptions.append(Interruption(now))
+        self._advance(request, RequestState.RECOVERING, now)
+        self.lanes.push(request)
+        self.stats.num_recoveries += 1
+        self.room_made = True
 
     # ---- Out
 
@@ -226,12 +288,6 @@ class RequestBook:
         self._cancel_workers(request)
         self._end(request, now, error=error)
         self.out.append(ev.SendFailed(request.submission.to, error))
-
-    def fail_worker(self, request_id: str, error: errors.BatonError, now: float) -> None:
-        """A worker that this request needs is lost."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self.fail(request, error, now)
 
     def expire(self, request: Request, error: Callable[[], errors.BatonError], now: float) -> None:
         """A timer of the request went off: it fails, or the timer is set again.
@@ -279,8 +335,7 @@ class RequestBook:
         """Gives back everything a request holds and remembers it; its state is terminal."""
         self.lanes.remove(request)
         self._timers.cancel(request.id)
-        self._release(request.prefill, request)
-        self._release(request.decode, request)
+        self._let_go(request)
         del self._requests[request.id]
         session = self._by_session[request.submission.to.session]
         del session[request.submission.to.stream]
@@ -336,7 +391,10 @@ class RequestBook:
         )
 
     def _send_decode(self, request: Request, now: float) -> None:
+        worker = self._workers.get(request.decode)
         assert request.decode is not None
+        assert worker is not None, "with its decode worker an attempt is lost"
+        worker.sent(request.id, alone=request.suspect)
         command = cluster_pb2.DecodeCommand(spec=self._spec(request, now))
         command.spec.known_token_ids.extend(request.token_ids)
         command.spec.known_text_chars = request.text_chars
@@ -356,6 +414,11 @@ class RequestBook:
             request_id=request.id, attempt=request.attempt, handoff_id=request.handoff_id
         )
         self.out.append(ev.SendCommand(key, command))
+
+    def _let_go(self, request: Request) -> None:
+        self.handed_over(request)
+        self._release(request.prefill, request)
+        self._release(request.decode, request)
 
     def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)

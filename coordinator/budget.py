@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeAlias
 
 from baton.coordinator.request import Request
@@ -35,18 +36,12 @@ class _Ledger:
     def _add(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
         if duration_us <= 0:
             return
-        last = self.stages[-1] if self.stages else None
-        if last is not None and last.stage == stage and last.worker_id == worker_id:
-            last.duration_us += duration_us
-        else:
-            self.stages.append(
-                common_pb2.StageTime(
-                    stage=stage,
-                    start_us=self.now_us,
-                    duration_us=duration_us,
-                    worker_id=worker_id,
-                )
-            )
+        _append(
+            self.stages,
+            common_pb2.StageTime(
+                stage=stage, start_us=self.now_us, duration_us=duration_us, worker_id=worker_id
+            ),
+        )
         self.now_us += duration_us
 
 
@@ -74,12 +69,49 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
             _handoff(ledger, request, decode, moment(request.decoding_at))
         ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
     return common_pb2.LatencyBudget(
-        stages=ledger.stages,
+        stages=_with_recoveries(ledger, request, total_us),
         ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
         total_us=total_us,
         itl_p50_us=request.gaps.p50_us,
         itl_max_us=request.gaps.max_us,
     )
+
+
+def _with_recoveries(
+    ledger: _Ledger, request: Request, total_us: int
+) -> list[common_pb2.StageTime]:
+    """The stages, but for the times without a worker: those are STAGE_RECOVERY."""
+    spans = [
+        (ledger.us(one.began_at), total_us if one.ended_at is None else ledger.us(one.ended_at))
+        for one in request.interruptions
+    ]
+    if not spans:
+        return ledger.stages
+    cuts = sorted({at for span in spans for at in span})
+    found: list[common_pb2.StageTime] = []
+    for stage in ledger.stages:
+        end_us = stage.start_us + stage.duration_us
+        edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
+        for start_us, until_us in itertools.pairwise(edges):
+            lost = any(begin <= start_us and until_us <= end for begin, end in spans)
+            _append(
+                found,
+                common_pb2.StageTime(
+                    stage=common_pb2.STAGE_RECOVERY if lost else stage.stage,
+                    start_us=start_us,
+                    duration_us=until_us - start_us,
+                    worker_id="" if lost else stage.worker_id,
+                ),
+            )
+    return found
+
+
+def _append(stages: list[common_pb2.StageTime], stage: common_pb2.StageTime) -> None:
+    last = stages[-1] if stages else None
+    if last is not None and (last.stage, last.worker_id) == (stage.stage, stage.worker_id):
+        last.duration_us += stage.duration_us
+    else:
+        stages.append(stage)
 
 
 def _first_token(ledger: _Ledger, request: Request, prefill: str, decode: str, end_us: int) -> None:

@@ -24,6 +24,8 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _MAX_REMEMBERED_HANDOFFS = 4096
+# A worker that is stuck for so many times the limit is fenced, so that another can take its place.
+_STUCK_FOR_GOOD = 3
 
 
 class Core:
@@ -142,7 +144,10 @@ class Core:
             for request_id in worker.assigned:
                 request = requests[request_id]
                 assert worker.key in (request.prefill, request.decode)
-        queued = sum(request.attempt == 0 for request in requests.values())
+            assert worker.unanswered.keys() <= worker.assigned.keys()
+            assert not worker.alone or worker.alone in worker.unanswered
+            assert all(requests[request_id].prefill == worker.key for request_id in worker.sending)
+        queued = sum(request.waits for request in requests.values())
         assert queued == len(self._book.lanes)
         assert len(self._timers) == len(requests) + len(self.workers)
         assert not any(request.ended for request in requests.values())
@@ -272,8 +277,9 @@ class Core:
             worker.hello, worker.role = hello, hello.role
         if hello.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
             self._draining.add(key)
-        worker.connected, worker.heard_at = True, now
-        self._timers.set(key, now + self._config.worker_timeout_s)
+        worker.connected, worker.heard_at, worker.progressed_at = True, now, now
+        worker.unresponsive = ""
+        self._watch(worker, now)
         self._book.out.append(ev.WelcomeWorker(key, worker.role))
         self._book.room_made = True
 
@@ -281,6 +287,8 @@ class Core:
         worker = self.workers.get(key)
         if worker is not None:
             worker.heard_at = now
+            if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
+                self._responds(worker)
         return worker
 
     def _worker_heard(self, event: ev.WorkerHeard, now: float) -> None:
@@ -288,8 +296,19 @@ class Core:
 
     def _worker_load(self, event: ev.WorkerLoad, now: float) -> None:
         worker = self._heard(event.worker, now)
-        if worker is not None:
-            worker.load = event.load
+        if worker is None:
+            return
+        load, worker.load = event.load, event.load
+        if load.num_steps != worker.num_steps or not load.num_running:
+            worker.num_steps, worker.progressed_at = load.num_steps, now
+            if worker.unresponsive:
+                self._responds(worker)
+            return
+        stuck_s, limit_s = now - worker.progressed_at, self._config.worker_stuck_s
+        if stuck_s >= _STUCK_FOR_GOOD * limit_s:
+            self._lose(worker, f"has made no step for {stuck_s:.1f} s", now)
+        elif stuck_s >= limit_s:
+            self._suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
 
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         if self._heard(event.worker, now) is None:
@@ -304,8 +323,10 @@ class Core:
         if self._heard(event.worker, now) is None or not (committed or failed):
             return
         request = self._book.get(report.request_id)
-        if request is not None and request.handoff_id == report.handoff_id and report.exposed_us:
-            request.exposed_us = report.exposed_us
+        if request is not None and request.handoff_id == report.handoff_id:
+            request.exposed_us = report.exposed_us or request.exposed_us
+            if committed:
+                self._book.handed_over(request)
         # Only the sending end knows of them, and it need not be the first to report.
         self.stats.num_handoff_fallbacks += report.num_fallbacks
         if report.handoff_id in self._ended_handoffs:
@@ -325,7 +346,7 @@ class Core:
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
-            self._lose(worker, reason, now, fenced=False)
+            self._lose(worker, reason, now, fenced=False, blame=change.failed)
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
             self._draining.add(worker.key)
@@ -339,7 +360,7 @@ class Core:
         worker = self._heard(event.worker, now)
         if worker is not None:
             worker.connected = False
-            self._timers.set(worker.key, now + self._config.worker_timeout_s)
+            self._watch(worker, now)
 
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
         worker = self.workers.by_id(event.worker_id)
@@ -369,18 +390,69 @@ class Core:
                 worker.released = True
                 self._book.out.append(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))
 
-    def _lose(self, worker: Worker, reason: str, now: float, *, fenced: bool = True) -> None:
-        """Takes a worker out; its requests fail, and their other workers are told."""
+    def _lose(
+        self, worker: Worker, reason: str, now: float, *, fenced: bool = True, blame: bool = True
+    ) -> None:
+        """Takes a worker out; its requests go on elsewhere, and their other workers are told.
+
+        Args:
+            worker: attached.
+            reason: in words, continuing "worker w1 ...".
+            now: by the core's clock.
+            fenced: False when it leaves by itself.
+            blame: whether what it computed may be what ended it.
+        """
         self.workers.remove(worker, reason)
         self._timers.cancel(worker.key)
-        self.stats.num_workers_lost += fenced
-        for request_id in list(worker.assigned):
-            error = errors.Unavailable(f"worker {worker.id} {reason}")
-            self._book.fail_worker(request_id, error, now)
+        self.stats.num_workers_lost += fenced or blame
+        suspects = worker.computing() if blame and not worker.unresponsive else []
+        self._recover_all(worker, reason, suspects, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._book.out.append(ev.FenceWorker(worker.key, fence))
 
+    def _recover_all(self, worker: Worker, reason: str, suspects: list[str], now: float) -> None:
+        lost = f"worker {worker.id} {reason}"
+        for request_id in [*worker.assigned, *worker.sending]:
+            request = self._book.get(request_id)
+            if request is None or worker.key not in (request.prefill, request.decode):
+                continue
+            if request.suspect and suspects == [request_id]:
+                error = errors.Internal(
+                    f"request {request_id} was what two workers computed when they died; the last, "
+                    f"worker {worker.id}, {reason}"
+                )
+                self._book.fail(request, error, now)
+                continue
+            request.suspect |= request_id in suspects
+            self._book.recover(request, worker.key, errors.Unavailable(lost), now)
+
+    def _suspect(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker does not respond: others take its requests, where there are others.
+
+        It is not out: when it responds again it is given new work. What it then still says of the
+        requests that went elsewhere is of an older attempt.
+        """
+        if not worker.unresponsive and any(
+            other is not worker for other in self.workers.serving(worker.role)
+        ):
+            worker.unresponsive = reason
+            self.stats.num_workers_unresponsive += 1
+            self._recover_all(worker, reason, [], now)
+
+    def _responds(self, worker: Worker) -> None:
+        worker.unresponsive = ""
+        self._book.room_made = True
+
     # ---- Time
+
+    def _watch(self, worker: Worker, now: float) -> None:
+        """Sets the timer of a worker's silence."""
+        silent_s = self._config.worker_silent_s
+        due = worker.heard_at + silent_s
+        if due <= now:
+            # Looked at again, since others may come that could take its requests.
+            due = now + silent_s
+        self._timers.set(worker.key, min(due, worker.heard_at + self._config.worker_timeout_s))
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         while (key := self._timers.pop_due(now)) is not None:
@@ -391,9 +463,10 @@ class Core:
                 continue
             worker = self.workers.get(key)
             assert worker is not None
-            due = worker.heard_at + self._config.worker_timeout_s
-            if due > now:
-                self._timers.set(key, due)
-            else:
-                silent = "was silent" if worker.connected else "was gone"
+            silent = "was silent" if worker.connected else "was gone"
+            if worker.heard_at + self._config.worker_timeout_s <= now:
                 self._lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
+                continue
+            if worker.heard_at + self._config.worker_silent_s <= now:
+                self._suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
+            self._watch(worker, now)

@@ -35,7 +35,11 @@ class Lanes:
         return next(iter(tuple(self._queues[lane].values())[:1]), None)
 
     def push(self, request: Request) -> None:
-        self._queues[request.submission.lane][request.id] = request
+        """At the end; in front when it has been dispatched before."""
+        queue = self._queues[request.submission.lane]
+        queue[request.id] = request
+        if request.attempt:
+            queue.move_to_end(request.id, last=False)
 
     def remove(self, request: Request) -> None:
         """Idempotent."""
@@ -67,20 +71,31 @@ class Placement:
         return self.prefill is not None and self.decode is not None
 
 
-def least_loaded(workers: Iterable[Worker], max_requests: int) -> Worker | None:
+def least_loaded(request: Request, workers: Iterable[Worker], max_requests: int) -> Worker | None:
     """The serving worker with the fewest tokens assigned; of equals the one not used longest.
 
+    One that gave the request up before comes last. A suspect is given a worker that is at work on
+    nothing but answered requests, and shares it with none until it has answered itself.
+
     Args:
+        request: to be placed.
         workers: of one pool.
         max_requests: a worker with so many assigned is full.
 
     Returns:
         None when all are full, or there are none.
     """
-    free = [worker for worker in workers if len(worker.assigned) < max_requests]
+    free = [
+        worker
+        for worker in workers
+        if len(worker.assigned) < max_requests
+        and not worker.alone
+        and not (request.suspect and worker.unanswered)
+    ]
     return min(
         free,
         key=lambda worker: (
+            worker.key in request.avoid,
             worker.assigned_tokens,
             len(worker.assigned),
             worker.last_dispatch,
@@ -116,18 +131,20 @@ def place(
 ) -> Placement | None:
     """Picks workers for the request whose turn it is.
 
-    A request runs unsplit, on the decode worker alone, when it resumes (the decode worker owns
-    replaying known tokens and their text), when its KV cache is larger than the staging of either
-    end, or when it needs forced tokens and the decode worker cannot force any. A request of one
-    output token runs on the prefill worker alone.
+    A request runs unsplit, on the decode worker alone, when its KV cache is larger than the staging
+    of either end, when it needs forced tokens and the decode worker cannot force any, or when
+    tokens of it are known and no prefill worker is there. A request of one output token runs on the
+    prefill worker alone. Known tokens are the decode worker's to replay, with their text: of the
+    prefill worker such a request wants the prompt's KV cache only.
 
     Returns:
         None when a worker it needs is missing or full.
     """
-    decoder = least_loaded(decode, max_decode_requests)
-    if len(request.submission.known_token_ids):
+    decoder = least_loaded(request, decode, max_decode_requests)
+    prefill = list(prefill)
+    if len(request.token_ids) and not prefill:
         return Placement(None, decoder) if decoder is not None else None
-    prefiller = least_loaded(prefill, max_prefill_requests)
+    prefiller = least_loaded(request, prefill, max_prefill_requests)
     if prefiller is None:
         return None
     if max_output_tokens(request, prefiller.hello.model.max_model_len) == 1:

@@ -99,11 +99,16 @@ class CoreCollector(Collector):
         )
         _add(exposed, [], stats.handoff_exposed)
         yield exposed
-        yield CounterMetricFamily(
-            "baton_workers_lost",
-            "Workers that did not leave cleanly.",
-            value=stats.num_workers_lost,
-        )
+        for name, documentation, count in (
+            ("baton_workers_lost", "Workers that did not leave cleanly.", stats.num_workers_lost),
+            (
+                "baton_workers_unresponsive",
+                "Times that a silent or stuck worker's requests went elsewhere.",
+                stats.num_workers_unresponsive,
+            ),
+            ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
+        ):
+            yield CounterMetricFamily(name, documentation, value=count)
 
     def _workers(self) -> Metric:
         family = GaugeMetricFamily("baton_workers", "Attached.", labels=["pool", "state"])

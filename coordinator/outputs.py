@@ -10,6 +10,13 @@ from baton.coordinator.request import Request, RequestState, WorkerKey
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
+_THE_REQUESTS_OWN = (
+    code_pb2.INVALID_ARGUMENT,
+    code_pb2.FAILED_PRECONDITION,
+    code_pb2.OUT_OF_RANGE,
+    code_pb2.UNIMPLEMENTED,
+    code_pb2.DEADLINE_EXCEEDED,
+)
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
@@ -25,15 +32,17 @@ def apply_output(
     if request is None or output.attempt != request.attempt:
         return
     if worker == request.prefill:
-        _prefill_output(book, request, worker[0], output, now)
+        book.answered(request, worker)
+        _prefill_output(book, request, worker, output, now)
     elif worker == request.decode and (request.prefill is None or request.prefill_done):
-        _decode_output(book, request, worker[0], output, now)
+        book.answered(request, worker)
+        _decode_output(book, request, worker, output, now)
 
 
 def _prefill_output(
     book: RequestBook,
     request: Request,
-    worker_id: str,
+    worker: WorkerKey,
     output: cluster_pb2.RequestOutput,
     now: float,
 ) -> None:
@@ -44,9 +53,13 @@ def _prefill_output(
     if output.HasField("timings") and request.prefill_timings is None:
         request.prefill_timings = _copied(output.timings)
     if output.HasField("failed"):
-        book.fail(request, _worker_error(output.failed, worker_id), now)
+        _failed(book, request, worker, output.failed, now)
         return
-    if not _deliver(book, request, worker_id, output, now):
+    if request.num_known:
+        # Only the prompt's KV cache was wanted.
+        book.begin_decode(request, now)
+        return
+    if not _deliver(book, request, worker, output, now):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
         book.prefill_over(request)
@@ -56,26 +69,25 @@ def _prefill_output(
         book.begin_decode(request, now)
     elif output.HasField("finished"):
         what = "without a first token" if request.first_token_at is None else "with no reason"
-        book.fail(
-            request, errors.Internal(f"prefill worker {worker_id} ended its part {what}"), now
-        )
+        error = errors.Internal(f"prefill worker {worker[0]} ended its part {what}")
+        book.recover(request, worker, error, now)
 
 
 def _decode_output(
     book: RequestBook,
     request: Request,
-    worker_id: str,
+    worker: WorkerKey,
     output: cluster_pb2.RequestOutput,
     now: float,
 ) -> None:
     if output.HasField("timings") and request.decode_timings is None:
         request.decode_timings = _copied(output.timings)
     if output.HasField("failed"):
-        book.fail(request, _worker_error(output.failed, worker_id), now)
+        _failed(book, request, worker, output.failed, now)
         return
     if request.state is not RequestState.DECODING:
         book.decoding(request, now)
-    if not _deliver(book, request, worker_id, output, now):
+    if not _deliver(book, request, worker, output, now):
         return
     if output.HasField("finished"):
         finished = output.finished
@@ -84,36 +96,31 @@ def _decode_output(
         if finished.reason in _NATURAL_ENDS:
             book.finish(request, finished.reason, finished.stop, now)
         elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
-            book.fail(
-                request, errors.Unavailable(f"decode worker {worker_id} aborted the request"), now
-            )
+            aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
+            book.recover(request, worker, aborted, now)
         else:
-            book.fail(
-                request, errors.Internal(f"decode worker {worker_id} ended with no reason"), now
-            )
+            error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
+            book.recover(request, worker, error, now)
 
 
 def _deliver(
     book: RequestBook,
     request: Request,
-    worker_id: str,
+    worker: WorkerKey,
     output: cluster_pb2.RequestOutput,
     now: float,
 ) -> bool:
-    """Sends an output's tokens on, each exactly once; False when the request failed instead."""
+    """Sends an output's tokens on, each exactly once; False when the attempt is lost instead."""
     if not output.HasField("delta"):
         return True
     delta = output.delta
     expected, num_tokens = len(request.token_ids), len(delta.token_ids)
     if delta.offset > expected:
-        book.fail(
-            request,
-            errors.Internal(
-                f"worker {worker_id} sent tokens from {delta.offset}; {expected} are known: "
-                f"{delta.offset - expected} are lost"
-            ),
-            now,
+        error = errors.Internal(
+            f"worker {worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+            f"{delta.offset - expected} are lost"
         )
+        book.recover(request, worker, error, now)
         return False
     overlap = expected - delta.offset
     if overlap:
@@ -138,12 +145,30 @@ def _deliver(
             request.first_token_at = now
             lane.ttft.observe(now - request.submission.arrived_at)
         request.last_token_at = now
+        request.num_fruitless, request.suspect = 0, False
+        if request.interruptions and request.interruptions[-1].ended_at is None:
+            request.interruptions[-1].ended_at = now
         book.stats.num_output_tokens += num_tokens
     elif not delta.text:
         return True
     request.text_chars += len(delta.text)
     book.out.append(ev.SendDelta(request.submission.to, delta))
     return True
+
+
+def _failed(
+    book: RequestBook,
+    request: Request,
+    worker: WorkerKey,
+    failed: common_pb2.RequestError,
+    now: float,
+) -> None:
+    """Another worker may do better, unless the request itself is what is wrong."""
+    error = _worker_error(failed, worker[0])
+    if error.code in _THE_REQUESTS_OWN:
+        book.fail(request, error, now)
+    else:
+        book.recover(request, worker, error, now)
 
 
 def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:

@@ -34,14 +34,16 @@ _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CAN
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: _ENDED | {RequestState.PREFILLING},
     # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
-    RequestState.PREFILLING: _ENDED | {RequestState.HANDING_OFF, RequestState.DECODING},
-    RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING},
-    RequestState.DECODING: _ENDED,
+    RequestState.PREFILLING: _ENDED
+    | {RequestState.HANDING_OFF, RequestState.DECODING, RequestState.RECOVERING},
+    RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
+    RequestState.DECODING: _ENDED | {RequestState.RECOVERING},
+    # Waits in its lane for another attempt.
+    RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
-    # Nothing recovers or parks a request yet, so nothing leads here.
-    RequestState.RECOVERING: frozenset(),
+    # Nothing parks a request yet, so nothing leads here.
     RequestState.PARKED: frozenset(),
 }
 
@@ -63,6 +65,7 @@ class StateLimits:
     def of(self, state: RequestState) -> float:
         return {
             RequestState.QUEUED: self.queued_s,
+            RequestState.RECOVERING: self.queued_s,
             RequestState.PREFILLING: self.prefilling_s,
             RequestState.HANDING_OFF: self.handing_off_s,
             RequestState.DECODING: self.decoding_s,
@@ -103,6 +106,14 @@ class Submission:
 
 
 @dataclass(slots=True)
+class Interruption:
+    """Without a worker, or waiting for the next one's first token; by the core's clock."""
+
+    began_at: float
+    ended_at: float | None = None
+
+
+@dataclass(slots=True)
 class Request:
     """One admitted request. Only the core changes it, and its state only through `advance`.
 
@@ -111,12 +122,17 @@ class Request:
         text_chars: code points of text sent so far, known ones included.
         deadline: of the whole request, by the core's clock.
         attempt: counts dispatches; 0 until the first.
+        num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
         prefill_done: the prefill worker's part of this attempt is over.
         handoff_id: of this attempt; empty when nothing is handed over.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
+        interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
+        num_fruitless: attempts lost since the last new token.
+        avoid: workers that gave the request up; they get it again only where there is no other.
+        suspect: a worker died while it computed nothing but this request and others like it.
     """
 
     submission: Submission
@@ -127,6 +143,7 @@ class Request:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     text_chars: int = 0
     attempt: int = 0
+    num_known: int = 0
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
     prefill_done: bool = False
@@ -135,6 +152,10 @@ class Request:
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    interruptions: list[Interruption] = field(default_factory=list)
+    num_fruitless: int = 0
+    avoid: set[WorkerKey] = field(default_factory=set)
+    suspect: bool = False
     dispatched_at: float | None = None
     first_token_at: float | None = None
     decoding_at: float | None = None
@@ -153,6 +174,11 @@ class Request:
     def ended(self) -> bool:
         return self.state in _ENDED
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is in its lane."""
+        return self.state in (RequestState.QUEUED, RequestState.RECOVERING)
+
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to another state.
 
@@ -165,9 +191,10 @@ class Request:
 
     def due(self, limits: StateLimits) -> float:
         """When something must be done about it, by the core's clock."""
-        since = self.submission.arrived_at if self.state is RequestState.QUEUED else None
-        limit = limits.of(self.state)
-        return min(self.deadline, (self.state_since if since is None else since) + limit)
+        since = self.state_since
+        if self.state is RequestState.QUEUED:
+            since = self.submission.arrived_at
+        return min(self.deadline, since + limits.of(self.state))
 
 
 @dataclass(frozen=True, slots=True)

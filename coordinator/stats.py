@@ -37,6 +37,8 @@ class CoreStats:
         handoff_bytes: of those, by transport.
         num_handoff_fallbacks: epochs of handoffs, however they ended, that a transport failed.
         handoff_failures: by refusal reason.
+        num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
+        num_recoveries: attempts lost whose requests went on.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,8 @@ class CoreStats:
         self.handoff_exposed = Histogram(EXPOSED_S)
         self.handoff_failures: Counter[str] = Counter()
         self.num_workers_lost = 0
+        self.num_workers_unresponsive = 0
+        self.num_recoveries = 0
 
     def dispatched(self, request: Request, now: float) -> None:
         lane = self.lanes[request.submission.lane]

@@ -26,6 +26,13 @@ class Worker:
         heard_at: when it last gave a sign of life, by the core's clock.
         assigned: tokens by request that the coordinator has there: its own count of the load,
             which is ahead of what the worker reports.
+        unanswered: of these, in the order they were sent here, those it has said nothing of yet.
+        sending: requests whose KV cache is on its way from here to their decode worker.
+        unresponsive: in words, continuing "worker w1 ...": why its requests went elsewhere and it
+            gets no new ones, for now; empty when all is well.
+        num_steps: of its engine, by its last report.
+        progressed_at: when that last changed, or nothing was running.
+        alone: a suspect request that it is given by itself, until answered.
         released: it drains, and was told that nothing more will come.
     """
 
@@ -38,6 +45,12 @@ class Worker:
     load: cluster_pb2.LoadReport | None = None
     assigned: dict[str, int] = field(default_factory=dict)
     assigned_tokens: int = 0
+    unanswered: dict[str, None] = field(default_factory=dict)
+    sending: set[str] = field(default_factory=set)
+    unresponsive: str = ""
+    num_steps: int = 0
+    progressed_at: float = 0.0
+    alone: str = ""
     last_dispatch: int = 0
     released: bool = False
 
@@ -52,15 +65,42 @@ class Worker:
     @property
     def serving(self) -> bool:
         """Whether new work may be sent to it."""
-        return self.connected and self.state == cluster_pb2.WORKER_STATE_SERVING
+        return (
+            self.connected
+            and self.state == cluster_pb2.WORKER_STATE_SERVING
+            and not self.unresponsive
+        )
 
     def assign(self, request_id: str, num_tokens: int) -> None:
         assert request_id not in self.assigned
         self.assigned[request_id] = num_tokens
         self.assigned_tokens += num_tokens
 
+    def sent(self, request_id: str, *, alone: bool) -> None:
+        """The worker is told to begin with an assigned request."""
+        self.unanswered[request_id] = None
+        if alone:
+            self.alone = request_id
+
+    def answered(self, request_id: str) -> None:
+        """The request has an output from here."""
+        self.unanswered.pop(request_id, None)
+        if self.alone == request_id:
+            self.alone = ""
+
+    def computing(self) -> list[str]:
+        """Unanswered requests that its engine may have been computing: as many as fit a step."""
+        found, room = list[str](), self.hello.capacity.max_num_batched_tokens
+        for request_id in self.unanswered:
+            found.append(request_id)
+            room -= self.assigned[request_id]
+            if room <= 0:
+                break
+        return found
+
     def release(self, request_id: str) -> bool:
         """Whether the request was here."""
+        self.answered(request_id)
         num_tokens = self.assigned.pop(request_id, None)
         if num_tokens is None:
             return False

@@ -55,9 +55,22 @@ class CoordinatorConfig(Section):
     max_logprobs: int = Field(20, ge=0)
     max_request_s: PositiveSeconds = Field(3600, description="longest life of a request")
     max_queue_s: PositiveSeconds = Field(60, description="longest wait for a worker")
-    heartbeat_s: PositiveSeconds = Field(1.0, description="of the workers' streams")
+    heartbeat_s: PositiveSeconds = Field(0.5, description="of the workers' streams")
+    worker_silent_s: PositiveSeconds = Field(
+        2.0,
+        validate_default=True,
+        description="the requests of a worker silent for so long go on elsewhere",
+    )
     worker_timeout_s: PositiveSeconds = Field(
         10.0, validate_default=True, description="a worker silent for so long is lost"
+    )
+    worker_stuck_s: PositiveSeconds = Field(
+        20.0,
+        description="the requests of a worker whose engine makes no step for so long go on "
+        "elsewhere; after three times as long it is lost",
+    )
+    max_lost_attempts: PositiveInt = Field(
+        4, description="a request fails after so many attempts in a row without a new token"
     )
     adoption_grace_s: PositiveSeconds = Field(
         30.0, description="how long workers go on without a coordinator"
@@ -67,13 +80,21 @@ class CoordinatorConfig(Section):
     )
     drain_timeout_s: PositiveSeconds = Field(30.0, description="Ctrl-C: longest wait for requests")
 
+    @field_validator("worker_silent_s")
+    @classmethod
+    def _heartbeats_fit(cls, silent_s: float, info: ValidationInfo) -> float:
+        """A healthy worker, heard once per heartbeat, must not be given up for one that is late."""
+        least_s = 2 * info.data.get("heartbeat_s", 0.0)
+        if silent_s < least_s:
+            raise ValueError(f"must be at least twice heartbeat_s, {least_s:g}")
+        return silent_s
+
     @field_validator("worker_timeout_s")
     @classmethod
-    def _heartbeats_fit(cls, timeout_s: float, info: ValidationInfo) -> float:
-        """A healthy worker, heard once per heartbeat, must not be lost for one that is late."""
-        least_s = 2 * info.data.get("heartbeat_s", 0.0)
+    def _is_no_sooner(cls, timeout_s: float, info: ValidationInfo) -> float:
+        least_s = info.data.get("worker_silent_s", 0.0)
         if timeout_s < least_s:
-            raise ValueError(f"must be at least twice heartbeat_s, {least_s:g}")
+            raise ValueError(f"must be at least worker_silent_s, {least_s:g}")
         return timeout_s
 
 

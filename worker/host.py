@@ -60,10 +60,12 @@ class WorkerHost:
         self.attached, self.released = asyncio.Event(), asyncio.Event()
         self.drain_s: asyncio.Future[tuple[float, str]] = asyncio.get_running_loop().create_future()
 
-    def change_state(self, state: cluster_pb2.WorkerState.ValueType, reason: str) -> None:
+    def change_state(
+        self, state: cluster_pb2.WorkerState.ValueType, reason: str, *, failed: bool = False
+    ) -> None:
         """Tells the coordinator, now or in the next Hello."""
         self._state = state
-        self._say_state(reason)
+        self._say_state(reason, failed=failed)
 
     # ---- worker/attach.py's Host.
 
@@ -169,6 +171,8 @@ class WorkerHost:
     def abandon(self, reason: str) -> None:
         self._runner.fail_all(Unavailable(reason))
 
-    def _say_state(self, reason: str) -> None:
-        change = cluster_pb2.WorkerStateChanged(state=self._state, role=self._role, reason=reason)
+    def _say_state(self, reason: str, *, failed: bool = False) -> None:
+        change = cluster_pb2.WorkerStateChanged(
+            state=self._state, role=self._role, reason=reason, failed=failed
+        )
         self._outbox.post(cluster_pb2.WorkerMessage(state_changed=change))

@@ -25,7 +25,6 @@ from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
 from baton.runtime import lifecycle, logs, tracing
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
-from baton.runtime.errors import Unavailable
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
@@ -297,12 +296,19 @@ class _Worker:
         attaching: asyncio.Task[None],
         running: asyncio.Task[None],
     ) -> None:
-        """Fails what is left, says so, ends the stream. Raises WorkerFailed unless it is wanted."""
+        """Says so, drops what is left, ends the stream. Raises WorkerFailed unless it is wanted.
+
+        The coordinator has what is left go on elsewhere.
+        """
         failure = _failure(attaching, running, runner.died)
-        runner.fail_all(Unavailable(f"worker {self._worker_id} stopped: {failure or 'drained'}"))
+        attached = not attaching.done() and host.attached.is_set()
+        if attached:
+            host.change_state(
+                cluster_pb2.WORKER_STATE_STOPPED, failure or "stopped", failed=bool(failure)
+            )
+        runner.keep_only(frozenset())
         await runner.settle(_SETTLE_S)
-        if not attaching.done() and host.attached.is_set():
-            host.change_state(cluster_pb2.WORKER_STATE_STOPPED, failure or "stopped")
+        if attached:
             attachment.leave()
             await asyncio.wait([attaching], timeout=_LEAVE_S)
         if failure:

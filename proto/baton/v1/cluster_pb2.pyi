@@ -981,20 +981,24 @@ class WorkerStateChanged(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     role: _common_pb2.Role.ValueType
     reason: _builtins.str
     """In words."""
+    failed: _builtins.bool
+    """With STOPPED: it could not go on. What it was computing may be why."""
     def __init__(
         self,
         *,
         state: Global___WorkerState.ValueType = ...,
         role: _common_pb2.Role.ValueType = ...,
         reason: _builtins.str = ...,
+        failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
