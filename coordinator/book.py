@@ -49,6 +49,7 @@ class CoreConfig:
     max_running_requests: int
     max_request_s: float
     max_queue_s: float
+    max_recovery_s: float
     worker_timeout_s: float
     worker_silent_s: float
     worker_stuck_s: float
@@ -67,6 +68,7 @@ class CoreConfig:
             max_running_requests=coordinator.max_running_requests,
             max_request_s=coordinator.max_request_s,
             max_queue_s=coordinator.max_queue_s,
+            max_recovery_s=coordinator.max_recovery_s,
             worker_timeout_s=coordinator.worker_timeout_s,
             worker_silent_s=coordinator.worker_silent_s,
             worker_stuck_s=coordinator.worker_stuck_s,
@@ -96,7 +98,7 @@ class RequestBook:
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._random_bytes = random_bytes
-        self._limits = StateLimits(queued_s=config.max_queue_s)
+        self._limits = StateLimits(queued_s=config.max_queue_s, recovering_s=config.max_recovery_s)
         self._requests: dict[str, Request] = {}
         self._by_session: dict[int, dict[int, Request]] = {}
         self._num_dispatches = 0
@@ -244,6 +246,7 @@ class RequestBook:
             now: by the core's clock.
         """
         request.num_fruitless += 1
+        request.last_loss = error
         if request.num_fruitless >= self._config.max_lost_attempts:
             self.fail(request, error, now)
             return
@@ -289,12 +292,14 @@ class RequestBook:
         self._end(request, now, error=error)
         self.out.append(ev.SendFailed(request.submission.to, error))
 
-    def expire(self, request: Request, error: Callable[[], errors.BatonError], now: float) -> None:
+    def expire(
+        self, request: Request, error: Callable[[Request], errors.BatonError], now: float
+    ) -> None:
         """A timer of the request went off: it fails, or the timer is set again.
 
         Args:
             request: not ended.
-            error: of one that waited in its lane for too long.
+            error: of the request when it has waited for too long.
             now: by the core's clock.
         """
         due = request.due(self._limits)
@@ -311,7 +316,7 @@ class RequestBook:
                 now,
             )
         else:
-            self.fail(request, error(), now)
+            self.fail(request, error(request), now)
 
     def cancel_decode(self, request: Request) -> None:
         """The decode worker is not needed after all: it forgets the handoff."""

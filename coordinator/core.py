@@ -241,9 +241,11 @@ class Core:
             return True
         return False
 
-    def _queue_error(self) -> errors.BatonError:
+    def _queue_error(self, request: Request) -> errors.BatonError:
         """Why a request waited for too long."""
         waited = f"waited {self._config.max_queue_s:g} s"
+        if request.last_loss is not None:
+            waited = f"waited {self._config.max_recovery_s:g} s after {request.last_loss}"
         empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.coordinator.gaps import Gaps
+from baton.runtime.errors import BatonError
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 WorkerKey = tuple[str, int]
@@ -58,6 +59,7 @@ class StateLimits:
     """
 
     queued_s: float = math.inf
+    recovering_s: float = math.inf
     prefilling_s: float = math.inf
     handing_off_s: float = math.inf
     decoding_s: float = math.inf
@@ -65,7 +67,7 @@ class StateLimits:
     def of(self, state: RequestState) -> float:
         return {
             RequestState.QUEUED: self.queued_s,
-            RequestState.RECOVERING: self.queued_s,
+            RequestState.RECOVERING: self.recovering_s,
             RequestState.PREFILLING: self.prefilling_s,
             RequestState.HANDING_OFF: self.handing_off_s,
             RequestState.DECODING: self.decoding_s,
@@ -131,6 +133,7 @@ class Request:
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
         num_fruitless: attempts lost since the last new token.
+        last_loss: why the last attempt was lost.
         avoid: workers that gave the request up; they get it again only where there is no other.
         suspect: a worker died while it computed nothing but this request and others like it.
     """
@@ -154,6 +157,7 @@ class Request:
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     interruptions: list[Interruption] = field(default_factory=list)
     num_fruitless: int = 0
+    last_loss: BatonError | None = None
     avoid: set[WorkerKey] = field(default_factory=set)
     suspect: bool = False
     dispatched_at: float | None = None

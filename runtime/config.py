@@ -69,6 +69,9 @@ class CoordinatorConfig(Section):
         description="the requests of a worker whose engine makes no step for so long go on "
         "elsewhere; after three times as long it is lost",
     )
+    max_recovery_s: PositiveSeconds = Field(
+        30.0, description="longest wait for another worker of a request whose worker was lost"
+    )
     max_lost_attempts: PositiveInt = Field(
         4, description="a request fails after so many attempts in a row without a new token"
     )

@@ -37,6 +37,7 @@ CONFIG = CoreConfig(
     worker_timeout_s=10.0,
     worker_silent_s=2.0,
     worker_stuck_s=20.0,
+    max_recovery_s=30.0,
     max_lost_attempts=4,
     handoff_timeout_s=10.0,
     max_prefill_requests=4,

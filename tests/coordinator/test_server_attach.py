@@ -147,7 +147,7 @@ async def test_everything_is_acknowledged(coordinator, say_hello):
 
 
 async def test_silent_and_vanished_workers_are_lost_then_fenced(coordinator_config, say_hello):
-    config = coordinator_config(worker_timeout_s=0.3, heartbeat_s=0.1)
+    config = coordinator_config(worker_timeout_s=0.3, worker_silent_s=0.3, heartbeat_s=0.1)
     async with Coordinator(config) as coordinator:
         hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
         async with attached(coordinator.address, *hellos) as (p, d):

@@ -1,0 +1,399 @@
+"""A stream survives its workers: nothing is repeated, lost or fed by two."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.coordinator import events as ev
+from baton.coordinator.request import RequestState
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+def two(new_world):
+    """Two workers in each pool."""
+    world = new_world()
+    for name in ("p", "p2"):
+        world.attach(name, PREFILL)
+    for name in ("d", "d2"):
+        world.attach(name, DECODE)
+    return world
+
+
+def commands(world, kind):
+    """Of all workers: (worker, command), in no order between workers."""
+    return [
+        (name, command)
+        for name, sent in world.commands.items()
+        for command in sent
+        if isinstance(command, kind)
+    ]
+
+
+def prefills(world):
+    return commands(world, cluster_pb2.PrefillCommand)
+
+
+def decodes(world):
+    return commands(world, cluster_pb2.DecodeCommand)
+
+
+def latest(found):
+    """The one of the highest attempt."""
+    return max(found, key=lambda one: one[1].spec.attempt)
+
+
+def silent_but(world, *names):
+    """Everyone else is heard: a moment passes."""
+    for worker in world.core.workers:
+        if worker.id not in names:
+            world.handle(ev.WorkerHeard(worker.key))
+
+
+@pytest.mark.parametrize("stage", ["prefilling", "handing off", "decoding"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_lost_worker_is_replaced(two, out, stage, leg):
+    to = two.submit()
+    ((prefiller, prefill),) = prefills(two)
+    known = []
+    if stage != "prefilling":
+        two.step(prefiller, out("r1", [7], text="a", finish=0))
+        known = [7]
+    decoder = "d" if prefill.handoff.target.startswith("d.") else "d2"
+    if stage == "decoding":
+        two.step(decoder, out("r1", [8], offset=1, text="b"))
+        known = [7, 8]
+    lost = prefiller if leg == "prefill" else decoder
+    two.handle(ev.WorkerLost(lost, "was killed"))
+    if stage == "decoding" and leg == "prefill":
+        assert two.core.request("r1").attempt == 1
+        two.step(decoder, out("r1", [9], offset=2, finish=STOP))
+        assert two.tokens(to) == [7, 8, 9]
+        return
+    name, again = latest(prefills(two))
+    assert again.spec.attempt == 2
+    assert lost not in (name, again.handoff.target.split(".")[0])
+    assert again.handoff.handoff_id != prefill.handoff.handoff_id
+    # The twin, if it lives, forgets the older attempt before it hears of the newer one.
+    twin = decoder if leg == "prefill" else prefiller
+    cancel = next(c for c in two.commands[twin] if isinstance(c, cluster_pb2.CancelCommand))
+    assert (cancel.attempt, cancel.handoff_id) == (1, prefill.handoff.handoff_id)
+    two.step(name, out("r1", [7], text="a", finish=0, attempt=2))
+    name, decode = latest(decodes(two))
+    assert list(decode.spec.known_token_ids) == (known or [7])
+    assert decode.spec.known_text_chars == len(known or [7])
+    offset = len(decode.spec.known_token_ids)
+    two.step(name, out("r1", [9], offset=offset, text="c", finish=STOP, attempt=2))
+    assert two.tokens(to) == [*(known or [7]), 9]
+    finished = two.last(to)
+    assert finished.reason == STOP
+    stages = [one.stage for one in finished.budget.stages]
+    assert sum(one.duration_us for one in finished.budget.stages) == finished.budget.total_us
+    assert stages == sorted(set(stages), key=stages.index)
+
+
+def test_time_without_a_worker_is_recovery(world, out):
+    to = world.submit()
+    world.after(1.0)
+    world.step("p", out("r1", [7], finish=0))
+    world.after(0.5)
+    world.step("d", out("r1", [8], offset=1))
+    world.after(0.25)
+    world.handle(ev.WorkerLost("d", "was killed"))
+    world.after(1.0)
+    world.attach("d", DECODE, incarnation=2)
+    world.after(0.5)
+    world.step("p", out("r1", [7], finish=0, attempt=2))
+    world.step("d", out("r1", [9], offset=2, attempt=2), incarnation=2)
+    world.after(0.125)
+    world.step("d", out("r1", [10], offset=3, finish=LENGTH, attempt=2), incarnation=2)
+    budget = world.last(to).budget
+    (recovery,) = [one for one in budget.stages if one.stage == common_pb2.STAGE_RECOVERY]
+    assert (recovery.start_us, recovery.duration_us) == (1_750_000, 1_500_000)
+    assert sum(one.duration_us for one in budget.stages) == budget.total_us == 3_375_000
+    assert world.core.stats.num_recoveries == 1
+
+
+def test_a_silent_workers_requests_move_and_it_comes_back(two, out):
+    to = two.submit()
+    ((prefiller, _),) = prefills(two)
+    two.step(prefiller, out("r1", [7], finish=0))
+    ((decoder, _),) = decodes(two)
+    two.step(decoder, out("r1", [8], offset=1))
+    other = "d2" if decoder == "d" else "d"
+    for _ in range(5):
+        two.after(0.5)
+        silent_but(two, decoder)
+    assert two.core.workers.by_id(decoder).unresponsive.startswith("was silent for 2")
+    name, again = latest(prefills(two))
+    assert again.handoff.target == f"{other}.test:1"
+    two.step(name, out("r1", [7], finish=0, attempt=2))
+    # It wakes up, and goes on with what it had: nobody hears that.
+    two.step(decoder, out("r1", [9], offset=2))
+    two.step(decoder, out("r1", [10], offset=3, finish=STOP))
+    assert two.tokens(to) == [7, 8]
+    two.step(other, out("r1", [9], offset=2, finish=LENGTH, attempt=2))
+    assert two.tokens(to) == [7, 8, 9]
+    assert two.last(to).reason == LENGTH
+    assert two.core.workers.by_id(decoder).serving
+    assert two.core.workers.by_id(decoder).assigned == {}
+
+
+def test_a_silent_worker_without_another_is_waited_for(world, out):
+    to = world.submit()
+    for _ in range(10):
+        world.after(0.5)
+        silent_but(world, "p")
+    assert world.core.request("r1").attempt == 1
+    world.step("p", out("r1", [7], finish=0))
+    assert world.tokens(to) == [7]
+    # Another comes while it is silent: the request moves then.
+    world.submit()
+    world.after(1.5)
+    silent_but(world, "p")
+    world.attach("p2", PREFILL)
+    for _ in range(8):
+        world.after(0.5)
+        silent_but(world, "p")
+    assert world.core.request("r2").prefill == ("p2", 1)
+
+
+def test_a_stuck_engine_is_told_by_its_steps(two):
+    two.submit()
+    ((prefiller, _),) = prefills(two)
+
+    def report(num_steps, num_running=1):
+        load = cluster_pb2.LoadReport(num_steps=num_steps, num_running=num_running)
+        two.handle(ev.WorkerLoad((prefiller, 1), load))
+
+    def beats(count, num_steps):
+        for _ in range(count):
+            two.after(0.5)
+            silent_but(two, prefiller)
+            report(num_steps)
+
+    report(1)
+    beats(38, num_steps=1)
+    assert two.core.request("r1").attempt == 1
+    beats(3, num_steps=1)
+    assert two.core.request("r1").attempt == 2
+    assert not two.core.workers.by_id(prefiller).serving
+    beats(1, num_steps=2)
+    assert two.core.workers.by_id(prefiller).serving
+    beats(130, num_steps=2)
+    assert two.core.workers.by_id(prefiller) is None
+    assert "has made no step for 60" in str(two.membership[-1].error)
+
+
+def test_attempts_without_progress_are_bounded(world, out):
+    to = world.submit()
+    world.step("p", out("r1", [7], finish=0))
+    for attempt in range(1, 8):
+        failed = out("r1", attempt=attempt)
+        failed.failed.code, failed.failed.message = 13, "no kernel"
+        world.step("p", out("r1", [7], finish=0, attempt=attempt))
+        if attempt < 4:
+            # Every attempt gets one token further.
+            world.step("d", out("r1", [10 + attempt], offset=attempt, attempt=attempt))
+        world.step("d", failed)
+    assert world.tokens(to) == [7, 11, 12, 13]
+    assert world.last(to).error.code == 13
+    assert "no kernel" in str(world.last(to).error)
+    assert world.core.request("r1").attempt == 6
+
+
+def test_what_is_wrong_with_the_request_is_not_tried_again(world, out):
+    to = world.submit()
+    failed = out("r1")
+    failed.failed.code, failed.failed.message = 3, "no such grammar"
+    world.step("p", failed)
+    assert world.last(to).error.code == 3
+    assert len(prefills(world)) == 1
+
+
+def test_the_worker_that_gave_up_is_avoided(two, out):
+    two.submit()
+    ((first, _),) = prefills(two)
+    failed = out("r1")
+    failed.failed.code, failed.failed.message = 14, "no staging"
+    two.step(first, failed)
+    assert latest(prefills(two))[0] != first
+
+
+def crash(world, name, incarnation, *, failed=True):
+    change = cluster_pb2.WorkerStateChanged(
+        state=cluster_pb2.WORKER_STATE_STOPPED, reason="engine: died", failed=failed
+    )
+    world.handle(ev.WorkerChanged((name, incarnation), change))
+
+
+def test_a_request_that_kills_workers_is_failed_after_two(two, out):
+    innocent = two.submit(num_prompt=20)
+    poison = two.submit(num_prompt=30)
+    (first,) = {name for name, one in prefills(two) if one.spec.request_id == "r2"}
+    crash(two, first, 1)
+    two.attach(first, PREFILL, incarnation=2)
+    name, again = latest([one for one in prefills(two) if one[1].spec.request_id == "r2"])
+    assert again.spec.attempt == 2
+    # Nothing else is sent to where it runs until it has answered.
+    for _ in range(2):
+        two.submit()
+    assert {n for n, one in prefills(two) if one.spec.request_id in ("r3", "r4")} == {
+        "p" if name == "p2" else "p2"
+    }
+    crash(two, name, two.core.workers.by_id(name).hello.incarnation)
+    assert isinstance(two.last(poison).error, errors.Internal)
+    assert "two workers" in str(two.last(poison).error)
+    assert two.kinds(innocent) == ["Accepted"]
+
+
+def test_a_stream_that_was_answered_is_no_suspect(two, out):
+    to = two.submit()
+    for attempt in range(1, 4):
+        name, prefill = latest(prefills(two))
+        two.step(name, out("r1", [7], finish=0, attempt=attempt))
+        decoder = prefill.handoff.target.split(".")[0]
+        incarnation = two.core.workers.by_id(decoder).hello.incarnation
+        token = out("r1", [10 + attempt], offset=attempt, attempt=attempt)
+        two.step(decoder, token, incarnation=incarnation)
+        crash(two, decoder, incarnation)
+        two.attach(decoder, DECODE, incarnation=incarnation + 1)
+    assert two.tokens(to) == [7, 11, 12, 13]
+    assert two.core.request("r1").state is RequestState.PREFILLING
+
+
+def test_a_committed_handoff_outlives_its_sender(two, out):
+    to = two.submit()
+    ((prefiller, prefill),) = prefills(two)
+    two.step(prefiller, out("r1", [7], finish=0))
+    report = cluster_pb2.HandoffReport(
+        request_id="r1",
+        attempt=1,
+        handoff_id=prefill.handoff.handoff_id,
+        state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+    )
+    two.handle(ev.WorkerHandoff((prefiller, 1), report))
+    two.handle(ev.WorkerLost(prefiller, "was killed"))
+    assert two.core.request("r1").attempt == 1
+    assert two.kinds(to) == ["Accepted", "Delta"]
+
+
+def test_without_a_worker_it_fails_in_time_and_says_why(world, out):
+    to = world.submit()
+    world.step("p", out("r1", [7], finish=0))
+    world.handle(ev.WorkerLost("d", "was killed by SIGKILL"))
+    for _ in range(70):
+        world.after(0.5)
+        silent_but(world)
+    assert str(world.last(to).error) == (
+        "no decode worker is attached: waited 30 s after worker d was killed by SIGKILL"
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_dies_every_stream_is_whole(new_world, out, data):
+    """Workers answer, die, fall silent, wake and come back in any order.
+
+    Token i of every output is i: a lost, repeated or foreign one shows.
+    """
+    world = new_world(max_lost_attempts=10_000, max_prefill_requests=8, max_decode_requests=8)
+    incarnation = dict.fromkeys(("p", "p2", "d", "d2"), 0)
+
+    def attach(name):
+        incarnation[name] += 1
+        world.attach(name, PREFILL if name[0] == "p" else DECODE, incarnation[name])
+
+    def replace(name):
+        seen[name] = len(world.commands[name])
+        running.add(name)
+        attach(name)
+
+    seen = dict.fromkeys(incarnation, 0)
+    running = set(incarnation)
+    for name in incarnation:
+        attach(name)
+    streams = [world.submit(sampling={"max_tokens": 6}) for _ in range(4)]
+    # What each worker process has been told and not done, whether or not it is still wanted.
+    held: dict[tuple[str, int], list] = {}
+    progress: dict[tuple, int] = {}
+
+    def hear():
+        for name, sent in world.commands.items():
+            for command in sent[seen[name] :]:
+                mine = held.setdefault((name, incarnation[name]), [])
+                if isinstance(command, cluster_pb2.CancelCommand):
+                    mine[:] = [
+                        one
+                        for one in mine
+                        if (one.spec.request_id, one.spec.attempt)
+                        != (command.request_id, command.attempt)
+                    ]
+                elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
+                    mine.append(command)
+            seen[name] = len(sent)
+
+    def work(name, at_random=True):
+        mine = held.get((name, incarnation[name]), [])
+        if not mine:
+            return
+        command = data.draw(st.sampled_from(mine)) if at_random and len(mine) > 1 else mine[0]
+        spec = command.spec
+        if isinstance(command, cluster_pb2.PrefillCommand):
+            mine.remove(command)
+            tokens = [0] if not spec.sampling.ignore_eos else [99]
+            world.step(
+                name,
+                out(spec.request_id, tokens, finish=0, attempt=spec.attempt),
+                incarnation=incarnation[name],
+            )
+            return
+        at = progress.setdefault(
+            (name, incarnation[name], spec.request_id, spec.attempt), len(spec.known_token_ids)
+        )
+        progress[name, incarnation[name], spec.request_id, spec.attempt] = at + 1
+        finish = LENGTH if at == 5 else None
+        if finish is not None:
+            mine.remove(command)
+        world.step(
+            name,
+            out(spec.request_id, [at], offset=at, attempt=spec.attempt, finish=finish),
+            incarnation=incarnation[name],
+        )
+
+    for _ in range(data.draw(st.integers(10, 60))):
+        hear()
+        name = data.draw(st.sampled_from(sorted(incarnation)))
+        match data.draw(st.sampled_from(["work"] * 6 + ["kill", "stop", "wake", "time"])):
+            case "work" if name in running:
+                work(name)
+            case "kill":
+                crash(world, name, incarnation[name], failed=False)
+                replace(name)
+            case "stop":
+                running.discard(name)
+            case "wake":
+                running.add(name)
+            case "time":
+                world.after(1.1)
+                silent_but(world, *(set(incarnation) - running))
+    for name in incarnation:
+        if world.core.workers.by_id(name) is None:
+            replace(name)
+    for _ in range(100):
+        silent_but(world)
+        hear()
+        for name in incarnation:
+            work(name, at_random=False)
+        world.after(0.1)
+    for to in streams:
+        assert world.tokens(to) == list(range(6))
+        assert world.kinds(to).count("Finished") == 1
+    assert world.core.num_requests == 0
+    assert not any(worker.assigned or worker.sending for worker in world.core.workers)
