@@ -13,6 +13,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig, RequestBook
 from baton.coordinator.dispatch import place
+from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_output
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
 from baton.coordinator.stats import CoreStats
@@ -36,6 +37,7 @@ class Core:
     Attributes:
         workers: attached ones; read only outside the core.
         stats: counters; read only outside the core.
+        latency: what steps cost on the workers; read only outside the core.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Core:
         self._config = config
         self._timers: Timers[str | WorkerKey] = Timers()
         self.workers = WorkerRegistry(config.model_name)
+        self.latency = LatencyRegistry(config.latency)
         self._book = RequestBook(config, self.workers, self._timers, random_bytes)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
@@ -290,6 +293,7 @@ class Core:
         worker = self._heard(event.worker, now)
         if worker is not None:
             worker.load = event.load
+            self.latency.observe(worker, event.load.steps)
 
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         if self._heard(event.worker, now) is None:
@@ -372,6 +376,7 @@ class Core:
     def _lose(self, worker: Worker, reason: str, now: float, *, fenced: bool = True) -> None:
         """Takes a worker out; its requests fail, and their other workers are told."""
         self.workers.remove(worker, reason)
+        self.latency.forget(worker.key)
         self._timers.cancel(worker.key)
         self.stats.num_workers_lost += fenced
         for request_id in list(worker.assigned):
