@@ -103,10 +103,11 @@ class LatencyFit:
 
     Args:
         prior: what is believed before anything is measured.
-        prior_weight: how many steps that belief is worth.
+        prior_weight: how many steps that belief is worth, on each coefficient. Small: steps that
+            differ in length by a few per cent only soon tell more than the prior.
     """
 
-    def __init__(self, prior: LatencyModel, prior_weight: float = 0.1) -> None:
+    def __init__(self, prior: LatencyModel, prior_weight: float = 0.03) -> None:
         if not prior_weight > 0:
             raise ValueError(f"prior_weight is {prior_weight}; must be more than 0")
         self._prior: tuple[float, ...] = astuple(prior)
