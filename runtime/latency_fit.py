@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from baton.runtime.latency import LatencyModel
+from baton.runtime.least_squares import non_negative
 from baton.v1 import cluster_pb2
 
 # Of one class's memory, in steps.
@@ -45,8 +46,8 @@ _FREE_SHARE = 0.3
 # kept.
 _LEAN_WINDOW, _LEAN_LIMIT = 32, 0.8
 _KEPT = 0.05
-# Shape classes are numbered from 64 * kind: steps of decodes, of prompt chunks, of both.
-_MIXED = 2
+# Kinds of steps: of decodes, of prompt chunks, of both. Shape classes are numbered from 64 * kind.
+_DECODE, _PREFILL, _MIXED = range(3)
 # Steps between two fits, once there are many.
 _MAX_FIT_INTERVAL = 64
 _NUM_ERRORS = 256
@@ -73,9 +74,9 @@ class FitQuality:
 def shape_class(step: cluster_pb2.StepSample) -> int:
     """Equal for steps of the same kind and, by powers of two, the same size."""
     if not step.num_prefill_tokens:
-        return step.num_decodes.bit_length()
-    mixed = 128 if step.num_decodes else 64
-    return mixed + step.num_prefill_tokens.bit_length()
+        return 64 * _DECODE + step.num_decodes.bit_length()
+    kind = _MIXED if step.num_decodes else _PREFILL
+    return 64 * kind + step.num_prefill_tokens.bit_length()
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class LatencyFit:
         self._num_prefills = self._num_decodes = 0
         self._num_samples = self._num_rejected = 0
         self._next_fit = 1
-        # By kind (shape class // 64): running mean of the errors' signs.
+        # By kind of step: running mean of the errors' signs.
         self._leans = [0.0, 0.0, 0.0]
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
@@ -157,9 +158,9 @@ class LatencyFit:
             size = len(terms)
             known = self._classes[name] = _Class(first, [0.0] * (size * (size + 3) // 2))
         self._errors.append(abs(predicted_s - measured_s) / measured_s)
-        error = math.log(measured_s / predicted_s)
-        self._notice_change(name // 64, error)
-        error = abs(error)
+        log_ratio = math.log(measured_s / predicted_s)
+        self._notice_change(name // 64, log_ratio)
+        error = abs(log_ratio)
         weight = _judge(known, error)
         if not weight:
             self._num_rejected += 1
@@ -184,9 +185,11 @@ class LatencyFit:
             )
             self._fit()
 
-    def _notice_change(self, kind: int, error: float) -> None:
+    def _notice_change(self, kind: int, log_ratio: float) -> None:
         """Lets go of most of what is remembered when nearly all errors have had one sign."""
-        lean = self._leans[kind] + (math.copysign(1.0, error) - self._leans[kind]) / _LEAN_WINDOW
+        lean = (
+            self._leans[kind] + (math.copysign(1.0, log_ratio) - self._leans[kind]) / _LEAN_WINDOW
+        )
         if abs(lean) < _LEAN_LIMIT:
             self._leans[kind] = lean
             return
@@ -200,9 +203,8 @@ class LatencyFit:
 
     def _age(self, name: int) -> int:
         """How many steps have come that could have been of this class."""
-        if name >= 128:
-            return self._num_prefills + self._num_decodes
-        return self._num_prefills if name >= 64 else self._num_decodes
+        kind = name // 64
+        return self._num_prefills * (kind != _DECODE) + self._num_decodes * (kind != _PREFILL)
 
     def _fit(self) -> None:
         matrix = [[0.0] * 6 for _ in range(6)]
@@ -213,13 +215,14 @@ class LatencyFit:
             unseen = self._age(name) - known.seen_at
             freshness = max(_LEAST_FRESHNESS, 0.5 ** (unseen / _HALF_LIFE))
             moments = iter(known.moments)
-            end = 3 if name >= 64 and name < 128 else 6
+            kind = name // 64
+            end = 3 if kind == _PREFILL else 6
             for row in range(known.first, end):
                 for column in range(row, end):
                     matrix[row][column] += freshness * next(moments)
                 vector[row] += freshness * next(moments)
-            weights[0] += freshness * known.weight * (name >= 64)
-            weights[1] += freshness * known.weight * (name < 64 or name >= 128)
+            weights[0] += freshness * known.weight * (kind != _DECODE)
+            weights[1] += freshness * known.weight * (kind != _PREFILL)
         for row in range(6):
             for column in range(row):
                 matrix[row][column] = matrix[column][row]
@@ -232,7 +235,7 @@ class LatencyFit:
             for index, value in enumerate(centre)
         ]
         seen = [index for index in range(6) if matrix[index][index] > 0 and units[index] > 0]
-        found = _non_negative(
+        found = non_negative(
             [[matrix[row][column] * units[row] * units[column] for column in seen] for row in seen],
             [vector[row] * units[row] for row in seen],
             [centre[row] / units[row] for row in seen],
@@ -271,7 +274,7 @@ class LatencyFit:
         both = sum(products) / total
         if not both > 0:
             return list(prior)
-        speeds = _non_negative(
+        speeds = non_negative(
             [[value * both * both for value in row] for row in squares],
             [value * both for value in products],
             [1.0, 1.0],
@@ -293,51 +296,3 @@ def _judge(known: _Class, error: float) -> float:
     if error > max(math.log(_OUTLIER_FACTOR), _OUTLIER * spread):
         return 0.0
     return min(1.0, _HUBER * spread / error) if error else 1.0
-
-
-def _non_negative(
-    matrix: Sequence[Sequence[float]],
-    vector: Sequence[float],
-    centre: Sequence[float],
-    ridge: float,
-) -> list[float]:
-    """Least squares by normal equations with a ridge towards `centre`; no result below 0.
-
-    Coefficients that come out negative are set to 0 one by one, the most negative first.
-    """
-    free = list(range(len(vector)))
-    found = [0.0] * len(vector)
-    while free:
-        solved = _solve(
-            [[matrix[row][column] + ridge * (row == column) for column in free] for row in free],
-            [vector[row] + ridge * centre[row] for row in free],
-        )
-        worst = min(range(len(free)), key=solved.__getitem__)
-        if solved[worst] >= 0:
-            for index, value in zip(free, solved, strict=True):
-                found[index] = value
-            break
-        del free[worst]
-    return found
-
-
-def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Of a symmetric, positive definite system, by Cholesky."""
-    size = len(vector)
-    lower: list[list[float]] = []
-    values: list[float] = []
-    for row in range(size):
-        entries: list[float] = []
-        for column in range(row):
-            above = lower[column]
-            total = matrix[row][column] - sum(map(float.__mul__, entries, above))
-            entries.append(total / above[column])
-        pivot = matrix[row][row] - sum(entry * entry for entry in entries)
-        # Never below 0 but for rounding.
-        entries.append(math.sqrt(max(pivot, 1e-12 * matrix[row][row])))
-        values.append((vector[row] - sum(map(float.__mul__, entries, values))) / entries[row])
-        lower.append(entries)
-    for row in reversed(range(size)):
-        above_s = sum(lower[other][row] * values[other] for other in range(row + 1, size))
-        values[row] = (values[row] - above_s) / lower[row][row]
-    return values
