@@ -49,6 +49,6 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
         values.append((vector[row] - sum(map(float.__mul__, entries, values))) / entries[row])
         lower.append(entries)
     for row in reversed(range(size)):
-        above = sum(lower[other][row] * values[other] for other in range(row + 1, size))
-        values[row] = (values[row] - above) / lower[row][row]
+        solved = sum(lower[other][row] * values[other] for other in range(row + 1, size))
+        values[row] = (values[row] - solved) / lower[row][row]
     return values
