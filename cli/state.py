@@ -11,6 +11,7 @@ from baton.cli import options
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
+    from baton.v1.admin_pb2 import LatencyInfo
 
 T = TypeVar("T")
 
@@ -65,7 +66,17 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
     if as_json:
         return print_json([plain(worker) for worker in found])
     print_table(
-        ("WORKER", "ROLE", "STATE", ">REQUESTS", ">WAITING", ">KV USED", "ENGINE", ">PID"),
+        (
+            "WORKER",
+            "ROLE",
+            "STATE",
+            ">REQUESTS",
+            ">WAITING",
+            ">KV USED",
+            ">1K PREFILL/STEP",
+            "ENGINE",
+            ">PID",
+        ),
         [
             (
                 worker.worker_id,
@@ -74,6 +85,7 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
                 str(worker.num_requests),
                 str(worker.load.num_waiting),
                 _share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
+                _speed(worker.latency),
                 f"{worker.engine} {worker.engine_version}".strip(),
                 str(worker.pid),
             )
@@ -143,6 +155,21 @@ def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -
 
 def _share(used: int, total: int) -> str:
     return f"{100 * used / total:.0f} %" if total else "-"
+
+
+def _speed(latency: LatencyInfo) -> str:
+    """A prompt of 1,000 tokens and a decode step of one request with as many, where measured."""
+    if not latency.num_samples:
+        return "-"
+    prefill_ms = (
+        latency.prefill_base_ms
+        + latency.prefill_per_token_ms * 1e3
+        + latency.prefill_per_token_squared_ms * 1e6
+    )
+    step_ms = (
+        latency.step_base_ms + latency.step_per_request_ms + latency.step_per_kv_token_ms * 1e3
+    )
+    return f"{prefill_ms:.3g}/{step_ms:.3g} ms"
 
 
 def _seconds(value: float) -> str:

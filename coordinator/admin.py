@@ -13,6 +13,7 @@ from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.dispatch import LANES
 from baton.coordinator.intake import Intake
+from baton.coordinator.latency import KindLatency, WorkerKind
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
 from baton.coordinator.workers import Worker
@@ -60,7 +61,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         now = self._shell.now()
         names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
         workers = [
-            _worker_info(worker, names, now)
+            _worker_info(
+                worker, names, self._core.latency.describe(WorkerKind.of(worker.hello)), now
+            )
             for worker in self._core.workers
             if request.role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
         ]
@@ -132,7 +135,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
 
-def _worker_info(worker: Worker, names: Mapping[str, str], now: float) -> admin_pb2.WorkerInfo:
+def _worker_info(
+    worker: Worker, names: Mapping[str, str], latency: KindLatency, now: float
+) -> admin_pb2.WorkerInfo:
     """A worker for operators; `names` are all attached workers' ids by KvTransfer address."""
     hello = worker.hello
     info = admin_pb2.WorkerInfo(
@@ -152,6 +157,7 @@ def _worker_info(worker: Worker, names: Mapping[str, str], now: float) -> admin_
         silent_for=_duration(now - worker.heard_at),
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
+        latency=_latency_info(latency),
     )
     if worker.load is not None:
         info.load.ClearField("peers")
@@ -165,6 +171,23 @@ def _worker_info(worker: Worker, names: Mapping[str, str], now: float) -> admin_
             for peer in worker.load.peers
         )
     return info
+
+
+def _latency_info(latency: KindLatency) -> admin_pb2.LatencyInfo:
+    model, quality = latency.model, latency.quality
+    return admin_pb2.LatencyInfo(
+        prefill_base_ms=model.prefill_base_s * 1e3,
+        prefill_per_token_ms=model.prefill_per_token_s * 1e3,
+        prefill_per_token_squared_ms=model.prefill_per_token_squared_s * 1e3,
+        step_base_ms=model.step_base_s * 1e3,
+        step_per_request_ms=model.step_per_request_s * 1e3,
+        step_per_kv_token_ms=model.step_per_kv_token_s * 1e3,
+        num_samples=quality.num_samples,
+        num_rejected=quality.num_rejected,
+        num_cold=latency.num_cold,
+        error_p50=quality.error_p50,
+        error_p90=quality.error_p90,
+    )
 
 
 def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.RequestInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
@@ -26,7 +26,8 @@ from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, LatencyConfig
+from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
 _RETRY_AFTER_S = 1.0
@@ -57,6 +58,8 @@ class CoreConfig:
     handoff_timeout_s: float
     max_prefill_requests: int
     max_decode_requests: int
+    # Of workers that nobody has measured.
+    latency: LatencyModel = field(default_factory=lambda: LatencyModel.from_config(LatencyConfig()))
     max_ended_requests: int = 1024
 
     @classmethod
@@ -76,6 +79,7 @@ class CoreConfig:
             handoff_timeout_s=coordinator.handoff_timeout_s,
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
+            latency=LatencyModel.from_config(config.latency),
         )
 
 

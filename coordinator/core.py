@@ -13,6 +13,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig, RequestBook
 from baton.coordinator.dispatch import place
+from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_output
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
 from baton.coordinator.stats import CoreStats
@@ -38,6 +39,7 @@ class Core:
     Attributes:
         workers: attached ones; read only outside the core.
         stats: counters; read only outside the core.
+        latency: what steps cost on the workers; read only outside the core.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Core:
         self._config = config
         self._timers: Timers[str | WorkerKey] = Timers()
         self.workers = WorkerRegistry(config.model_name)
+        self.latency = LatencyRegistry(config.latency)
         self._book = RequestBook(config, self.workers, self._timers, random_bytes)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
@@ -301,6 +304,7 @@ class Core:
         if worker is None:
             return
         load, worker.load = event.load, event.load
+        self.latency.observe(worker, load.steps)
         if load.num_steps != worker.num_steps or not load.num_running:
             worker.num_steps, worker.progressed_at = load.num_steps, now
             if worker.unresponsive:
@@ -405,6 +409,7 @@ class Core:
             blame: whether what it computed may be what ended it.
         """
         self.workers.remove(worker, reason)
+        self.latency.forget(worker.key)
         self._timers.cancel(worker.key)
         self.stats.num_workers_lost += fenced or blame
         suspects = worker.computing() if blame and not worker.unresponsive else []

@@ -135,12 +135,18 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What one step cost, for the latency model."""
+    """What one step cost, for the latency model.
+
+    Attributes:
+        num_kv_tokens: that the decoded requests attend to, in sum.
+        prefill_token_squares: end^2 - done^2 in sum over the chunks (LatencyModel.step_s).
+    """
 
     num_prefill_tokens: int
     num_decodes: int
     num_kv_tokens: int
     duration_s: float
+    prefill_token_squares: int = 0
 
 
 @dataclass(slots=True)

@@ -308,6 +308,7 @@ class SimulatedEngine:
                 num_decodes=len(kv_tokens),
                 num_kv_tokens=sum(kv_tokens),
                 duration_s=monotonic() - started_at,
+                prefill_token_squares=sum(chunk.token_squares for chunk in chunks),
             )
         )
         self._publish(outputs)

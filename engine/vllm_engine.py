@@ -48,6 +48,7 @@ from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_a
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
+from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
@@ -260,8 +261,8 @@ class VllmEngine:
         self._num_steps += 1
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
+            self._sample(outputs.scheduler_stats, outputs.timestamp)
         if not outputs.outputs:
-            self._last_step_at = outputs.timestamp
             return EngineStep()
         for output in outputs.outputs:
             self._before_processing(output)
@@ -275,7 +276,6 @@ class VllmEngine:
             output = self._engine_output(live, made, outputs.timestamp) if live else None
             if output is not None:
                 step.outputs.append(output)
-        self._sample(outputs.outputs, outputs.timestamp)
         finished = [
             live
             for output in step.outputs
@@ -361,28 +361,26 @@ class VllmEngine:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output
 
-    def _sample(self, outputs: Sequence[EngineCoreOutput], timestamp: float) -> None:
-        prefills = [output.prefill_stats for output in outputs if output.prefill_stats is not None]
-        started = max(
-            [self._last_step_at]
-            + [
-                live.scheduled_at
-                for output in outputs
-                if (live := self._by_internal_id.get(output.request_id))
-                and output.prefill_stats is not None
-                and live.scheduled_at is not None
-            ]
-        )
-        self._last_step_at = timestamp
-        if started:
+    def _sample(self, stats: SchedulerStats, timestamp: float) -> None:
+        """Takes down what a step cost that ended at `timestamp`.
+
+        Steps that load handoffs are left out by the connector: their time is the copies'.
+        """
+        work = (stats.kv_connector_stats or {}).get(STEP_WORK)
+        if work is not None:
+            scheduled_at, num_prefill_tokens, squares, num_decodes, num_kv_tokens = work
+            # It may have been scheduled while the one before it ran.
+            started_at = max(scheduled_at, self._last_step_at)
             self._samples.append(
                 StepSample(
-                    sum(stats.num_computed_tokens for stats in prefills),
-                    len(outputs) - len(prefills),
-                    round(self._stats.kv_cache_usage * self._kv_tokens),
-                    timestamp - started,
+                    num_prefill_tokens=num_prefill_tokens,
+                    num_decodes=num_decodes,
+                    num_kv_tokens=num_kv_tokens,
+                    duration_s=max(0.0, timestamp - started_at),
+                    prefill_token_squares=squares,
                 )
             )
+        self._last_step_at = timestamp
 
     def load(self) -> EngineLoad:
         samples = list(self._samples)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -39,6 +40,7 @@ from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_cop
 from baton.kvtransfer.control import Claim, EnginePort, checksum, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Copy, Filled, Notifier, NotifierThread
+from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.runtime import affinity
 from baton.runtime.orphans import end_with_parent
 from baton.v1 import kv_transfer_pb2
@@ -107,6 +109,13 @@ class StepMetadata(KVConnectorMetadata):
     ended: list[bytes] = field(default_factory=list)
 
 
+class StepStats(KVConnectorStats):
+    """What a step computed, on its way to Baton's engine among vLLM's own statistics."""
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
 @dataclass(slots=True)
 class _Send:
     handoff_id: bytes
@@ -139,6 +148,10 @@ class _SchedulerHalf:
         self._ended_sends: list[bytes] = []
         # Loads of the step under way, each with every block the request has from there on.
         self._loading: list[tuple[Load, list[int]]] = []
+        # Of steps scheduled and not finished: vLLM may schedule one while another runs, and
+        # finishes them in order. None for a step whose time is not the model's.
+        self._counter = StepCounter()
+        self._works: deque[list[float] | None] = deque()
         port.subscribe()
 
     def add(self, request: Request) -> None:
@@ -209,7 +222,13 @@ class _SchedulerHalf:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         metadata = StepMetadata(list(self._pushes(output)), self._loads, self._ended_sends)
         self._loads, self._ended_sends = [], []
+        work = self._counter.count(output)
+        self._works.append(None if metadata.loads else work)
         return metadata
+
+    def finish_step(self) -> list[float] | None:
+        """What the oldest unfinished step computed; None when it loaded handoffs, or nothing."""
+        return self._works.popleft() if self._works else None
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
         if not self._sends:
@@ -248,6 +267,7 @@ class _SchedulerHalf:
         follow a step. So they say themselves when they have stopped writing, from the next step on
         (vLLM makes one after every end of a request).
         """
+        self._counter.forget(request.request_id)
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.num_blocks_pushed < self._layout.num_blocks(send.num_tokens)
         ):
@@ -621,6 +641,11 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler_half.step(scheduler_output)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        # Asked of both halves; the scheduler's once for each step, when it has finished.
+        work = self._scheduler.finish_step() if self._scheduler is not None else None
+        return StepStats({STEP_WORK: work}) if work is not None else None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         invalid = connector_output.invalid_block_ids

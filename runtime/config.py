@@ -206,6 +206,20 @@ class TracingConfig(Section):
         return value
 
 
+class LatencyConfig(Section):
+    """What steps cost on a worker that nobody has measured: the latency model's seed, in ms.
+
+    The defaults are about an 8B model on a small GPU; the fit to what workers report replaces them.
+    """
+
+    prefill_base_ms: float = Field(10.0, ge=0, allow_inf_nan=False, description="per step")
+    prefill_per_token_ms: float = Field(0.1, ge=0, allow_inf_nan=False)
+    prefill_per_token_squared_ms: float = Field(2e-6, ge=0, allow_inf_nan=False)
+    step_base_ms: float = Field(15.0, ge=0, allow_inf_nan=False, description="per decode step")
+    step_per_request_ms: float = Field(0.05, ge=0, allow_inf_nan=False)
+    step_per_kv_token_ms: float = Field(2e-4, ge=0, allow_inf_nan=False)
+
+
 class SimulatedConfig(Section):
     """The simulated engine's timing: milliseconds from the latency model, times `time_scale`."""
 
@@ -241,6 +255,7 @@ class BatonConfig(Section):
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
+    latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.runtime.config import SimulatedConfig
+from baton.runtime.config import LatencyConfig, SimulatedConfig
 
 
 class PrefillChunk(NamedTuple):
@@ -24,6 +24,11 @@ class PrefillChunk(NamedTuple):
 
     num_done_tokens: int
     num_tokens: int
+
+    @property
+    def token_squares(self) -> int:
+        """end^2 - done^2: over all chunks of a prompt, the square of its length."""
+        return self.num_tokens * (2 * self.num_done_tokens + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +43,8 @@ class LatencyModel:
     step_per_kv_token_s: float
 
     @classmethod
-    def from_config(cls, config: SimulatedConfig) -> LatencyModel:
-        """The simulated engine's model; `time_scale` is left to whoever sleeps."""
+    def from_config(cls, config: SimulatedConfig | LatencyConfig) -> LatencyModel:
+        """The simulated engine's model (`time_scale` is left to whoever sleeps), or the seed."""
         return cls(
             prefill_base_s=config.prefill_base_ms / 1e3,
             prefill_per_token_s=config.prefill_per_token_ms / 1e3,
@@ -73,12 +78,11 @@ class LatencyModel:
                 + self.step_per_kv_token_s * num_kv_tokens
             )
         base_s = self.prefill_base_s
-        for done, tokens in chunks:
-            end = done + tokens
+        for chunk in chunks:
             seconds += (
                 base_s
-                + self.prefill_per_token_s * tokens
-                + self.prefill_per_token_squared_s * (end * end - done * done)
+                + self.prefill_per_token_s * chunk.num_tokens
+                + self.prefill_per_token_squared_s * chunk.token_squares
             )
             base_s = 0.0
         return seconds

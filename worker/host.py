@@ -122,6 +122,7 @@ class WorkerHost:
                     num_decodes=sample.num_decodes,
                     num_kv_tokens=sample.num_kv_tokens,
                     duration_us=round(sample.duration_s * 1e6),
+                    prefill_token_squares=sample.prefill_token_squares,
                 )
                 for sample in load.samples
             ],

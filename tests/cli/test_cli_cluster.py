@@ -159,6 +159,24 @@ def test_workers_shows_how_they_reach_each_other(ask):
     assert row.split() == ["prefill-0", "decode-0", "shm", "-"]
 
 
+def test_workers_shows_what_their_steps_cost(ask):
+    for _ in range(3):
+        ask("generate", "hello", "--max-tokens", "8")
+
+    def measured():
+        prefill, decode = (one["latency"] for one in json.loads(ask("workers", "--json").out))
+        # They are of one kind.
+        assert prefill == decode
+        return prefill["num_samples"] and prefill
+
+    latency = eventually(measured)
+    assert latency["num_cold"] >= 3
+    assert latency["num_rejected"] == 0
+    assert latency["step_base_ms"] >= 0
+    assert latency["error_p90"] >= latency["error_p50"]
+    assert re.search(r"^prefill-0 .* [\d.e+]+/[\d.e+]+ ms ", ask("workers").out, re.MULTILINE)
+
+
 def eventually(question, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
     while not (answer := question()):

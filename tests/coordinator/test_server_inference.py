@@ -353,6 +353,7 @@ async def test_a_stream_survives_its_decode_worker(coordinator, pair, inference,
         await d.leave()
         assert await d.ended() == (grpc.StatusCode.OK, "")
         async with attached(coordinator.address, say_hello("d2", DECODE)) as (d2,):
+            assert (await p.command("cancel")).attempt == 1
             prefill = (await p.command("prefill")).spec
             assert prefill.attempt == 2
             await p.step(answer(prefill, 0, 1, 0))

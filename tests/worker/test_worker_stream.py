@@ -175,9 +175,9 @@ async def test_what_outlasts_the_drain_is_left_to_others(coordinator, start_work
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
     await some_outputs(stream, 1)
     worker.stop.set()
-    draining = (await stream.next("state_changed")).state_changed
+    draining = (await stream.next_of("state_changed")).state_changed
     assert draining.state == cluster_pb2.WORKER_STATE_DRAINING
-    stopped = (await stream.next("state_changed")).state_changed
+    stopped = (await stream.next_of("state_changed")).state_changed
     assert (stopped.state, stopped.failed) == (cluster_pb2.WORKER_STATE_STOPPED, False)
     assert await worker.exit_code() == 0
 
@@ -190,7 +190,7 @@ async def test_the_transfer_services_death_is_the_workers(coordinator, start_wor
     for process in psutil.Process(os.getpid()).children():
         if "baton.kvtransfer.service" in process.cmdline():
             process.kill()
-    change = (await stream.next("state_changed")).state_changed
+    change = (await stream.next_of("state_changed")).state_changed
     assert (change.state, change.failed) == (cluster_pb2.WORKER_STATE_STOPPED, True)
     assert await worker.exit_code() == 1
     assert "transfer service" in capsys.readouterr().err.splitlines()[-1]

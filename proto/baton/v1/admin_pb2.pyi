@@ -269,6 +269,7 @@ class WorkerInfo(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -300,6 +301,10 @@ class WorkerInfo(_message.Message):
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPeer]:
         """Workers that this one has handed over to, in the order of the last handoff to each."""
 
+    @_builtins.property
+    def latency(self) -> Global___LatencyInfo:
+        """Of all workers of this one's kind: same engine, version, device, model and tensor-parallel size."""
+
     def __init__(
         self,
         *,
@@ -320,14 +325,81 @@ class WorkerInfo(_message.Message):
         num_requests: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peers: _abc.Iterable[Global___WorkerPeer] | None = ...,
+        latency: Global___LatencyInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class LatencyInfo(_message.Message):
+    """What steps cost on a kind of worker, as fitted to what its workers report; the configured seed
+    while nothing is measured.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_BASE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_TOKEN_SQUARED_MS_FIELD_NUMBER: _builtins.int
+    STEP_BASE_MS_FIELD_NUMBER: _builtins.int
+    STEP_PER_REQUEST_MS_FIELD_NUMBER: _builtins.int
+    STEP_PER_KV_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
+    NUM_COLD_FIELD_NUMBER: _builtins.int
+    ERROR_P50_FIELD_NUMBER: _builtins.int
+    ERROR_P90_FIELD_NUMBER: _builtins.int
+    prefill_base_ms: _builtins.float
+    """A prompt of n tokens that no cache holds: base + per_token * n + per_token_squared * n^2."""
+    prefill_per_token_ms: _builtins.float
+    prefill_per_token_squared_ms: _builtins.float
+    step_base_ms: _builtins.float
+    """A token for each of n requests with k KV tokens in sum: base + per_request * n + per_kv_token * k."""
+    step_per_request_ms: _builtins.float
+    step_per_kv_token_ms: _builtins.float
+    num_samples: _builtins.int
+    """Steps that the fit rests on, those left out as outliers, and those left out because the worker
+    was new to steps of such a size.
+    """
+    num_rejected: _builtins.int
+    num_cold: _builtins.int
+    error_p50: _builtins.float
+    """Of the latest steps: |predicted - measured| / measured; absent while there are none."""
+    error_p90: _builtins.float
+    def __init__(
+        self,
+        *,
+        prefill_base_ms: _builtins.float = ...,
+        prefill_per_token_ms: _builtins.float = ...,
+        prefill_per_token_squared_ms: _builtins.float = ...,
+        step_base_ms: _builtins.float = ...,
+        step_per_request_ms: _builtins.float = ...,
+        step_per_kv_token_ms: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+        num_rejected: _builtins.int = ...,
+        num_cold: _builtins.int = ...,
+        error_p50: _builtins.float | None = ...,
+        error_p90: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "error_p50", b"error_p50", "error_p90", b"error_p90"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "error_p50", b"error_p50", "error_p90", b"error_p90", "num_cold", b"num_cold", "num_rejected", b"num_rejected", "num_samples", b"num_samples", "prefill_base_ms", b"prefill_base_ms", "prefill_per_token_ms", b"prefill_per_token_ms", "prefill_per_token_squared_ms", b"prefill_per_token_squared_ms", "step_base_ms", b"step_base_ms", "step_per_kv_token_ms", b"step_per_kv_token_ms", "step_per_request_ms", b"step_per_request_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error_p50: _TypeAlias = _typing.Literal["error_p50"]  # noqa: Y015
+    _WhichOneofArgType__error_p50: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50"]  # noqa: Y015
+    _WhichOneofReturnType__error_p90: _TypeAlias = _typing.Literal["error_p90"]  # noqa: Y015
+    _WhichOneofArgType__error_p90: _TypeAlias = _typing.Literal["_error_p90", b"_error_p90"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error_p50) -> _WhichOneofReturnType__error_p50 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error_p90) -> _WhichOneofReturnType__error_p90 | None: ...
+
+Global___LatencyInfo: _TypeAlias = LatencyInfo  # noqa: Y015
 
 @_typing.final
 class WorkerPeer(_message.Message):

@@ -485,18 +485,25 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class StepSample(_message.Message):
+    """A step may compute prompt chunks and decodes; it is one sample of their sum."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DECODES_FIELD_NUMBER: _builtins.int
     NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_SQUARES_FIELD_NUMBER: _builtins.int
     num_prefill_tokens: _builtins.int
     """Prompt tokens computed in the step, and requests decoded in it."""
     num_decodes: _builtins.int
     num_kv_tokens: _builtins.int
-    """KV tokens that the step's requests attend to."""
+    """KV tokens that the decoded requests attend to."""
     duration_us: _builtins.int
+    prefill_token_squares: _builtins.int
+    """Sum over the step's chunks of end^2 - done^2, where `done` counts the prompt's tokens computed
+    (not cached) before the step and `end` those after it: what attention within prompts costs.
+    """
     def __init__(
         self,
         *,
@@ -504,10 +511,11 @@ class StepSample(_message.Message):
         num_decodes: _builtins.int = ...,
         num_kv_tokens: _builtins.int = ...,
         duration_us: _builtins.int = ...,
+        prefill_token_squares: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "num_decodes", b"num_decodes", "num_kv_tokens", b"num_kv_tokens", "num_prefill_tokens", b"num_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "num_decodes", b"num_decodes", "num_kv_tokens", b"num_kv_tokens", "num_prefill_tokens", b"num_prefill_tokens", "prefill_token_squares", b"prefill_token_squares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,233 @@
+"""The fit finds the model that made the steps, and stays sane when the steps cannot tell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import astuple, fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.latency_fit import LatencyFit
+from baton.v1 import cluster_pb2
+
+PRIOR = LatencyModel(0.010, 1e-4, 2e-9, 0.015, 5e-5, 2e-7)
+MODELS = {
+    "like the prior": LatencyModel(0.008, 1.3e-4, 3e-9, 0.020, 8e-5, 3e-7),
+    "a CPU": LatencyModel(0.012, 3.0e-4, 4e-8, 0.022, 2e-3, 1e-6),
+    "a large GPU": LatencyModel(0.004, 1.2e-5, 1.5e-10, 0.006, 2e-5, 2e-8),
+    "without squares and KV": LatencyModel(0.005, 5e-5, 0.0, 0.008, 2e-4, 0.0),
+}
+CHUNK = 2048
+
+
+def sample(
+    model: LatencyModel, chunks: list[PrefillChunk], batch: int, kv: int, factor: float = 1.0
+) -> cluster_pb2.StepSample:
+    """What a worker reports of a step that took `factor` times what the model says."""
+    return cluster_pb2.StepSample(
+        num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks),
+        num_decodes=batch,
+        num_kv_tokens=kv,
+        duration_us=round(model.step_s(chunks, batch, kv) * factor * 1e6),
+        prefill_token_squares=sum(chunk.token_squares for chunk in chunks),
+    )
+
+
+def shapes(
+    rng: random.Random, kinds: str, lengths: tuple[int, int] = (64, 8000)
+) -> Iterator[tuple[list[PrefillChunk], int, int]]:
+    """A busy worker's steps: chunks of prompts of log-uniform length (p), decodes (d), both (m)."""
+    while True:
+        kind, chunks, batch, kv = rng.choice(kinds), list[PrefillChunk](), 0, 0
+        if kind in "pm":
+            length = round(math.exp(rng.uniform(*map(math.log, lengths))))
+            done = rng.randrange(0, length, CHUNK)
+            chunks.append(PrefillChunk(done, min(CHUNK, length - done)))
+        if kind in "dm":
+            batch = rng.randint(1, 64)
+            kv = sum(rng.randint(50, 2000) for _ in range(batch))
+        yield chunks, batch, kv
+
+
+def feed(fit: LatencyFit, model: LatencyModel, count: int, **changes) -> None:
+    """Feeds steps with noise (a standard deviation); of them, a share 20 times too slow."""
+    rng = random.Random(changes.get("seed", 1))
+    noise, outliers = changes.get("noise", 0.05), changes.get("outliers", 0.01)
+    steps = shapes(rng, changes.get("kinds", "pddddm"), changes.get("lengths", (64, 8000)))
+    for _ in range(count):
+        factor = math.exp(rng.gauss(0, noise)) * (20 if rng.random() < outliers else 1)
+        fit.observe(sample(model, *next(steps), factor))
+
+
+def worst_error(
+    fit: LatencyFit, model: LatencyModel, kinds: str = "pd", lengths=(64, 8000)
+) -> float:
+    """Of the predictions over the seen range, relative."""
+    steps = itertools.islice(shapes(random.Random(99), kinds, lengths), 300)
+    pairs = [(fit.model.step_s(*step), model.step_s(*step)) for step in steps]
+    return max(abs(predicted - true) / true for predicted, true in pairs)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("noise", "bound"), [(0.0, 0.03), (0.1, 0.05)])
+def test_steps_with_noise_and_outliers_give_their_model_back(model, noise, bound):
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 3000, noise=noise)
+    assert worst_error(fit, model) < bound
+    quality = fit.quality
+    assert quality.num_samples + quality.num_rejected == 3000
+    # One in a hundred was 20 times too slow.
+    assert 15 <= quality.num_rejected <= 50
+
+
+def test_a_few_dozen_steps_are_enough_to_leave_a_wrong_prior():
+    for model in MODELS.values():
+        fit = LatencyFit(PRIOR)
+        feed(fit, model, 60, outliers=0.0)
+        assert worst_error(fit, model) < 0.25
+
+
+def test_mixed_steps_alone_tell_prefill_and_decode_apart():
+    model = MODELS["a CPU"]
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 2000, kinds="m")
+    assert worst_error(fit, model, "m") < 0.05
+    assert worst_error(fit, model, "pd") < 0.15
+
+
+def test_one_step_in_ten_may_be_slow():
+    model = MODELS["a CPU"]
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 3000, outliers=0.1)
+    assert worst_error(fit, model) < 0.05
+
+
+def test_heavy_tails_do_not_carry_the_fit_away():
+    """Time beyond the model's is Pareto with no variance: the fit stays near the median."""
+    model, rng = MODELS["a CPU"], random.Random(1)
+    fit = LatencyFit(PRIOR)
+    steps = shapes(rng, "pddddm")
+    for _ in range(3000):
+        fit.observe(sample(model, *next(steps), 1 + 0.05 * rng.paretovariate(1.1)))
+    assert worst_error(fit, model) < 0.25
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.5, 2.0, 20.0])
+def test_a_worker_that_changes_its_speed_is_followed(factor):
+    model = MODELS["a CPU"]
+    changed = LatencyModel(*(value * factor for value in astuple(model)))
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 3000)
+    feed(fit, changed, 1000, seed=2)
+    assert worst_error(fit, changed) < 0.1
+
+
+def test_a_slow_drift_is_followed():
+    model, fit = MODELS["a CPU"], LatencyFit(PRIOR)
+    for number in range(40):
+        changed = LatencyModel(*(value * (1 + number / 40) for value in astuple(model)))
+        feed(fit, changed, 250, seed=number)
+    assert worst_error(fit, changed) < 0.1
+
+
+def test_a_flood_of_decode_steps_leaves_what_is_known_of_prompts():
+    model, fit = MODELS["a CPU"], LatencyFit(PRIOR)
+    feed(fit, model, 500, kinds="p")
+    feed(fit, model, 10_000, kinds="d")
+    assert worst_error(fit, model, "p") < 0.03
+
+
+def test_what_was_never_measured_keeps_the_priors_proportions():
+    """Only decodes are seen, of a machine 4 times slower than the prior."""
+    model = LatencyModel(*(value * 4 for value in astuple(PRIOR)))
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 1000, kinds="d")
+    assert fit.model.prefill_s(2000) == pytest.approx(model.prefill_s(2000), rel=0.1)
+
+
+finite = st.floats(0.1, 10.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    factors=st.tuples(finite, finite, finite, finite, finite, finite),
+    length=st.integers(1, 8000),
+    batch=st.integers(0, 64),
+    context=st.integers(1, 4000),
+    seed=st.integers(0, 1000),
+)
+def test_steps_of_one_shape_are_predicted_and_split_as_in_the_prior(
+    factors, length, batch, context, seed
+):
+    """Nothing tells the coefficients apart; what is seen is right, the rest is within reason."""
+    pairs = zip(factors, astuple(PRIOR), strict=True)
+    model, rng = LatencyModel(*(one * two for one, two in pairs)), random.Random(seed)
+    shape = [PrefillChunk(0, length)], batch, batch * context
+    fit = LatencyFit(PRIOR)
+    for _ in range(300):
+        fit.observe(sample(model, *shape, math.exp(rng.gauss(0, 0.03))))
+    assert fit.model.step_s(*shape) == pytest.approx(model.step_s(*shape), rel=0.03)
+    speed = model.step_s(*shape) / PRIOR.step_s(*shape)
+    for found, prior in zip(astuple(fit.model), astuple(PRIOR), strict=True):
+        assert speed / 3 <= found / prior <= speed * 3
+
+
+steps_of_any_kind = st.builds(
+    cluster_pb2.StepSample,
+    num_prefill_tokens=st.integers(0, 2**32 - 1),
+    num_decodes=st.integers(0, 2**32 - 1),
+    num_kv_tokens=st.integers(0, 2**64 - 1),
+    duration_us=st.integers(0, 2**32 - 1),
+    prefill_token_squares=st.integers(0, 2**64 - 1),
+)
+priors = st.builds(
+    LatencyModel, **{one.name: st.sampled_from([0.0, 1e-9, 1e-3, 10.0]) for one in fields(PRIOR)}
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prior=priors, steps=st.lists(steps_of_any_kind, max_size=60))
+def test_no_steps_make_a_coefficient_negative_or_infinite(prior, steps):
+    fit = LatencyFit(prior)
+    for step in steps:
+        fit.observe(step)
+        assert all(math.isfinite(value) and value >= 0 for value in astuple(fit.model))
+    quality = fit.quality
+    assert quality.num_samples + quality.num_rejected == len(steps)
+    if quality.error_p50 is not None:
+        assert 0 <= quality.error_p50 <= quality.error_p90 < math.inf
+
+
+def test_before_anything_is_measured_the_prior_holds():
+    fit = LatencyFit(PRIOR)
+    assert fit.model == PRIOR
+    assert fit.quality.error_p50 is None
+    for nothing in (
+        cluster_pb2.StepSample(duration_us=5),
+        cluster_pb2.StepSample(num_decodes=3, num_kv_tokens=9),
+        # Fewer squares than tokens cannot be.
+        cluster_pb2.StepSample(num_prefill_tokens=9, duration_us=5, prefill_token_squares=8),
+    ):
+        fit.observe(nothing)
+    assert fit.model == PRIOR
+    assert fit.quality.num_rejected == 3
+
+
+def test_a_prior_must_weigh_something():
+    with pytest.raises(ValueError, match="prior_weight is 0; must be more than 0"):
+        LatencyFit(PRIOR, prior_weight=0)
+
+
+def test_the_quality_says_how_far_the_latest_predictions_were_off():
+    fit = LatencyFit(PRIOR)
+    feed(fit, MODELS["a CPU"], 2000, noise=0.1, outliers=0.0)
+    quality = fit.quality
+    # The median and the 90th percentile of |N(0, 0.1)| are 0.067 and 0.164.
+    assert 0.05 < quality.error_p50 < 0.09
+    assert 0.12 < quality.error_p90 < 0.22
