@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
 from baton.coordinator import events as ev
 from baton.coordinator.budget import latency_budget
-from baton.coordinator.dispatch import Lanes, Placement
+from baton.coordinator.dispatch import Placement, max_output_tokens
+from baton.coordinator.lanes import LANES, Lanes, lane_config, lane_name
 from baton.coordinator.request import (
     EndedRequest,
     Request,
@@ -25,7 +26,7 @@ from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, LanesConfig, TenantConfig
 from baton.v1 import cluster_pb2, common_pb2
 
 _RETRY_AFTER_S = 1.0
@@ -36,14 +37,15 @@ class CoreConfig:
     """What the core needs of the configuration; times in seconds."""
 
     model_name: str
-    max_queued_requests: int
     max_running_requests: int
     max_request_s: float
-    max_queue_s: float
     worker_timeout_s: float
     handoff_timeout_s: float
     max_prefill_requests: int
     max_decode_requests: int
+    lanes: LanesConfig = field(default_factory=LanesConfig)
+    tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     max_ended_requests: int = 1024
 
     @classmethod
@@ -51,14 +53,15 @@ class CoreConfig:
         coordinator = config.coordinator
         return cls(
             model_name=config.model_name,
-            max_queued_requests=coordinator.max_queued_requests,
             max_running_requests=coordinator.max_running_requests,
             max_request_s=coordinator.max_request_s,
-            max_queue_s=coordinator.max_queue_s,
             worker_timeout_s=coordinator.worker_timeout_s,
             handoff_timeout_s=coordinator.handoff_timeout_s,
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
+            lanes=config.lanes,
+            tenant_defaults=config.tenant_defaults,
+            tenants=config.tenants,
         )
 
 
@@ -81,11 +84,14 @@ class RequestBook:
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._random_bytes = random_bytes
-        self._limits = StateLimits(queued_s=config.max_queue_s)
+        self._limits = {
+            lane: StateLimits(queued_s=lane_config(config.lanes, lane).max_queue_s)
+            for lane in LANES
+        }
         self._requests: dict[str, Request] = {}
         self._by_session: dict[int, dict[int, Request]] = {}
         self._num_dispatches = 0
-        self.lanes = Lanes()
+        self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
@@ -109,8 +115,17 @@ class RequestBook:
 
     # ---- In
 
-    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why a request would not be admitted now; None when it would."""
+    def admission_error(
+        self, lane: common_pb2.Lane.ValueType, tenant: str, now: float, num_tokens: int = 1
+    ) -> errors.BatonError | None:
+        """Why a request would not be admitted now; None when it would.
+
+        Args:
+            lane: of the request.
+            tenant: of the request.
+            now: by the core's clock.
+            num_tokens: prompt and the most output it may have; at least 1.
+        """
         if self.closing:
             return errors.Unavailable("the coordinator is stopping")
         if len(self._requests) >= self._config.max_running_requests:
@@ -120,19 +135,23 @@ class RequestBook:
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if self.lanes.num_queued(lane) >= self._config.max_queued_requests:
+        max_queued = lane_config(self._config.lanes, lane).max_queued
+        if self.lanes.num_queued(lane) >= max_queued:
             return errors.ResourceExhausted(
-                f"{self.lanes.num_queued(lane)} requests wait in the "
-                f"{common_pb2.Lane.Name(lane).removeprefix('LANE_').lower()} lane; "
-                f"at most {self._config.max_queued_requests}",
+                f"{self.lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
+                f"at most {max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        return None
+        return self.lanes.rate_error(tenant, num_tokens, now)
 
     def admit(self, submission: Submission, now: float) -> None:
         """Queues a submission, or fails it."""
-        refused = self.admission_error(submission.lane)
+        model = self._workers.model
+        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
+            submission, model.max_model_len if model is not None else 0
+        )
+        refused = self.admission_error(submission.lane, submission.tenant, now, num_tokens)
         if refused is None and submission.request_id in self._requests:
             refused = errors.AlreadyExists(f"request {submission.request_id} is running")
         if refused is not None:
@@ -154,13 +173,12 @@ class RequestBook:
         self._requests[request.id] = request
         self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
         self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
-        self.lanes.push(request)
-        self._timers.set(request.id, request.due(self._limits))
+        self.lanes.push(request, now, num_tokens)
+        self._set_timer(request)
         self.room_made = True
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
-        self.lanes.remove(request)
         self._advance(request, RequestState.PREFILLING, now)
         self._num_dispatches += 1
         request.attempt += 1
@@ -169,6 +187,7 @@ class RequestBook:
         request.decode = placement.decode.key if placement.decode is not None else None
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        self.lanes.dispatched(request, num_tokens)
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 worker.assign(request.id, num_tokens)
@@ -233,7 +252,9 @@ class RequestBook:
         if request is not None:
             self.fail(request, error, now)
 
-    def expire(self, request: Request, error: Callable[[], errors.BatonError], now: float) -> None:
+    def expire(
+        self, request: Request, error: Callable[[Request], errors.BatonError], now: float
+    ) -> None:
         """A timer of the request went off: it fails, or the timer is set again.
 
         Args:
@@ -241,10 +262,9 @@ class RequestBook:
             error: of one that waited in its lane for too long.
             now: by the core's clock.
         """
-        due = request.due(self._limits)
-        if due > now:
-            self._timers.set(request.id, due)
-        elif request.deadline <= now:
+        if self._set_timer(request) > now:
+            return
+        if request.deadline <= now:
             age_s = request.deadline - request.submission.arrived_at
             self.fail(
                 request,
@@ -255,7 +275,7 @@ class RequestBook:
                 now,
             )
         else:
-            self.fail(request, error(), now)
+            self.fail(request, error(request), now)
 
     def cancel_decode(self, request: Request) -> None:
         """The decode worker is not needed after all: it forgets the handoff."""
@@ -266,7 +286,13 @@ class RequestBook:
     def _advance(self, request: Request, state: RequestState, now: float) -> None:
         request.advance(state, now)
         if not request.ended:
-            self._timers.set(request.id, request.due(self._limits))
+            self._set_timer(request)
+
+    def _set_timer(self, request: Request) -> float:
+        """When something must be done about the request, by the core's clock."""
+        due = request.due(self._limits[request.submission.lane])
+        self._timers.set(request.id, due)
+        return due
 
     def _end(
         self,
@@ -277,7 +303,7 @@ class RequestBook:
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
-        self.lanes.remove(request)
+        self.lanes.ended(request, now)
         self._timers.cancel(request.id)
         self._release(request.prefill, request)
         self._release(request.decode, request)
@@ -292,6 +318,7 @@ class RequestBook:
             request_id=request.id,
             state=request.state,
             lane=request.submission.lane,
+            tenant=request.submission.tenant,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_ids),
             attempt=request.attempt,

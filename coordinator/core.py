@@ -13,6 +13,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig, RequestBook
 from baton.coordinator.dispatch import place
+from baton.coordinator.lanes import lane_config
 from baton.coordinator.outputs import apply_output
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
 from baton.coordinator.stats import CoreStats
@@ -113,9 +114,11 @@ class Core:
             self.workers.serving(role) for role in _POOLS.values()
         )
 
-    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why a request of this lane would not be admitted now; None when it would."""
-        return self._book.admission_error(lane)
+    def admission_error(
+        self, lane: common_pb2.Lane.ValueType, tenant: str, now: float
+    ) -> errors.BatonError | None:
+        """Why a request of this lane and tenant would not be admitted now; None when it would."""
+        return self._book.admission_error(lane, tenant, now)
 
     def request(self, request_id: str) -> Request | EndedRequest | None:
         """One request: running, or recently ended."""
@@ -144,6 +147,7 @@ class Core:
                 assert worker.key in (request.prefill, request.decode)
         queued = sum(request.attempt == 0 for request in requests.values())
         assert queued == len(self._book.lanes)
+        self._book.lanes.check_integrity()
         assert len(self._timers) == len(requests) + len(self.workers)
         assert not any(request.ended for request in requests.values())
 
@@ -185,7 +189,7 @@ class Core:
         self._book.room_made = False
         prefill = self.workers.serving(common_pb2.ROLE_PREFILL)
         decode = self.workers.serving(common_pb2.ROLE_DECODE)
-        while (request := self._book.lanes.head()) is not None:
+        for request in self._book.lanes.candidates():
             if self._settled(request, now):
                 continue
             placement = place(
@@ -196,7 +200,7 @@ class Core:
                 max_decode_requests=self._config.max_decode_requests,
             )
             if placement is None:
-                break
+                continue  # The lanes pass its own over.
             decoder = placement.decode
             if (
                 len(request.token_ids)
@@ -236,9 +240,10 @@ class Core:
             return True
         return False
 
-    def _queue_error(self) -> errors.BatonError:
+    def _queue_error(self, request: Request) -> errors.BatonError:
         """Why a request waited for too long."""
-        waited = f"waited {self._config.max_queue_s:g} s"
+        waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
+        waited = f"waited {waited_s:g} s"
         empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")

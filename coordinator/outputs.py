@@ -43,6 +43,7 @@ def _prefill_output(
         return
     if output.HasField("timings") and request.prefill_timings is None:
         request.prefill_timings = _copied(output.timings)
+        book.lanes.cached(request, output.timings.num_cached_tokens)
     if output.HasField("failed"):
         book.fail(request, _worker_error(output.failed, worker_id), now)
         return
@@ -70,6 +71,8 @@ def _decode_output(
 ) -> None:
     if output.HasField("timings") and request.decode_timings is None:
         request.decode_timings = _copied(output.timings)
+        if request.prefill is None:
+            book.lanes.cached(request, output.timings.num_cached_tokens)
     if output.HasField("failed"):
         book.fail(request, _worker_error(output.failed, worker_id), now)
         return
@@ -138,6 +141,7 @@ def _deliver(
             request.first_token_at = now
             lane.ttft.observe(now - request.submission.arrived_at)
         request.last_token_at = now
+        book.lanes.served(request, num_tokens)
         book.stats.num_output_tokens += num_tokens
     elif not delta.text:
         return True

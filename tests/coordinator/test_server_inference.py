@@ -140,7 +140,7 @@ async def test_unknown_model_names_the_served_one(inference):
 
 async def test_queue_full_says_when_to_retry(coordinator_config):
     async with (
-        Coordinator(coordinator_config(max_queued_requests=1)) as coordinator,
+        Coordinator(coordinator_config(lanes={"interactive": {"max_queued": 1}})) as coordinator,
         rpc.channel(coordinator.address) as channel,
     ):
         inference = inference_pb2_grpc.InferenceStub(channel)
@@ -159,7 +159,7 @@ async def test_queue_full_says_when_to_retry(coordinator_config):
 
 async def test_no_worker_within_the_queue_time(coordinator_config):
     async with (
-        Coordinator(coordinator_config(max_queue_s=0.1)) as coordinator,
+        Coordinator(coordinator_config(lanes={"interactive": {"max_queue_s": 0.1}})) as coordinator,
         rpc.channel(coordinator.address) as channel,
     ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(), timeout=WAIT_S)
