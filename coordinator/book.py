@@ -115,17 +115,8 @@ class RequestBook:
 
     # ---- In
 
-    def admission_error(
-        self, lane: common_pb2.Lane.ValueType, tenant: str, now: float, num_tokens: int = 1
-    ) -> errors.BatonError | None:
-        """Why a request would not be admitted now; None when it would.
-
-        Args:
-            lane: of the request.
-            tenant: of the request.
-            now: by the core's clock.
-            num_tokens: prompt and the most output it may have; at least 1.
-        """
+    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
+        """Why no request would be admitted now, whoever's; None when one would."""
         if self.closing:
             return errors.Unavailable("the coordinator is stopping")
         if len(self._requests) >= self._config.max_running_requests:
@@ -143,17 +134,18 @@ class RequestBook:
                 reason="QUEUE_FULL",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        return self.lanes.rate_error(tenant, num_tokens, now)
+        return None
 
     def admit(self, submission: Submission, now: float) -> None:
         """Queues a submission, or fails it."""
+        refused = self.admission_error(submission.lane)
+        if refused is None and submission.request_id in self._requests:
+            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
         model = self._workers.model
         num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
             submission, model.max_model_len if model is not None else 0
         )
-        refused = self.admission_error(submission.lane, submission.tenant, now, num_tokens)
-        if refused is None and submission.request_id in self._requests:
-            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
+        refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1

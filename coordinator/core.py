@@ -114,11 +114,9 @@ class Core:
             self.workers.serving(role) for role in _POOLS.values()
         )
 
-    def admission_error(
-        self, lane: common_pb2.Lane.ValueType, tenant: str, now: float
-    ) -> errors.BatonError | None:
-        """Why a request of this lane and tenant would not be admitted now; None when it would."""
-        return self._book.admission_error(lane, tenant, now)
+    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
+        """Why no request of this lane would be admitted now; None when one would."""
+        return self._book.admission_error(lane)
 
     def request(self, request_id: str) -> Request | EndedRequest | None:
         """One request: running, or recently ended."""

@@ -95,9 +95,8 @@ class Intake:
         check_request(request, self._config.coordinator, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         lane_limits = lane_config(self._config.lanes, lane)
-        tenant = request.tenant or DEFAULT_TENANT
         # Before any work is done for it; asked again when it is done.
-        refused = self._core.admission_error(lane, tenant, arrived_at)
+        refused = self._core.admission_error(lane)
         if refused is None and self._num_pending[lane] >= lane_limits.max_queued:
             refused = ResourceExhausted(
                 f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
@@ -146,7 +145,7 @@ class Intake:
             known_token_ids=array("I", request.resume.token_ids),
             known_text_chars=request.resume.num_text_chars,
             traceparent=traceparent,
-            tenant=tenant,
+            tenant=request.tenant or DEFAULT_TENANT,
         )
 
     def _limits(self) -> ModelLimits:

@@ -141,12 +141,10 @@ def check_lane(
             f"at most {limit} in the {name} lane",
         )
     limit = limits.max_output_tokens
-    if limit is not None and request.sampling.max_tokens > limit:
-        raise InvalidArgument(
-            "sampling.max_tokens",
-            request.sampling.max_tokens,
-            f"at most {limit} in the {name} lane",
-        )
+    for field in ("max_tokens", "min_tokens"):
+        value = getattr(request.sampling, field)
+        if limit is not None and value > limit:
+            raise InvalidArgument(f"sampling.{field}", value, f"at most {limit} in the {name} lane")
 
 
 def _check_prompt(
