@@ -31,6 +31,9 @@ def generate(
     ] = None,
     model: Annotated[str, typer.Option("--model", help="Empty: what is served.")] = "",
     lane: Annotated[LaneChoice, typer.Option("--lane")] = LaneChoice.INTERACTIVE,
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="Who to account to; empty: the default.")
+    ] = "",
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Left out: what the context has room for.")
     ] = None,
@@ -58,6 +61,7 @@ def generate(
     wanted: RequestOptions = {
         "model": model,
         "lane": lane.value,
+        "tenant": tenant,
         "timeout_s": timeout,
         "request_id": request_id,
     }

@@ -78,14 +78,22 @@ class BlockingClient:
 
     Args:
         address: of the coordinator, host:port.
-        max_requests, max_buffered_events: as in BatonClient.
+        max_requests, max_buffered_events, tenant: as in BatonClient.
     """
 
     def __init__(
-        self, address: str, *, max_requests: int = 4096, max_buffered_events: int = 256
+        self,
+        address: str,
+        *,
+        max_requests: int = 4096,
+        max_buffered_events: int = 256,
+        tenant: str = "",
     ) -> None:
         self._client = BatonClient(
-            address, max_requests=max_requests, max_buffered_events=max_buffered_events
+            address,
+            max_requests=max_requests,
+            max_buffered_events=max_buffered_events,
+            tenant=tenant,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(

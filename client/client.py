@@ -27,16 +27,23 @@ class BatonClient:
         max_requests: live at a time.
         max_buffered_events: of one request that wait for its reader; beyond them tokens join the
             last one.
+        tenant: who to account requests to that name none; empty: the coordinator's default.
     """
 
     def __init__(
-        self, address: str, *, max_requests: int = 4096, max_buffered_events: int = 256
+        self,
+        address: str,
+        *,
+        max_requests: int = 4096,
+        max_buffered_events: int = 256,
+        tenant: str = "",
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
         self.address = address
         self._max_requests = max_requests
         self._max_buffered_events = max_buffered_events
+        self._tenant = tenant
         self._channel: grpc.aio.Channel | None = None
         self._session: Session | None = None
 
@@ -73,7 +80,7 @@ class BatonClient:
             ResourceExhaustedError: max_requests are running.
             TypeError: an unknown option.
         """
-        request = build(prompt, options)
+        request = build(prompt, {"tenant": self._tenant, **options})
         session = self._open_session()
         state = RequestState(
             request,

@@ -81,6 +81,7 @@ class RequestOptions(SamplingOptions, total=False):
         add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
         authorization: credential of this request, "Bearer ...".
         traceparent: W3C trace context.
+        tenant: who to account to; left out: the client's.
     """
 
     model: str
@@ -92,6 +93,7 @@ class RequestOptions(SamplingOptions, total=False):
     add_generation_prompt: bool | None
     authorization: str
     traceparent: str
+    tenant: str
 
 
 _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")

@@ -11,8 +11,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
-from baton.coordinator.dispatch import LANES
 from baton.coordinator.intake import Intake
+from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import KindLatency, WorkerKind
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
@@ -130,7 +130,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             lane=lane,
             num_queued=self._core.num_queued(lane),
             num_running=self._core.stats.lanes[lane].num_running,
-            max_queued=self._config.coordinator.max_queued_requests,
+            max_queued=lane_config(self._config.lanes, lane).max_queued,
             oldest_wait=_duration(waited_s),
         )
 
@@ -196,6 +196,7 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
             request_id=request.request_id,
             state=request.state.value,
             lane=request.lane,
+            tenant=request.tenant,
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=request.num_output_tokens,
             attempt=request.attempt,
@@ -213,6 +214,7 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
         request_id=request.id,
         state=request.state.value,
         lane=request.submission.lane,
+        tenant=request.submission.tenant,
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=len(request.token_ids),
         attempt=request.attempt,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
 from baton.coordinator import events as ev
 from baton.coordinator.budget import latency_budget
-from baton.coordinator.dispatch import Lanes, Placement
+from baton.coordinator.dispatch import Placement, max_output_tokens
+from baton.coordinator.lanes import LANES, Lanes, lane_config, lane_name
 from baton.coordinator.request import (
     EndedRequest,
     Interruption,
@@ -26,7 +27,7 @@ from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.config import BatonConfig, LatencyConfig
+from baton.runtime.config import BatonConfig, LanesConfig, LatencyConfig, TenantConfig
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -46,10 +47,8 @@ class CoreConfig:
     """What the core needs of the configuration; times in seconds."""
 
     model_name: str
-    max_queued_requests: int
     max_running_requests: int
     max_request_s: float
-    max_queue_s: float
     max_recovery_s: float
     worker_timeout_s: float
     worker_silent_s: float
@@ -60,6 +59,9 @@ class CoreConfig:
     max_decode_requests: int
     # Of workers that nobody has measured.
     latency: LatencyModel = field(default_factory=lambda: LatencyModel.from_config(LatencyConfig()))
+    lanes: LanesConfig = field(default_factory=LanesConfig)
+    tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     max_ended_requests: int = 1024
 
     @classmethod
@@ -67,10 +69,8 @@ class CoreConfig:
         coordinator = config.coordinator
         return cls(
             model_name=config.model_name,
-            max_queued_requests=coordinator.max_queued_requests,
             max_running_requests=coordinator.max_running_requests,
             max_request_s=coordinator.max_request_s,
-            max_queue_s=coordinator.max_queue_s,
             max_recovery_s=coordinator.max_recovery_s,
             worker_timeout_s=coordinator.worker_timeout_s,
             worker_silent_s=coordinator.worker_silent_s,
@@ -80,6 +80,9 @@ class CoreConfig:
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
             latency=LatencyModel.from_config(config.latency),
+            lanes=config.lanes,
+            tenant_defaults=config.tenant_defaults,
+            tenants=config.tenants,
         )
 
 
@@ -102,11 +105,17 @@ class RequestBook:
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._random_bytes = random_bytes
-        self._limits = StateLimits(queued_s=config.max_queue_s, recovering_s=config.max_recovery_s)
+        self._limits = {
+            lane: StateLimits(
+                queued_s=lane_config(config.lanes, lane).max_queue_s,
+                recovering_s=config.max_recovery_s,
+            )
+            for lane in LANES
+        }
         self._requests: dict[str, Request] = {}
         self._by_session: dict[int, dict[int, Request]] = {}
         self._num_dispatches = 0
-        self.lanes = Lanes()
+        self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
@@ -131,7 +140,7 @@ class RequestBook:
     # ---- In
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why a request would not be admitted now; None when it would."""
+        """Why no request would be admitted now, whoever's; None when one would."""
         if self.closing:
             return errors.Unavailable("the coordinator is stopping")
         if len(self._requests) >= self._config.max_running_requests:
@@ -141,11 +150,11 @@ class RequestBook:
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if self.lanes.num_queued(lane) >= self._config.max_queued_requests:
+        max_queued = lane_config(self._config.lanes, lane).max_queued
+        if self.lanes.num_queued(lane) >= max_queued:
             return errors.ResourceExhausted(
-                f"{self.lanes.num_queued(lane)} requests wait in the "
-                f"{common_pb2.Lane.Name(lane).removeprefix('LANE_').lower()} lane; "
-                f"at most {self._config.max_queued_requests}",
+                f"{self.lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
+                f"at most {max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=_RETRY_AFTER_S,
             )
@@ -156,6 +165,11 @@ class RequestBook:
         refused = self.admission_error(submission.lane)
         if refused is None and submission.request_id in self._requests:
             refused = errors.AlreadyExists(f"request {submission.request_id} is running")
+        model = self._workers.model
+        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
+            submission, model.max_model_len if model is not None else 0
+        )
+        refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1
@@ -175,13 +189,12 @@ class RequestBook:
         self._requests[request.id] = request
         self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
         self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
-        self.lanes.push(request)
-        self._timers.set(request.id, request.due(self._limits))
+        self.lanes.push(request, now, num_tokens)
+        self._set_timer(request)
         self.room_made = True
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
-        self.lanes.remove(request)
         self._advance(request, RequestState.PREFILLING, now)
         self._num_dispatches += 1
         request.attempt += 1
@@ -193,6 +206,8 @@ class RequestBook:
         request.decode = placement.decode.key if placement.decode is not None else None
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        # A lost attempt was no service.
+        self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 worker.assign(request.id, num_tokens)
@@ -262,7 +277,7 @@ class RequestBook:
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(now))
         self._advance(request, RequestState.RECOVERING, now)
-        self.lanes.push(request)
+        self.lanes.push(request, now)
         self.stats.num_recoveries += 1
         self.room_made = True
 
@@ -306,10 +321,9 @@ class RequestBook:
             error: of the request when it has waited for too long.
             now: by the core's clock.
         """
-        due = request.due(self._limits)
-        if due > now:
-            self._timers.set(request.id, due)
-        elif request.deadline <= now:
+        if self._set_timer(request) > now:
+            return
+        if request.deadline <= now:
             age_s = request.deadline - request.submission.arrived_at
             self.fail(
                 request,
@@ -331,7 +345,13 @@ class RequestBook:
     def _advance(self, request: Request, state: RequestState, now: float) -> None:
         request.advance(state, now)
         if not request.ended:
-            self._timers.set(request.id, request.due(self._limits))
+            self._set_timer(request)
+
+    def _set_timer(self, request: Request) -> float:
+        """When something must be done about the request, by the core's clock."""
+        due = request.due(self._limits[request.submission.lane])
+        self._timers.set(request.id, due)
+        return due
 
     def _end(
         self,
@@ -342,7 +362,7 @@ class RequestBook:
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
-        self.lanes.remove(request)
+        self.lanes.ended(request, now)
         self._timers.cancel(request.id)
         self._let_go(request)
         del self._requests[request.id]
@@ -356,6 +376,7 @@ class RequestBook:
             request_id=request.id,
             state=request.state,
             lane=request.submission.lane,
+            tenant=request.submission.tenant,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_ids),
             attempt=request.attempt,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.book import CoreConfig, RequestBook
 from baton.coordinator.dispatch import place
+from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_output
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
@@ -119,7 +120,7 @@ class Core:
         )
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why a request of this lane would not be admitted now; None when it would."""
+        """Why no request of this lane would be admitted now; None when one would."""
         return self._book.admission_error(lane)
 
     def request(self, request_id: str) -> Request | EndedRequest | None:
@@ -152,6 +153,7 @@ class Core:
             assert all(requests[request_id].prefill == worker.key for request_id in worker.sending)
         queued = sum(request.waits for request in requests.values())
         assert queued == len(self._book.lanes)
+        self._book.lanes.check_integrity()
         assert len(self._timers) == len(requests) + len(self.workers)
         assert not any(request.ended for request in requests.values())
 
@@ -193,7 +195,7 @@ class Core:
         self._book.room_made = False
         prefill = self.workers.serving(common_pb2.ROLE_PREFILL)
         decode = self.workers.serving(common_pb2.ROLE_DECODE)
-        while (request := self._book.lanes.head()) is not None:
+        for request in self._book.lanes.candidates():
             if self._settled(request, now):
                 continue
             placement = place(
@@ -204,7 +206,7 @@ class Core:
                 max_decode_requests=self._config.max_decode_requests,
             )
             if placement is None:
-                break
+                continue  # The lanes pass its own over.
             decoder = placement.decode
             if (
                 len(request.token_ids)
@@ -246,7 +248,8 @@ class Core:
 
     def _queue_error(self, request: Request) -> errors.BatonError:
         """Why a request waited for too long."""
-        waited = f"waited {self._config.max_queue_s:g} s"
+        waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
+        waited = f"waited {waited_s:g} s"
         if request.last_loss is not None:
             waited = f"waited {self._config.max_recovery_s:g} s after {request.last_loss}"
         empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]

@@ -1,56 +1,13 @@
-"""Which request goes next, and to which workers.
-
-First come, first served in each lane, interactive first; the least loaded worker of each pool.
-"""
+"""To which workers a request goes: the least loaded of each pool."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.coordinator.request import Request
+from baton.coordinator.request import Request, Submission
 from baton.coordinator.workers import Worker
 from baton.runtime.sampling import needs_exact_state
-from baton.v1 import common_pb2
-
-LANES: tuple[common_pb2.Lane.ValueType, ...] = (common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
-
-
-class Lanes:
-    """Requests that wait, in order of arrival per lane."""
-
-    def __init__(self) -> None:
-        self._queues: dict[common_pb2.Lane.ValueType, OrderedDict[str, Request]] = {
-            lane: OrderedDict() for lane in LANES
-        }
-
-    def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
-
-    def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
-        return len(self._queues[lane])
-
-    def oldest(self, lane: common_pb2.Lane.ValueType) -> Request | None:
-        return next(iter(tuple(self._queues[lane].values())[:1]), None)
-
-    def push(self, request: Request) -> None:
-        """At the end; in front when it has been dispatched before."""
-        queue = self._queues[request.submission.lane]
-        queue[request.id] = request
-        if request.attempt:
-            queue.move_to_end(request.id, last=False)
-
-    def remove(self, request: Request) -> None:
-        """Idempotent."""
-        self._queues[request.submission.lane].pop(request.id, None)
-
-    def head(self) -> Request | None:
-        """The request whose turn it is; it stays until removed."""
-        for queue in self._queues.values():
-            if queue:
-                return next(iter(queue.values()))
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +71,17 @@ def handoff_bytes(worker: Worker, num_tokens: int) -> int:
     return fingerprint.block_bytes * fingerprint.num_layers * tp_size * num_blocks
 
 
-def max_output_tokens(request: Request, max_model_len: int) -> int:
-    """How many tokens the whole output can have: max_tokens, or what the context leaves."""
-    sampling = request.submission.sampling
-    room = max_model_len - request.num_prompt_tokens
+def max_output_tokens(submission: Submission, max_model_len: int) -> int:
+    """How many tokens the whole output can have: max_tokens, or what the context leaves.
+
+    Args:
+        submission: the request.
+        max_model_len: 0 while it is not known; then max_tokens counts, 0 without.
+    """
+    sampling = submission.sampling
+    if not max_model_len:
+        return sampling.max_tokens
+    room = max(0, max_model_len - len(submission.prompt_token_ids))
     return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
 
 
@@ -147,7 +111,7 @@ def place(
     prefiller = least_loaded(request, prefill, max_prefill_requests)
     if prefiller is None:
         return None
-    if max_output_tokens(request, prefiller.hello.model.max_model_len) == 1:
+    if max_output_tokens(request.submission, prefiller.hello.model.max_model_len) == 1:
         return Placement(prefiller, None)
     if decoder is None:
         return None

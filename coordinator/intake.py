@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from array import array
+from collections import Counter
 
 from google.rpc import code_pb2
 
 from baton.coordinator.core import Core
+from baton.coordinator.lanes import lane_config, lane_name
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.tokenization import Tokenizer
 from baton.coordinator.validation import (
     ModelLimits,
+    check_lane,
     check_lengths,
     check_request,
     check_token_ids,
 )
-from baton.runtime.config import CoordinatorConfig
+from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
+from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import common_pb2, inference_pb2
 
 # W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
@@ -33,12 +38,12 @@ class Intake:
     """
 
     def __init__(
-        self, core: Core, tokenizer: Tokenizer, config: CoordinatorConfig, model_path: str
+        self, core: Core, tokenizer: Tokenizer, config: BatonConfig, model_path: str
     ) -> None:
         self._core, self._tokenizer, self._config = core, tokenizer, config
         self._model_path = model_path
         self._known: common_pb2.ModelDescription | None = None
-        self._num_pending = 0
+        self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
 
     def model(self) -> common_pb2.ModelDescription:
         """What is served, as well as it is known by now."""
@@ -87,14 +92,15 @@ class Intake:
         deadline_s: float | None,
     ) -> Submission:
         limits = self._limits()
-        check_request(request, self._config, limits)
+        check_request(request, self._config.coordinator, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
+        lane_limits = lane_config(self._config.lanes, lane)
         # Before any work is done for it; asked again when it is done.
         refused = self._core.admission_error(lane)
-        if refused is None and self._num_pending >= self._config.max_queued_requests:
+        if refused is None and self._num_pending[lane] >= lane_limits.max_queued:
             refused = ResourceExhausted(
-                f"{self._num_pending} prompts wait to be tokenized; "
-                f"at most {self._config.max_queued_requests}",
+                f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
+                f"tokenized; at most {lane_limits.max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )
@@ -110,19 +116,23 @@ class Intake:
                     f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
                     "tokens and must leave room for one",
                 )
-            self._num_pending += 1
+            self._num_pending[lane] += 1
             try:
                 prompt = await self._tokenizer.prompt_token_ids(request)
             finally:
-                self._num_pending -= 1
+                self._num_pending[lane] -= 1
             check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
         check_lengths(request, len(prompt), limits)
+        check_lane(request, len(prompt), lane_limits, lane_name(lane))
         timeouts = [deadline_s] if deadline_s is not None else []
         if request.HasField("timeout"):
             timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
         # A copy: the whole message, prompt and all, would live as long as a part of it.
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
+        if lane_limits.max_output_tokens is not None and not sampling.HasField("max_tokens"):
+            room = (limits.max_model_len or math.inf) - len(prompt)
+            sampling.max_tokens = int(min(lane_limits.max_output_tokens, room))
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
         return Submission(
             to=to,
@@ -135,6 +145,7 @@ class Intake:
             known_token_ids=array("I", request.resume.token_ids),
             known_text_chars=request.resume.num_text_chars,
             traceparent=traceparent,
+            tenant=request.tenant or DEFAULT_TENANT,
         )
 
     def _limits(self) -> ModelLimits:

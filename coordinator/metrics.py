@@ -13,6 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
+from baton.coordinator.lanes import lane_name
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -42,13 +43,13 @@ class CoreCollector(Collector):
         for attribute, name, documentation in _LANE_HISTOGRAMS:
             family = HistogramMetricFamily(name, documentation, labels=["lane"])
             for lane, lane_stats in stats.lanes.items():
-                _add(family, [_lane_name(lane)], getattr(lane_stats, attribute))
+                _add(family, [lane_name(lane)], getattr(lane_stats, attribute))
             yield family
         queued = GaugeMetricFamily("baton_queue_depth", "Requests waiting.", labels=["lane"])
         running = GaugeMetricFamily("baton_requests_running", "Dispatched.", labels=["lane"])
         for lane, lane_stats in stats.lanes.items():
-            queued.add_metric([_lane_name(lane)], self._core.num_queued(lane))
-            running.add_metric([_lane_name(lane)], lane_stats.num_running)
+            queued.add_metric([lane_name(lane)], self._core.num_queued(lane))
+            running.add_metric([lane_name(lane)], lane_stats.num_running)
         yield queued
         yield running
         yield from self._totals()
@@ -60,7 +61,7 @@ class CoreCollector(Collector):
             "baton_requests", "Requests that ended.", labels=["lane", "outcome"]
         )
         for (lane, outcome), count in tuple(stats.requests.items()):
-            requests.add_metric([_lane_name(lane), outcome], count)
+            requests.add_metric([lane_name(lane), outcome], count)
         yield requests
         tokens = CounterMetricFamily("baton_tokens", "Tokens.", labels=["kind"])
         tokens.add_metric(["prompt"], stats.num_prompt_tokens)
@@ -131,7 +132,3 @@ def registry(core: Core) -> CollectorRegistry:
 
 def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
     family.add_metric(labels, histogram.buckets(), sum_value=histogram.total)
-
-
-def _lane_name(lane: common_pb2.Lane.ValueType) -> str:
-    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()

@@ -52,6 +52,7 @@ def _prefill_output(
         return
     if output.HasField("timings") and request.prefill_timings is None:
         request.prefill_timings = _copied(output.timings)
+        book.lanes.cached(request, output.timings.num_cached_tokens)
     if output.HasField("failed"):
         _failed(book, request, worker, output.failed, now)
         return
@@ -82,6 +83,8 @@ def _decode_output(
 ) -> None:
     if output.HasField("timings") and request.decode_timings is None:
         request.decode_timings = _copied(output.timings)
+        if request.prefill is None:
+            book.lanes.cached(request, output.timings.num_cached_tokens)
     if output.HasField("failed"):
         _failed(book, request, worker, output.failed, now)
         return
@@ -148,6 +151,7 @@ def _deliver(
         request.num_fruitless, request.suspect = 0, False
         if request.interruptions and request.interruptions[-1].ended_at is None:
             request.interruptions[-1].ended_at = now
+        book.lanes.served(request, num_tokens)
         book.stats.num_output_tokens += num_tokens
     elif not delta.text:
         return True

@@ -10,6 +10,7 @@ from enum import Enum
 
 from baton.coordinator.gaps import Gaps
 from baton.runtime.errors import BatonError
+from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 WorkerKey = tuple[str, int]
@@ -93,6 +94,7 @@ class Submission:
         arrived_at: when the request reached this process, by the core's clock, in seconds.
         timeout_s: from `arrived_at`; None for none but the coordinator's limit.
         traceparent: W3C trace context, handed on to workers.
+        tenant: who it is accounted to.
     """
 
     to: StreamKey
@@ -105,6 +107,7 @@ class Submission:
     known_token_ids: Sequence[int] = ()
     known_text_chars: int = 0
     traceparent: str = ""
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(slots=True)
@@ -212,6 +215,7 @@ class EndedRequest:
     request_id: str
     state: RequestState
     lane: common_pb2.Lane.ValueType
+    tenant: str
     num_prompt_tokens: int
     num_output_tokens: int
     attempt: int

@@ -92,7 +92,7 @@ class Coordinator:
         self._server = rpc.server(
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20)
         )
-        intake = Intake(self.shell.core, self._tokenizer, coordinator, model)
+        intake = Intake(self.shell.core, self._tokenizer, self._config, model)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(self.shell, intake, coordinator), self._server
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.coordinator.dispatch import LANES
+from baton.coordinator.lanes import LANES
 from baton.coordinator.request import EndedRequest, Request
 from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
 from baton.runtime.histogram import Histogram

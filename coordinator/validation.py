@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.runtime.config import CoordinatorConfig
+from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import InvalidArgument, NotFound, shown
+from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.v1 import common_pb2, inference_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
@@ -57,6 +58,8 @@ def check_request(
         raise InvalidArgument(
             "session_id", request.session_id, f"at most {_MAX_SESSION_ID_CHARS} characters"
         )
+    if request.tenant and not is_tenant(request.tenant):
+        raise InvalidArgument("tenant", request.tenant, TENANT_NAMES)
     if request.lane not in _LANES:
         raise InvalidArgument("lane", int(request.lane), "LANE_INTERACTIVE (1) or LANE_BATCH (2)")
     if request.HasField("timeout"):
@@ -120,6 +123,28 @@ def check_lengths(
             f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
             f"of {context} tokens",
         )
+
+
+def check_lane(
+    request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: LaneConfig, name: str
+) -> None:
+    """What the request's lane allows.
+
+    Raises:
+        InvalidArgument: prompt or output are longer.
+    """
+    limit = limits.max_prompt_tokens
+    if limit is not None and num_prompt_tokens > limit:
+        raise InvalidArgument(
+            request.WhichOneof("prompt") or "prompt",
+            f"{num_prompt_tokens} tokens",
+            f"at most {limit} in the {name} lane",
+        )
+    limit = limits.max_output_tokens
+    for field in ("max_tokens", "min_tokens"):
+        value = getattr(request.sampling, field)
+        if limit is not None and value > limit:
+            raise InvalidArgument(f"sampling.{field}", value, f"at most {limit} in the {name} lane")
 
 
 def _check_prompt(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.runtime.names import did_you_mean
+from baton.runtime.names import TENANT_NAMES, did_you_mean, is_tenant
 
 # Three years stand for "for ever": infinity fits no message.
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
@@ -46,7 +46,6 @@ class CoordinatorConfig(Section):
     metrics_listen: str = Field(
         "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one"
     )
-    max_queued_requests: PositiveInt = Field(1024, description="waiting in each lane")
     max_running_requests: PositiveInt = Field(4096, description="admitted and not ended")
     max_requests_per_session: PositiveInt = Field(4096)
     max_prompt_bytes: PositiveInt = Field(4 * 2**20, description="text or token ids of one prompt")
@@ -54,7 +53,6 @@ class CoordinatorConfig(Section):
     max_stop_string_chars: PositiveInt = Field(256)
     max_logprobs: int = Field(20, ge=0)
     max_request_s: PositiveSeconds = Field(3600, description="longest life of a request")
-    max_queue_s: PositiveSeconds = Field(60, description="longest wait for a worker")
     heartbeat_s: PositiveSeconds = Field(0.5, description="of the workers' streams")
     worker_silent_s: PositiveSeconds = Field(
         2.0,
@@ -99,6 +97,54 @@ class CoordinatorConfig(Section):
         if timeout_s < least_s:
             raise ValueError(f"must be at least worker_silent_s, {least_s:g}")
         return timeout_s
+
+
+class LaneConfig(Section):
+    """What one lane lets in; null is no limit."""
+
+    max_queued: PositiveInt = Field(1024, description="requests that wait")
+    max_queue_s: PositiveSeconds = Field(60.0, description="longest wait for a worker")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="of one request")
+    max_output_tokens: PositiveInt | None = Field(
+        None, description="of one request; also what one gets that names no max_tokens"
+    )
+    max_running: PositiveInt | None = Field(None, description="dispatched and not ended")
+
+
+class BatchLaneConfig(LaneConfig):
+    """The lane that yields."""
+
+    max_queue_s: PositiveSeconds = Field(600.0, description="longest wait for a worker")
+    share: float = Field(
+        0.05, ge=0, lt=1, description="of the tokens served, while both lanes have work to start"
+    )
+
+
+class LanesConfig(Section):
+    """The order of requests: interactive first, then batch; inside a lane tenants share fairly."""
+
+    interactive: LaneConfig = Field(default_factory=LaneConfig)
+    batch: BatchLaneConfig = Field(default_factory=BatchLaneConfig)
+    long_prompt_tokens: int = Field(
+        0, ge=0, description="interactive prompts longer than this queue with batch; 0: none does"
+    )
+    prompt_token_weight: float = Field(
+        1.0, gt=0, le=1000, description="of a prompt token in what a tenant was served"
+    )
+    output_token_weight: float = Field(2.0, gt=0, le=1000, description="of an output token there")
+
+
+class TenantConfig(Section):
+    """What one tenant gets; null is no limit."""
+
+    weight: float = Field(1.0, ge=0.001, le=1000, description="of its share beside others'")
+    max_concurrent: PositiveInt | None = Field(None, description="dispatched and not ended")
+    tokens_per_s: float | None = Field(
+        None, gt=0, le=1e12, description="prompt and output, admitted over time"
+    )
+    burst_tokens: PositiveInt | None = Field(
+        None, description="at once, after a pause; null: what ten seconds bring"
+    )
 
 
 class PoolConfig(Section):
@@ -250,6 +296,11 @@ class BatonConfig(Section):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    lanes: LanesConfig = Field(default_factory=LanesConfig)
+    tenant_defaults: TenantConfig = Field(default_factory=TenantConfig)
+    tenants: dict[str, TenantConfig] = Field(
+        default_factory=dict, description="by name; what one leaves out is tenant_defaults'"
+    )
     prefill: PoolConfig = Field(default_factory=PoolConfig)
     decode: PoolConfig = Field(default_factory=PoolConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
@@ -257,6 +308,31 @@ class BatonConfig(Section):
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+
+    @field_validator("tenants")
+    @classmethod
+    def _have_defaults(
+        cls, tenants: dict[str, TenantConfig], info: ValidationInfo
+    ) -> dict[str, TenantConfig]:
+        defaults = info.data.get("tenant_defaults", TenantConfig())
+        return {
+            name: defaults.model_copy(update=one.model_dump(exclude_unset=True))
+            for name, one in tenants.items()
+        }
+
+    @model_validator(mode="after")
+    def _tenants_make_sense(self) -> BatonConfig:
+        for name in self.tenants:
+            if not is_tenant(name):
+                raise ValueError(f"tenants: a name is {name!r}; must be {TENANT_NAMES}")
+        named = {f"tenants.{name}": tenant for name, tenant in self.tenants.items()}
+        for key, tenant in {"tenant_defaults": self.tenant_defaults, **named}.items():
+            if tenant.burst_tokens is not None and tenant.tokens_per_s is None:
+                raise ValueError(
+                    f"{key}.burst_tokens: is {tenant.burst_tokens}; needs tokens_per_s, "
+                    "the rate at which it fills again"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ranks_match(self) -> BatonConfig:
@@ -360,6 +436,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
 def _nearest(path: list[str]) -> str:
     section: Any = BatonConfig
     for part in path[:-1]:
-        section = section.model_fields[part].annotation
+        known = get_args(section)
+        section = known[-1] if known else section.model_fields[part].annotation
     hint = did_you_mean(path[-1], section.model_fields, cutoff=0.5)
     return hint or f"; known: {', '.join(section.model_fields)}"

@@ -1,9 +1,20 @@
-"""Help with names that nothing is called."""
+"""Names of tenants, and help with names that nothing is called."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# Of requests that name no tenant.
+DEFAULT_TENANT = "default"
+TENANT_NAMES = "1 to 64 characters of [A-Za-z0-9._:-]"
+_TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+
+
+def is_tenant(name: str) -> bool:
+    """Whether a tenant may be called that."""
+    return _TENANT.fullmatch(name) is not None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -136,11 +136,12 @@ def test_pools_workers_and_requests(ask):
         result = ask(command)
         assert result.code == 0
         assert result.out.startswith(heading)
-    ask("generate", "hello", "--max-tokens", "2", "--request-id", "seen")
+    ask("generate", "hello", "--max-tokens", "2", "--request-id", "seen", "--tenant", "acme")
     assert ask("requests").out == "no requests running\n"
     ended = {request["request_id"]: request for request in json.loads(listed(ask))}
     assert ended["seen"]["state"] == "finished"
     assert ended["seen"]["completion_tokens"] == 2
+    assert ended["seen"]["tenant"] == "acme"
 
 
 def test_workers_shows_how_they_reach_each_other(ask):

@@ -78,6 +78,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
         timeout_s=2.5,
         session_id="s",
         model="m",
+        tenant="t",
         temperature=0.0,
         seed=3,
         stop=["x", "y"],
@@ -94,7 +95,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
     assert request.lane == common_pb2.LANE_BATCH
     assert (request.slo.ttft_ms, request.slo.itl_ms) == (500, 50)
     assert request.timeout.ToMilliseconds() == 2500
-    assert (request.session_id, request.model) == ("s", "m")
+    assert (request.session_id, request.model, request.tenant) == ("s", "m", "t")
     sampling = request.sampling
     assert sampling.HasField("temperature")
     assert sampling.temperature == 0
@@ -104,6 +105,14 @@ async def test_everything_a_request_can_say_travels(client, inference):
     assert sampling.structured_output.json_schema == '{"type": "object"}'
     assert not sampling.HasField("top_p")
     await stream.aclose()
+
+
+async def test_a_client_has_a_tenant_that_a_request_may_override(server, inference):
+    async with BatonClient(server[0], tenant="acme") as client:
+        streams = [client.generate("x"), client.generate("x", tenant="other")]
+        connection = await inference.connection()
+        tenants = [(await connection.submitted()).request.tenant for _ in streams]
+        assert tenants == ["acme", "other"]
 
 
 async def test_requests_share_one_session_and_do_not_mix(client, inference):

@@ -20,7 +20,7 @@ from baton.coordinator.core import Core
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
-from baton.runtime.config import parse
+from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, parse
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
@@ -30,10 +30,8 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 CONFIG = CoreConfig(
     model_name="demo",
-    max_queued_requests=8,
     max_running_requests=16,
     max_request_s=600.0,
-    max_queue_s=60.0,
     worker_timeout_s=10.0,
     worker_silent_s=2.0,
     worker_stuck_s=20.0,
@@ -42,6 +40,7 @@ CONFIG = CoreConfig(
     handoff_timeout_s=10.0,
     max_prefill_requests=4,
     max_decode_requests=4,
+    lanes=LanesConfig(interactive=LaneConfig(max_queued=8), batch=BatchLaneConfig(max_queued=8)),
 )
 
 
@@ -255,11 +254,12 @@ def fresh_model_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def coordinator_config(model_dir):
-    """Builds a configuration; keyword arguments go to its coordinator section."""
+    """Builds a configuration; `lanes` is its section, the rest goes to its coordinator section."""
 
-    def build(**coordinator):
+    def build(lanes=None, **coordinator):
         values = {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "worker_timeout_s": 5.0}
-        return parse({"model": str(model_dir), "coordinator": {**values, **coordinator}}, "test")
+        sections = {"coordinator": {**values, **coordinator}, "lanes": lanes or {}}
+        return parse({"model": str(model_dir), **sections}, "test")
 
     return build
 

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
+from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 
@@ -15,7 +16,12 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
     class CoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.world = World(max_queue_s=20.0, max_request_s=40.0)
+            lanes = LanesConfig(
+                interactive=LaneConfig(max_queued=8, max_queue_s=20.0),
+                batch=BatchLaneConfig(max_queued=8, max_queue_s=20.0, max_running=3),
+            )
+            tenants = {"narrow": TenantConfig(max_concurrent=1), "heavy": TenantConfig(weight=2)}
+            self.world = World(lanes=lanes, tenants=tenants, max_request_s=40.0)
             self.incarnations: dict[str, int] = {}
             self.sessions_lost: set[int] = set()
             self.streams: list = []
@@ -25,15 +31,17 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             known=st.sampled_from([(), (5,), (5, 6)]),
             max_tokens=st.integers(1, 4),
             lane=st.sampled_from([common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH]),
+            tenant=st.sampled_from(["default", "narrow", "heavy"]),
             timeout_s=st.sampled_from([None, 3.0, 15.0]),
         )
-        def submit(self, session, known, max_tokens, lane, timeout_s):
+        def submit(self, session, known, max_tokens, lane, tenant, timeout_s):
             self.sessions_lost.discard(session)
             to = self.world.submit(
                 session,
                 known_token_ids=known,
                 sampling={"max_tokens": max_tokens},
                 lane=lane,
+                tenant=tenant,
                 timeout_s=timeout_s,
             )
             self.streams.append(to)

@@ -7,6 +7,7 @@ import pytest
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
+from baton.runtime.config import LaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -221,7 +222,8 @@ def test_queue_is_served_when_workers_come(new_world):
 
 
 def test_bounds_shed_with_a_time_to_retry(new_world):
-    world = new_world(max_queued_requests=2, max_running_requests=3)
+    lanes = LanesConfig(interactive=LaneConfig(max_queued=2))
+    world = new_world(lanes=lanes, max_running_requests=3)
     first, _second, third = (world.submit() for _ in range(3))
     assert world.kinds(first) == ["Accepted"]
     assert world.last(third).error.reason == "QUEUE_FULL"

@@ -111,6 +111,8 @@ BAD = [
     (generate("x", sampling={"stop": ["s"] * 10_000}), "sampling.stop", "10000"),
     (generate("x" * (5 * 2**20)), "text", "5242880 bytes"),
     (generate("x" * (2**20)), "text", "at least"),
+    (generate("x", tenant="a b"), "tenant", "'a b'"),
+    (generate("x", tenant="t" * 65), "tenant", "1 to 64 characters"),
     (
         inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot", "content": "x"}]}),
         "chat.messages",
@@ -140,7 +142,7 @@ async def test_unknown_model_names_the_served_one(inference):
 
 async def test_queue_full_says_when_to_retry(coordinator_config):
     async with (
-        Coordinator(coordinator_config(max_queued_requests=1)) as coordinator,
+        Coordinator(coordinator_config(lanes={"interactive": {"max_queued": 1}})) as coordinator,
         rpc.channel(coordinator.address) as channel,
     ):
         inference = inference_pb2_grpc.InferenceStub(channel)
@@ -157,9 +159,38 @@ async def test_queue_full_says_when_to_retry(coordinator_config):
         waiting.cancel()
 
 
+async def test_each_lane_bounds_prompt_and_output(coordinator_config, say_hello):
+    batch = {"max_prompt_tokens": 8, "max_output_tokens": 3}
+    async with (
+        Coordinator(coordinator_config(lanes={"batch": batch})) as coordinator,
+        rpc.channel(coordinator.address) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        for wrong, field in (
+            (generate("x " * 20), "text"),
+            (generate("x", sampling={"max_tokens": 4}), "sampling.max_tokens"),
+            (
+                inference_pb2.GenerateRequest(text="x", sampling={"min_tokens": 4}),
+                "sampling.min_tokens",
+            ),
+        ):
+            wrong.lane = common_pb2.LANE_BATCH
+            with pytest.raises(grpc.RpcError) as caught:
+                await inference.Generate(wrong, timeout=WAIT_S).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(field)
+            assert "in the batch lane" in caught.value.details()
+        # One that names no max_tokens gets what the lane allows.
+        unnamed = inference_pb2.GenerateRequest(text="x", lane=common_pb2.LANE_BATCH)
+        workers = say_hello("p", PREFILL), say_hello("d", DECODE)
+        async with attached(coordinator.address, *workers):
+            events = [event async for event in inference.Generate(unnamed, timeout=WAIT_S)]
+        assert events[-1].finished.usage.completion_tokens == 3
+
+
 async def test_no_worker_within_the_queue_time(coordinator_config):
     async with (
-        Coordinator(coordinator_config(max_queue_s=0.1)) as coordinator,
+        Coordinator(coordinator_config(lanes={"interactive": {"max_queue_s": 0.1}})) as coordinator,
         rpc.channel(coordinator.address) as channel,
     ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(generate(), timeout=WAIT_S)
@@ -360,17 +391,17 @@ async def test_a_stream_survives_its_decode_worker(coordinator, pair, inference,
             decode = (await d2.command("decode")).spec
             assert list(decode.known_token_ids) == [0]
             await d2.step(answer(decode, 1, 2, LENGTH))
-            assert list((await call.read()).delta.token_ids) == [1, 2]
+            assert [(await call.read()).delta.token_ids[0] for _ in range(2)] == [1, 2]
 
 
 async def test_admin_shows_pools_workers_and_requests(pair, inference, admin):
     async with pair(auto=False) as (p, d):
         await d.load(num_steps=3, num_running=1)
-        call = inference.Generate(generate(request_id="mine"), timeout=WAIT_S)
+        call = inference.Generate(generate(request_id="mine", tenant="acme"), timeout=WAIT_S)
         await call.read()
         spec = (await p.command("prefill")).spec
         listed = await admin.ListRequests(admin_pb2.ListRequestsRequest())
-        assert [one.request_id for one in listed.requests] == ["mine"]
+        assert [(one.request_id, one.tenant) for one in listed.requests] == [("mine", "acme")]
         assert listed.requests[0].state == admin_pb2.REQUEST_STATE_PREFILLING
         pools = await admin.ListPools(admin_pb2.ListPoolsRequest())
         assert [pool.num_serving for pool in pools.pools] == [1, 1]
@@ -383,6 +414,7 @@ async def test_admin_shows_pools_workers_and_requests(pair, inference, admin):
         assert (await call.read()).finished.reason == STOP
         info = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="mine"))
         assert info.state == admin_pb2.REQUEST_STATE_FINISHED
+        assert info.tenant == "acme"
         assert info.budget.total_us > 0
         assert (info.prefill_worker_id, info.decode_worker_id) == ("p", "d")
 

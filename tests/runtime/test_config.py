@@ -1,8 +1,9 @@
 """What a configuration may not say."""
 
 import pytest
+import yaml
 
-from baton.runtime.config import ConfigError, parse
+from baton.runtime.config import ConfigError, dump, parse
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,36 @@ def test_pools_of_different_tensor_parallel_sizes_are_refused_with_both_values()
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2 for prefill and 1 for decode"):
         parse({"prefill": {"engine_args": {"tensor_parallel_size": 2}}}, "test")
     parse({"engine_args": {"tensor_parallel_size": 2}}, "test")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"lanes": {"batch": {"share": 1}}}, "lanes.batch.share: is 1; .*less than 1"),
+        ({"lanes": {"interactive": {"share": 0.5}}}, "lanes.interactive.share: unknown key"),
+        ({"lanes": {"batch": {"max_running": 0}}}, "lanes.batch.max_running: is 0; "),
+        ({"coordinator": {"max_queue_s": 5}}, "coordinator.max_queue_s: unknown key"),
+        ({"tenants": {"a": {"weight": 0}}}, "tenants.a.weight: is 0; "),
+        ({"tenants": {"a": {"wieght": 1}}}, "tenants.a.wieght: unknown key; did you mean 'weight'"),
+        ({"tenants": {"a b": {}}}, "tenants: a name is 'a b'; must be 1 to 64 characters of"),
+        (
+            {"tenants": {"a": {"burst_tokens": 5}}},
+            "tenants.a.burst_tokens: is 5; needs tokens_per_s",
+        ),
+    ],
+)
+def test_lanes_and_tenants_say_what_is_wrong(values, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse(values, "test")
+
+
+def test_what_a_tenant_leaves_out_is_the_defaults():
+    values = {
+        "tenant_defaults": {"tokens_per_s": 10, "max_concurrent": 3},
+        "tenants": {"a": {"burst_tokens": 5}, "b": {"max_concurrent": None, "weight": 2}},
+    }
+    config = parse(values, "test")
+    a, b = config.tenants["a"], config.tenants["b"]
+    assert (a.weight, a.max_concurrent, a.tokens_per_s, a.burst_tokens) == (1, 3, 10, 5)
+    assert (b.weight, b.max_concurrent, b.tokens_per_s, b.burst_tokens) == (2, None, 10, None)
+    assert parse(yaml.safe_load(dump(config)), "test") == config

@@ -53,6 +53,7 @@ class GenerateRequest(_message.Message):
     AUTHORIZATION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs, traces and `baton explain`, and makes a submission idempotent: while
     a request of this id and caller is running, submitting it again is ALREADY_EXISTS. At most 128
@@ -71,6 +72,11 @@ class GenerateRequest(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the caller, for this request."""
     tracestate: _builtins.str
+    tenant: _builtins.str
+    """Who to account to: tenants share each lane fairly and may have limits. At most 64 characters of
+    [A-Za-z0-9._:-]; empty: "default". When the coordinator authenticates callers the credential
+    decides, and this must match it or be empty.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
     @_builtins.property
@@ -110,10 +116,11 @@ class GenerateRequest(_message.Message):
         authorization: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "timeout", b"timeout", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -1,0 +1,280 @@
+"""Which request is next: two lanes, and in each of them tenants in the order of fairness.
+
+Interactive goes first. While both lanes have work to start, batch gets its share of the tokens all
+the same; what interactive cannot use, batch gets whole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+
+from baton.coordinator.fairness import FairOrder, Trickle
+from baton.coordinator.request import Request
+from baton.coordinator.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket
+from baton.runtime.config import LaneConfig, LanesConfig, TenantConfig
+from baton.runtime.errors import ResourceExhausted
+from baton.v1 import common_pb2
+
+_INTERACTIVE, _BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+LANES: tuple[Lane, ...] = (_INTERACTIVE, _BATCH)
+
+
+def lane_config(config: LanesConfig, lane: Lane) -> LaneConfig:
+    return config.batch if lane == _BATCH else config.interactive
+
+
+def lane_name(lane: Lane) -> str:
+    """As in the configuration."""
+    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()
+
+
+class Lanes:
+    """Requests from their admission to their end: those that wait, and what the others cost.
+
+    A tenant is charged for its prompt when the request is dispatched and for each output token as
+    it comes. It waits its turn in each lane by itself. It is out of the order while it has as many
+    running as it may, so that what it cannot use is not saved up for it.
+
+    Args:
+        config: limits and shares of the lanes.
+        defaults: of tenants that are not named.
+        tenants: by name.
+    """
+
+    def __init__(
+        self,
+        config: LanesConfig,
+        defaults: TenantConfig | None = None,
+        tenants: Mapping[str, TenantConfig] | None = None,
+    ) -> None:
+        self._prompt_weight = config.prompt_token_weight
+        self._output_weight = config.output_token_weight
+        self._long_prompt_tokens = config.long_prompt_tokens
+        self._max_running = {lane: lane_config(config, lane).max_running for lane in LANES}
+        self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._matters)
+        self._orders: dict[Lane, FairOrder[TenantQueue]] = {lane: FairOrder() for lane in LANES}
+        self._trickle = Trickle(config.batch.share)
+        self._tickets: dict[str, Ticket] = {}
+        # By the lane they were submitted to, longest waiting first.
+        self._waiting: dict[Lane, OrderedDict[str, Request]] = {
+            lane: OrderedDict() for lane in LANES
+        }
+        # By the lane they are ordered in, as are those below.
+        self._num_running = dict.fromkeys(LANES, 0)
+        self._num_pushed = 0
+        # Lanes whose first request could not be placed in this round.
+        self._passed: set[Lane] = set()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def num_queued(self, lane: Lane) -> int:
+        return len(self._waiting[lane])
+
+    def oldest(self, lane: Lane) -> Request | None:
+        """The one that has waited for longest."""
+        return next(iter(self._waiting[lane].values()), None)
+
+    @property
+    def num_tenants(self) -> int:
+        """Remembered ones."""
+        return len(self._tenants)
+
+    # ---- In
+
+    def rate_error(self, tenant: str, num_tokens: int, now: float) -> ResourceExhausted | None:
+        """Why the tenant's rate does not allow a request of so many tokens now."""
+        known = self._tenants.find(tenant)
+        if known is None or known.bucket is None:
+            return None
+        wait_s = known.bucket.wait_s(num_tokens, now)
+        if not wait_s:
+            return None
+        return ResourceExhausted(
+            f"tenant {tenant!r} is over its {known.config.tokens_per_s:g} tokens/s; "
+            f"{num_tokens} more are allowed in {wait_s:.3g} s",
+            reason="TENANT_RATE",
+            retry_after_s=wait_s,
+        )
+
+    def push(self, request: Request, now: float, num_tokens: int = 0) -> None:
+        """Queues a new request, or one that was dispatched and comes back.
+
+        Args:
+            request: not waiting.
+            now: by the core's clock.
+            num_tokens: of a new one: prompt and the most output it may have. They are taken from
+                its tenant's rate, and what it did not use is given back when it ends.
+        """
+        ticket = self._tickets.get(request.id)
+        if ticket is None:
+            ticket = self._new_ticket(request, now, num_tokens)
+        else:
+            assert not ticket.is_queued
+            self._stopped(ticket)
+        ticket.is_queued = True
+        ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
+        ticket.queue.push(ticket)
+        waiting = self._waiting[request.submission.lane]
+        waiting[request.id] = request
+        if request.attempt:
+            waiting.move_to_end(request.id, last=False)
+        self._reorder(ticket.queue.tenant)
+
+    # ---- Next
+
+    def candidates(self) -> Iterator[Request]:
+        """Who is next, one after another, while places are being given.
+
+        One that still waits when the next is asked for could not be placed: its lane is passed
+        over for the rest of the round, since whoever is behind must not take its place, and the
+        other lane goes on.
+        """
+        self._passed.clear()
+        try:
+            while (ticket := self._next()) is not None:
+                yield ticket.request
+                if ticket.is_queued:
+                    self._passed.add(ticket.lane)
+        finally:
+            self._passed.clear()
+
+    def dispatched(self, request: Request, num_prompt_tokens: int) -> None:
+        """A waiting request goes to its workers.
+
+        Args:
+            request: waiting.
+            num_prompt_tokens: to be computed: prompt, and known tokens with it.
+        """
+        ticket = self._tickets[request.id]
+        lane, queue = ticket.lane, ticket.queue
+        other_waits = self._head(_INTERACTIVE if lane == _BATCH else _BATCH) is not None
+        # With the other lane empty, or passed over, the place was nobody else's: it costs the lane
+        # nothing.
+        ticket.owed_per_token = 0.0
+        if other_waits:
+            ticket.owed_per_token = -1.0 if lane == _BATCH else self._trickle.per_token
+        self._dequeue(ticket)
+        queue.tenant.num_running += 1
+        self._num_running[lane] += 1
+        self._orders[lane].took_turn(queue)
+        self._charge(ticket, num_prompt_tokens * self._prompt_weight)
+        self._reorder(queue.tenant)
+
+    # ---- Running
+
+    def served(self, request: Request, num_output_tokens: int) -> None:
+        """Output tokens of a request; of one that has ended they do not count."""
+        ticket = self._tickets.get(request.id)
+        if ticket is not None:
+            self._charge(ticket, num_output_tokens * self._output_weight)
+
+    def cached(self, request: Request, num_tokens: int) -> None:
+        """So many of the prompt tokens that it was charged for came from a prefix cache."""
+        ticket = self._tickets.get(request.id)
+        if ticket is not None and num_tokens:
+            cost = num_tokens * self._prompt_weight
+            self._orders[ticket.lane].credit(ticket.queue, cost)
+            self._trickle.owed -= cost * ticket.owed_per_token
+
+    def ended(self, request: Request, now: float) -> None:
+        """A request ended, wherever it was; idempotent.
+
+        Its tenant's rate gets back what was reserved and neither computed nor generated: everything
+        when it was never dispatched.
+        """
+        ticket = self._tickets.pop(request.id, None)
+        if ticket is None:
+            return
+        if ticket.is_queued:
+            self._dequeue(ticket)
+        else:
+            self._stopped(ticket)
+        tenant = ticket.queue.tenant
+        if tenant.bucket is not None:
+            num_used = 0
+            if request.attempt:
+                num_used = request.num_prompt_tokens + len(request.token_ids)
+            tenant.bucket.give_back(ticket.num_reserved_tokens - num_used, now)
+        self._reorder(tenant)
+        if tenant.idle:
+            self._tenants.rest(tenant, now)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a request is lost or counted twice."""
+        queued = [ticket for ticket in self._tickets.values() if ticket.is_queued]
+        assert len(queued) == len(self)
+        assert sum(self._num_running.values()) == len(self._tickets) - len(queued)
+        queues = {id(ticket.queue): ticket.queue for ticket in self._tickets.values()}
+        assert sum(map(len, queues.values())) == len(queued)
+        for queue in queues.values():
+            assert (queue.item is not None) == (len(queue) > 0 and queue.tenant.can_run)
+        for order in self._orders.values():
+            order.check_integrity()
+        self._tenants.check_integrity()
+
+    # ---- Inside
+
+    def _new_ticket(self, request: Request, now: float, num_tokens: int) -> Ticket:
+        submission = request.submission
+        lane = submission.lane
+        if 0 < self._long_prompt_tokens < request.num_prompt_tokens:
+            lane = _BATCH
+        tenant = self._tenants.awake(submission.tenant, now)
+        if tenant.bucket is not None:
+            tenant.bucket.take(num_tokens, now)
+        self._num_pushed += 1
+        ticket = Ticket(request, lane, tenant.queue(lane), self._num_pushed, num_tokens)
+        self._tickets[request.id] = ticket
+        return ticket
+
+    def _next(self) -> Ticket | None:
+        interactive, batch = self._head(_INTERACTIVE), self._head(_BATCH)
+        if interactive is None or batch is None:
+            return interactive or batch
+        request = batch.request
+        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        due = self._trickle.is_due(num_tokens * self._prompt_weight)
+        return batch if due else interactive
+
+    def _head(self, lane: Lane) -> Ticket | None:
+        """Whose turn it is in a lane; None when it has nothing to run, or cannot."""
+        limit = self._max_running[lane]
+        if lane in self._passed or (limit is not None and self._num_running[lane] >= limit):
+            return None
+        queue = self._orders[lane].first()
+        return queue.first() if queue is not None else None
+
+    def _charge(self, ticket: Ticket, cost: float) -> None:
+        self._orders[ticket.lane].charge(ticket.queue, cost)
+        self._trickle.owed += cost * ticket.owed_per_token
+
+    def _dequeue(self, ticket: Ticket) -> None:
+        ticket.is_queued = False
+        ticket.queue.remove(ticket)
+        del self._waiting[ticket.request.submission.lane][ticket.request.id]
+
+    def _stopped(self, ticket: Ticket) -> None:
+        ticket.queue.tenant.num_running -= 1
+        self._num_running[ticket.lane] -= 1
+
+    def _reorder(self, tenant: Tenant) -> None:
+        """Puts a tenant's queues into the order of their lanes, or takes them out."""
+        can_run = tenant.can_run
+        for lane, queue in tenant.queues.items():
+            order = self._orders[lane]
+            if can_run and len(queue):
+                if queue.item is None:
+                    if lane == _BATCH and not len(order):
+                        self._trickle.lane_begins()
+                    order.join(queue)
+            elif queue.item is not None:
+                order.leave(queue)
+
+    def _matters(self, tenant: Tenant, now: float) -> bool:
+        ahead = any(
+            queue.counter > self._orders[lane].level() for lane, queue in tenant.queues.items()
+        )
+        return ahead or (tenant.bucket is not None and not tenant.bucket.full(now))

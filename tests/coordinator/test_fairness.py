@@ -1,0 +1,167 @@
+"""Tenants' counters, the batch lane's trickle, and rates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.coordinator.fairness import Account, FairOrder, TokenBucket, Trickle
+
+COSTS = st.integers(1, 1000)
+
+
+@st.composite
+def histories(draw):
+    """Operations on six accounts: join, leave, charge, credit, or take the turn and be charged."""
+    names = st.sampled_from(["join", "leave", "charge", "credit", "turn"])
+    return draw(st.lists(st.tuples(names, st.integers(0, 5), COSTS), max_size=120))
+
+
+def play(history, accounts, order, check):
+    for name, index, cost in history:
+        account = accounts[index]
+        if name == "turn":
+            account = order.first()
+            if account is not None:
+                order.took_turn(account)
+                order.charge(account, cost)
+        elif name == "join" and account.item is None:
+            order.join(account)
+        elif name == "leave" and account.item is not None:
+            order.leave(account)
+        elif name in ("charge", "credit"):
+            getattr(order, name)(account, cost)
+        order.check_integrity()
+        check(name, account)
+
+
+@given(histories())
+def test_the_smallest_counter_is_next_and_of_equals_the_one_served_longest_ago(history):
+    accounts = [Account(weight) for weight in (0.5, 1, 1, 2, 3, 4)]
+    order: FairOrder[Account] = FairOrder()
+
+    def check(name, account):
+        active = [one for one in accounts if one.item is not None]
+        assert len(order) == len(active)
+        first = order.first()
+        assert (first is None) == (not active)
+        if first is not None:
+            assert first in active
+            assert (first.counter, first.turn) == min((one.counter, one.turn) for one in active)
+
+    play(history, accounts, order, check)
+
+
+@given(histories())
+def test_the_level_never_falls_and_nobody_joins_below_it(history):
+    accounts = [Account(1.0) for _ in range(6)]
+    order: FairOrder[Account] = FairOrder()
+    level = 0.0
+
+    def check(name, account):
+        nonlocal level
+        assert order.level() >= level
+        level = order.level()
+        assert all(one.counter >= one.floor for one in accounts)
+
+    play([one for one in history if one[0] != "credit"], accounts, order, check)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
+    data=st.data(),
+)
+@settings(max_examples=60)
+def test_backlogged_counters_stay_within_a_bound(weights, data):
+    """The paper's: one largest prompt, or all that runs at once can still generate."""
+    max_prompt, max_output, max_running = 200, 50, 4
+    accounts = [Account(weight) for weight in weights]
+    order: FairOrder[Account] = FairOrder()
+    for account in accounts:
+        order.join(account)
+    running: list[list] = []
+    for _ in range(60):
+        while len(running) < max_running:
+            account = order.first()
+            order.took_turn(account)
+            order.charge(account, data.draw(st.integers(1, max_prompt)))
+            running.append([account, data.draw(st.integers(1, max_output))])
+        for one in running:
+            order.charge(one[0], 1)
+            one[1] -= 1
+        running = [one for one in running if one[1]]
+        bound = (max_prompt + max_running * max_output) / min(weights)
+        counters = [account.counter for account in accounts]
+        assert max(counters) - min(counters) <= bound
+
+
+def test_an_idle_tenant_saves_nothing_up_and_a_credit_goes_no_lower_than_it_joined():
+    order: FairOrder[Account] = FairOrder()
+    busy, idle = Account(1.0), Account(1.0)
+    order.join(busy)
+    order.charge(busy, 500)
+    order.join(idle)
+    assert idle.counter == 500
+    order.charge(idle, 30)
+    order.credit(idle, 100)
+    assert idle.counter == 500
+    order.leave(busy)
+    order.leave(idle)
+    late = Account(1.0)
+    order.join(late)
+    assert late.counter == 500
+
+
+@given(st.lists(st.integers(0, 5), max_size=400))
+def test_the_heap_does_not_grow_with_joins_and_leaves(indices):
+    accounts = [Account(1.0) for _ in range(6)]
+    order: FairOrder[Account] = FairOrder()
+    for index in indices:
+        order.charge(accounts[index], 10)
+        (order.leave if accounts[index].item is not None else order.join)(accounts[index])
+    assert len(order._heap) <= 64 + 2 * 6 + 1
+
+
+def test_the_trickle_is_due_when_its_cost_is_owed():
+    trickle = Trickle(0.2)
+    trickle.owed += 400 * trickle.per_token
+    assert trickle.is_due(100)
+    assert not trickle.is_due(101)
+    trickle.lane_begins()
+    assert not trickle.is_due(1)
+    trickle.owed -= 50
+    trickle.lane_begins()
+    assert trickle.owed == -50
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.floats(0, 20, allow_nan=False)), min_size=1, max_size=60
+    )
+)
+def test_a_rate_is_kept_and_what_it_says_of_waiting_is_so(requests):
+    rate, burst, now, begun = 10.0, 100, 50.0, 50.0
+    bucket = TokenBucket(rate, burst, now)
+    admitted = 0
+    for num_tokens, pause_s in requests:
+        now += pause_s
+        wait_s = bucket.wait_s(num_tokens, now)
+        if wait_s:
+            assert bucket.wait_s(num_tokens, now + 0.9 * wait_s) > 0 or 0.1 * wait_s * rate <= 0.5
+            now += wait_s
+            assert bucket.wait_s(num_tokens, now) == 0
+        # One larger than a burst may overdraw, and the next one pays for it.
+        assert admitted <= burst + rate * (now - begun) + 300
+        bucket.take(num_tokens, now)
+        admitted += num_tokens
+
+
+def test_what_is_given_back_can_be_used_at_once():
+    bucket = TokenBucket(1.0, 100, 0.0)
+    bucket.take(100, 0.0)
+    assert bucket.wait_s(40, 0.0) == pytest.approx(40)
+    bucket.give_back(60, 0.0)
+    assert bucket.wait_s(40, 0.0) == 0
+    assert not bucket.full(39.0)
+    assert bucket.full(40.0)

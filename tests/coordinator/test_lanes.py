@@ -1,0 +1,353 @@
+"""Which request is next: nothing lost, nobody skipped, limits kept."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from baton.coordinator import events as ev
+from baton.coordinator import tenants as tenants_module
+from baton.coordinator.lanes import LANES, Lanes
+from baton.coordinator.request import Request, StreamKey, Submission
+from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
+from baton.v1 import common_pb2
+
+INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+STOP = common_pb2.FINISH_REASON_STOP
+
+
+def request(
+    number: int, tenant: str = "a", lane: int = INTERACTIVE, num_prompt: int = 10, known=()
+) -> Request:
+    submission = Submission(
+        to=StreamKey(1, number),
+        request_id=f"r{number}",
+        prompt_token_ids=[0] * num_prompt,
+        sampling=common_pb2.SamplingParams(),
+        lane=lane,
+        arrived_at=float(number),
+        tenant=tenant,
+        known_token_ids=known,
+    )
+    return Request(submission, float(number), 1e9, token_ids=array("I", known))
+
+
+def dispatch(lanes: Lanes, limit: int = 10**6) -> list[str]:
+    """A round with room for `limit` requests; whom it took."""
+    taken: list[str] = []
+    for one in lanes.candidates():
+        if len(taken) == limit:
+            continue
+        one.attempt += 1
+        lanes.dispatched(one, one.num_prompt_tokens + len(one.token_ids))
+        taken.append(one.id)
+    return taken
+
+
+CONFIG = LanesConfig(
+    interactive=LaneConfig(max_running=6),
+    batch=BatchLaneConfig(max_running=3, share=0.2),
+    long_prompt_tokens=50,
+)
+TENANTS = {"narrow": TenantConfig(max_concurrent=2), "heavy": TenantConfig(weight=4)}
+
+
+class LanesMachine(RuleBasedStateMachine):
+    """Beside the lanes a plain list of what waits and what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes = Lanes(CONFIG, TenantConfig(), TENANTS)
+        self.numbers = itertools.count()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def ordered_in(self, one: Request) -> int:
+        return BATCH if one.num_prompt_tokens > 50 else one.submission.lane
+
+    def num_running(self, lane: int) -> int:
+        return sum(self.ordered_in(one) == lane for one in self.running)
+
+    def narrow_can_run(self) -> bool:
+        return sum(one.submission.tenant == "narrow" for one in self.running) < 2
+
+    def can_run(self, one: Request) -> bool:
+        limit = {INTERACTIVE: 6, BATCH: 3}[self.ordered_in(one)]
+        free = self.num_running(self.ordered_in(one)) < limit
+        return free and (one.submission.tenant != "narrow" or self.narrow_can_run())
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", "narrow", "heavy"]),
+        lane=st.sampled_from([INTERACTIVE, BATCH]),
+        num_prompt=st.sampled_from([1, 20, 50, 51, 80]),
+        known=st.sampled_from([(), (), (7,)]),
+    )
+    def push(self, tenant, lane, num_prompt, known):
+        one = request(next(self.numbers), tenant, lane, num_prompt, known)
+        self.lanes.push(one, 0.0)
+        self.waiting.append(one)
+
+    @rule(data=st.data())
+    def round(self, data):
+        passed: set[int] = set()
+        offered: set[str] = set()
+        for one in self.lanes.candidates():
+            lane = self.ordered_in(one)
+            assert one in self.waiting
+            assert self.can_run(one)
+            assert lane not in passed
+            assert one.id not in offered
+            offered.add(one.id)
+            self.assert_first_of_its_tenant(one)
+            if data.draw(st.sampled_from([True, True, True, False])):
+                one.attempt += 1
+                self.waiting.remove(one)
+                self.running.append(one)
+                self.lanes.dispatched(one, one.num_prompt_tokens)
+            else:
+                passed.add(lane)
+        # Nothing that could have run was left without being offered.
+        for one in self.waiting:
+            assert not self.can_run(one) or self.ordered_in(one) in passed
+
+    def assert_first_of_its_tenant(self, one: Request) -> None:
+        mine = [
+            other
+            for other in self.waiting
+            if other.submission.tenant == one.submission.tenant
+            and self.ordered_in(other) == self.ordered_in(one)
+        ]
+        back = [other for other in mine if other.attempt or other.token_ids]
+        expected = min(back, key=lambda other: other.submission.arrived_at) if back else mine[0]
+        assert one is expected
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def serve(self, data, count):
+        one = data.draw(st.sampled_from(self.running))
+        one.token_ids.extend([0] * count)
+        self.lanes.served(one, count)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cached(self, data):
+        one = data.draw(st.sampled_from(self.running))
+        self.lanes.cached(one, one.num_prompt_tokens // 2)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def come_back(self, data):
+        one = data.draw(st.sampled_from(self.running))
+        self.running.remove(one)
+        self.lanes.push(one, 0.0)
+        self.waiting.append(one)
+
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(data=st.data())
+    def end(self, data):
+        one = data.draw(st.sampled_from(self.running + self.waiting))
+        (self.running if one in self.running else self.waiting).remove(one)
+        self.lanes.ended(one, 0.0)
+        self.lanes.ended(one, 0.0)
+        self.lanes.served(one, 1)
+
+    @invariant()
+    def counts_agree(self):
+        self.lanes.check_integrity()
+        assert len(self.lanes) == len(self.waiting)
+        for lane in LANES:
+            mine = [one for one in self.waiting if one.submission.lane == lane]
+            assert self.lanes.num_queued(lane) == len(mine)
+            assert (self.lanes.oldest(lane) in mine) == bool(mine)
+
+    def teardown(self):
+        for one in self.running + self.waiting:
+            self.lanes.ended(one, 0.0)
+        self.lanes.check_integrity()
+        assert len(self.lanes) == 0
+
+
+def test_no_request_is_lost_or_offered_twice_or_held_back():
+    run_state_machine_as_test(
+        LanesMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_tenants_take_turns_by_what_they_were_served():
+    lanes = Lanes(LanesConfig())
+    for number in range(6):
+        lanes.push(request(number, "long", num_prompt=100), 0.0)
+    for number in range(6, 18):
+        lanes.push(request(number, "short", num_prompt=25), 0.0)
+    order = [int(one[1:]) >= 6 for one in dispatch(lanes, 10)]
+    # A short one while the other is ahead: four for each long one.
+    assert (order.count(False), order.count(True)) == (2, 8)
+
+
+def test_a_tenant_at_its_limit_is_skipped_and_saves_nothing_up():
+    lanes = Lanes(LanesConfig(), TenantConfig(), {"narrow": TenantConfig(max_concurrent=1)})
+    mine = [request(number, "narrow") for number in range(3)]
+    theirs = [request(number, "wide") for number in range(3, 40)]
+    for one in mine + theirs:
+        lanes.push(one, 0.0)
+    assert dispatch(lanes, 20) == ["r0", *(f"r{number}" for number in range(3, 22))]
+    lanes.ended(mine[0], 0.0)
+    # It takes part again from where the others are, and once only.
+    assert dispatch(lanes, 3) == ["r1", "r22", "r23"]
+
+
+def test_those_that_come_back_go_before_new_ones_by_their_arrival():
+    lanes = Lanes(LanesConfig())
+    all_of_them = [request(number) for number in range(4)]
+    for one in all_of_them:
+        lanes.push(one, 0.0)
+    dispatch(lanes, 3)
+    for number in (2, 0, 1):
+        lanes.push(all_of_them[number], 0.0)
+    assert dispatch(lanes) == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_lane_that_is_passed_over_leaves_the_place_to_the_other():
+    lanes = Lanes(LanesConfig())
+    lanes.push(request(0, num_prompt=500), 0.0)
+    lanes.push(request(1), 0.0)
+    for number in (2, 3):
+        lanes.push(request(number, lane=BATCH), 0.0)
+    taken = []
+    for one in lanes.candidates():
+        if one.num_prompt_tokens < 500:
+            one.attempt += 1
+            lanes.dispatched(one, 10)
+            taken.append(one.id)
+    assert taken == ["r2", "r3"]
+
+
+def test_long_interactive_prompts_wait_with_batch():
+    lanes = Lanes(LanesConfig(long_prompt_tokens=100))
+    long = request(0, num_prompt=101)
+    lanes.push(long, 0.0)
+    lanes.push(request(1, "b", BATCH), 0.0)
+    lanes.push(request(2, num_prompt=100), 0.0)
+    assert lanes.num_queued(INTERACTIVE) == 2
+    assert lanes.oldest(INTERACTIVE) is long
+    assert dispatch(lanes) == ["r2", "r0", "r1"]
+
+
+def test_prompt_tokens_from_a_cache_are_not_charged():
+    lanes = Lanes(LanesConfig())
+    hit, miss = request(0, "hit", num_prompt=100), request(1, "miss", num_prompt=100)
+    for one in (hit, miss, *(request(number, "hit") for number in range(2, 8)), request(8, "miss")):
+        lanes.push(one, 0.0)
+    dispatch(lanes, 2)
+    lanes.cached(hit, 40)
+    assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
+
+
+def test_idle_tenants_are_forgotten_when_they_owe_nothing(monkeypatch):
+    monkeypatch.setattr(tenants_module, "_MAX_IDLE", 20)
+    rates = {"limited": TenantConfig(tokens_per_s=1.0, burst_tokens=100)}
+    lanes = Lanes(LanesConfig(), TenantConfig(), rates)
+    limited = request(0, "limited")
+    lanes.push(limited, 0.0, 100)
+    dispatch(lanes)
+    lanes.ended(limited, 0.0)
+    for number in range(1, 10):
+        lanes.push(request(number, f"t{number}"), 1.0)
+        lanes.ended(request(number, f"t{number}"), 1.0)
+        assert lanes.num_tenants == 1, "only what has a debt"
+    assert lanes.rate_error("limited", 100, 1.0) is not None
+    lanes.push(request(20, "late"), 200.0)
+    lanes.ended(request(20, "late"), 200.0)
+    assert lanes.num_tenants == 0
+
+
+def test_the_number_of_remembered_tenants_is_bounded(monkeypatch):
+    monkeypatch.setattr(tenants_module, "_MAX_IDLE", 20)
+    lanes = Lanes(LanesConfig(), TenantConfig(tokens_per_s=1.0))
+    for number in range(100):
+        one = request(number, f"t{number}")
+        lanes.push(one, 0.0, 10)
+        dispatch(lanes)
+        lanes.ended(one, 0.0)
+    assert lanes.num_tenants == 20
+    lanes.check_integrity()
+
+
+# ---- Through the core
+
+
+def test_a_tenant_over_its_rate_is_told_when_there_will_be_enough(new_world, out):
+    limited = TenantConfig(tokens_per_s=10.0, burst_tokens=100)
+    world = new_world(tenants={"t": limited}).pair()
+    first = world.submit(tenant="t", num_prompt=60, sampling={"max_tokens": 20})
+    other = world.submit(tenant="u", num_prompt=60)
+    refused = world.submit(tenant="t", num_prompt=40, sampling={"max_tokens": 20})
+    assert world.kinds(first) == world.kinds(other) == ["Accepted"]
+    error = world.last(refused).error
+    assert (error.reason, error.retry_after_s) == ("TENANT_RATE", pytest.approx(4.0))
+    assert "tenant 't' is over its 10 tokens/s" in str(error)
+    assert world.core.stats.sheds == {"tenant_rate": 1}
+    world.after(3.9)
+    assert world.kinds(world.submit(tenant="t", num_prompt=40, sampling={"max_tokens": 20})) == [
+        "Failed"
+    ]
+    world.after(0.1)
+    again = world.submit(tenant="t", num_prompt=40, sampling={"max_tokens": 20})
+    assert world.kinds(again) == ["Accepted"]
+
+
+def test_what_a_request_did_not_use_of_its_rate_comes_back(new_world, out):
+    world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100)).pair()
+    world.submit(num_prompt=20, sampling={"max_tokens": 80})
+    assert world.last(world.submit(num_prompt=1)).error.reason == "TENANT_RATE"
+    world.step("p", out("r1", [7], finish=STOP))
+    fits = world.submit(num_prompt=20, sampling={"max_tokens": 59})
+    assert world.kinds(fits) == ["Accepted"]
+    # One that never ran gives everything back.
+    world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100))
+    waiting = world.submit(num_prompt=20, sampling={"max_tokens": 80})
+    world.handle(ev.StreamCancelled(waiting))
+    assert world.kinds(world.submit(num_prompt=20, sampling={"max_tokens": 80})) == ["Accepted"]
+
+
+def test_each_lane_has_its_own_longest_wait(new_world):
+    lanes = LanesConfig(
+        interactive=LaneConfig(max_queue_s=5.0), batch=BatchLaneConfig(max_queue_s=15.0)
+    )
+    world = new_world(lanes=lanes)
+    interactive, batch = world.submit(), world.submit(lane=BATCH)
+    world.after(6.0)
+    assert "waited 5 s" in str(world.last(interactive).error)
+    assert world.kinds(batch) == ["Accepted"]
+    world.after(10.0)
+    assert "waited 15 s" in str(world.last(batch).error)
+
+
+@pytest.mark.parametrize(
+    ("num_output", "num_prompt", "num_cached", "expected"),
+    [(1, 10, 0, "r2"), (30, 10, 0, "r5"), (30, 200, 0, "r2"), (30, 200, 190, "r5")],
+)
+def test_what_workers_report_decides_who_is_next(
+    new_world, out, num_output, num_prompt, num_cached, expected
+):
+    """Tenant a's request decodes while b's prompt is read; then it is a's or b's second one."""
+    world = new_world(max_prefill_requests=1).pair()
+    world.submit(tenant="a", num_prompt=10)
+    for tenant, num_tokens in (("a", 5), ("b", num_prompt), ("a", 5), ("b", 5)):
+        world.submit(tenant=tenant, num_prompt=num_tokens)
+    world.step("p", out("r1", [7], finish=0))
+    assert world.commands["p"][-1].spec.request_id == "r3"
+    world.step("d", out("r1", [7] * num_output, offset=1))
+    world.step("p", out("r3", [7], finish=STOP, timings={"num_cached_tokens": num_cached}))
+    assert world.commands["p"][-1].spec.request_id == expected

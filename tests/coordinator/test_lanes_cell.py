@@ -1,0 +1,122 @@
+"""Shares and waits of tenants and lanes, through the real core under a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_cell import Cell
+
+from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
+from baton.v1 import common_pb2
+
+INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+
+
+def lanes(share: float = 0.05, **changes) -> LanesConfig:
+    """Without limits that anything here would meet."""
+    free = {"max_queued": 10**6, "max_queue_s": 1e6}
+    return LanesConfig(
+        interactive=LaneConfig(**free), batch=BatchLaneConfig(**free, share=share), **changes
+    )
+
+
+def jain(values: list[int]) -> float:
+    return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
+
+
+def crowd(say_hello) -> Cell:
+    """Four backlogged tenants, of which "greedy" sends 10 times more and 8 times longer."""
+    cell = Cell(say_hello, lanes=lanes())
+    begin = cell.now
+    shapes = {"a": (128, 16), "b": (16, 48), "c": (64, 32)}
+    for tenant, (num_prompt, num_output) in shapes.items():
+        fields = {"tenant": tenant, "num_prompt": num_prompt, "num_output": num_output}
+        cell.every(0.14, begin, begin + 90, **fields)
+    cell.every(0.014, begin, begin + 90, tenant="greedy", num_prompt=512, num_output=256)
+    return cell
+
+
+def test_a_greedy_tenant_takes_nothing_from_others(say_hello):
+    cell = crowd(say_hello)
+    begin = cell.now
+    cell.run(begin + 90)
+    waiting = {one.submission.tenant for one in cell.core.running() if not one.attempt}
+    assert waiting == {"a", "b", "c", "greedy"}
+    for second in range(61):
+        served = cell.tokens(begin + second, begin + second + 30)
+        assert jain([served[one] for one in ("a", "b", "c", "greedy")]) >= 0.95, second
+
+
+@pytest.mark.parametrize("after_s", [0.003, 7.77, 20.0])
+def test_a_newcomer_waits_for_one_place(say_hello, after_s):
+    """The quantum: until one of those that run ends and leaves its place."""
+    cell = crowd(say_hello)
+    begin = cell.now
+    cell.run(begin + 10 + after_s)
+    num_before = len(cell.dispatched)
+    newcomer = cell.submit("newcomer", num_prompt=2000, num_output=400)
+    cell.run(cell.now + 10)
+    assert cell.dispatched[num_before] == newcomer
+
+
+def test_newcomers_of_one_moment_wait_for_a_place_each(say_hello):
+    cell = crowd(say_hello)
+    cell.run(cell.now + 10)
+    num_before = len(cell.dispatched)
+    newcomers = [cell.submit(f"new{index}") for index in range(5) for _ in range(3)]
+    cell.run(cell.now + 10)
+    # One of each; what its second needs it has to wait for like everyone.
+    assert set(cell.dispatched[num_before : num_before + 5]) == set(newcomers[::3])
+
+
+def test_weights_are_kept(say_hello):
+    tenants = {"two": TenantConfig(weight=2), "four": TenantConfig(weight=4)}
+    cell = Cell(say_hello, lanes=lanes(), tenants=tenants)
+    begin = cell.now
+    cell.every(0.03, begin, begin + 90, tenant="one", num_prompt=128, num_output=16)
+    cell.every(0.03, begin, begin + 90, tenant="two", num_prompt=16, num_output=64)
+    cell.every(0.03, begin, begin + 90, tenant="four")
+    cell.run(begin + 90)
+    served = cell.tokens(begin + 10, begin + 90)
+    assert served["two"] / served["one"] == pytest.approx(2, rel=0.05)
+    assert served["four"] / served["one"] == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.25])
+def test_batch_gets_its_share_while_interactive_has_more_than_enough(say_hello, share):
+    cell = Cell(say_hello, lanes=lanes(share))
+    begin = cell.now
+    cell.every(0.02, begin, begin + 70, tenant="a")
+    cell.every(0.1, begin, begin + 70, tenant="b", lane=BATCH, num_prompt=200, num_output=100)
+    cell.run(begin + 70)
+    served = cell.tokens(begin + 20, begin + 70, key=2)
+    assert served[BATCH] / (served[BATCH] + served[INTERACTIVE]) == pytest.approx(share, abs=0.01)
+
+
+def test_interactive_goes_first_and_batch_gets_all_that_is_spare(say_hello):
+    def run(interactive: bool) -> Cell:
+        cell = Cell(say_hello, lanes=lanes())
+        begin = cell.now
+        cell.every(0.01, begin, begin + 60, lane=BATCH)
+        if interactive:
+            cell.every(0.13, begin + 5, begin + 60)
+        cell.run(begin + 60)
+        return cell
+
+    alone, both = run(interactive=False), run(interactive=True)
+    total, total_alone = (sum(one.tokens(1010, 1060, key=2).values()) for one in (both, alone))
+    assert total >= 0.99 * total_alone
+    waits_s = [wait_s for lane, wait_s in both.waits if lane == INTERACTIVE]
+    assert len(waits_s) > 400
+    # Whatever waits behind them: at most until the next of 16 places is left.
+    assert max(waits_s) <= 32 * Cell.step_s
+
+
+def test_what_batch_could_not_use_is_not_saved_up(say_hello):
+    cell = Cell(say_hello, lanes=lanes())
+    begin = cell.now
+    cell.every(0.02, begin, begin + 60)
+    cell.run(begin + 30)
+    cell.every(0.01, begin + 30, begin + 60, lane=BATCH)
+    cell.run(begin + 60)
+    served = cell.tokens(begin + 30, begin + 35, key=2)
+    assert served[BATCH] <= 0.08 * (served[BATCH] + served[INTERACTIVE])
