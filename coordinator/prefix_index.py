@@ -13,17 +13,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
 from baton.coordinator.request import WorkerKey
-
-
-class Holder(NamedTuple):
-    """A worker, and how many of a prompt's first blocks it holds or soon will."""
-
-    worker: WorkerKey
-    num_blocks: int
 
 
 @dataclass(slots=True, eq=False)
@@ -48,65 +42,65 @@ class _Expected(NamedTuple):
 
 
 class PrefixMatch:
-    """Who holds how much of one prompt, as of when it was asked.
+    """Who holds how much of one prompt; good until the index changes.
 
     Args:
+        index: that was asked.
+        hashes: of the prompt.
         levels: (num_blocks, mask): the workers that hold that many blocks or more; deeper levels
             later, each mask a subset of the one before.
-        expected: blocks by worker, from prompts under way there.
-        slots, workers: the index's, by worker and by slot.
-        turn: the slot to begin with among equals.
     """
 
-    __slots__ = ("_expected", "_levels", "_slots", "_turn", "_workers")
+    __slots__ = ("_expecting", "_hashes", "_index", "_levels")
 
     def __init__(
-        self,
-        levels: list[tuple[int, int]],
-        expected: dict[WorkerKey, int],
-        slots: dict[WorkerKey, _Cache],
-        workers: list[WorkerKey | None],
-        turn: int,
+        self, index: PrefixIndex, hashes: Sequence[int], levels: list[tuple[int, int]]
     ) -> None:
-        self._levels, self._expected = levels, expected
-        self._slots, self._workers, self._turn = slots, workers, turn
+        self._index, self._hashes, self._levels = index, hashes, levels
+        self._expecting: dict[WorkerKey, int] | None = None
 
     def blocks_of(self, worker: WorkerKey) -> int:
         """How many of the prompt's first blocks this worker holds or soon will."""
-        cache, levels = self._slots.get(worker), self._levels
+        index, levels = self._index, self._levels
+        cache = index.caches.get(worker)
         if cache is None:
             return 0
-        expected = self._expected.get(worker, 0)
-        num_levels = bisect_left(levels, True, key=lambda level: not level[1] >> cache.slot & 1)
-        return max(expected, levels[num_levels - 1][0]) if num_levels else expected
+        slot = cache.slot
+        num_levels = bisect_left(levels, True, key=lambda level: not level[1] >> slot & 1)
+        held = levels[num_levels - 1][0] if num_levels else 0
+        return max(held, index.expected_of(cache, self._hashes, held)) if cache.expected else held
 
-    def longest(self, limit: int, among: int = -1) -> list[Holder]:
-        """Up to `limit` workers with the longest prefixes, longest first.
+    def longest(self, limit: int, among: int = -1) -> dict[WorkerKey, int]:
+        """Up to `limit` workers with the longest prefixes, and how many blocks each has.
 
-        Of more equals than fit, each call takes others than the last.
+        What is held comes before what is expected. Of more equals than fit, each query takes
+        others than the last.
 
         Args:
             limit: at least 1.
             among: mask of the workers that count (PrefixIndex.bit).
         """
-        found: dict[WorkerKey, int] = {}
+        index, found = self._index, dict[WorkerKey, int]()
+        turn, workers = index.turn, index.workers
         for num_blocks, mask in reversed(self._levels):
             mask &= among
             while mask and len(found) < limit:
-                ahead = mask >> self._turn << self._turn or mask
+                ahead = mask >> turn << turn or mask
                 bit = ahead & -ahead
                 mask ^= bit
                 among ^= bit
-                worker = self._workers[bit.bit_length() - 1]
+                worker = workers[bit.bit_length() - 1]
                 assert worker is not None
                 found[worker] = num_blocks
-        for worker, num_blocks in self._expected.items():
-            in_question = worker in found or among >> self._slots[worker].slot & 1
-            if in_question and found.get(worker, 0) < num_blocks:
+        if self._expecting is None:
+            self._expecting = index.expecting(self._hashes, limit)
+        for worker, num_blocks in self._expecting.items():
+            if found.get(worker, 0) < num_blocks and (worker in found or among & index.bit(worker)):
                 found[worker] = num_blocks
-        holders = [Holder(worker, num_blocks) for worker, num_blocks in found.items()]
-        holders.sort(key=lambda holder: -holder.num_blocks)
-        return holders[:limit]
+        if len(found) <= limit:
+            return found
+        longest = nlargest(limit, found.items(), key=lambda item: item[1])
+        return dict(longest)
 
 
 class PrefixIndex:
@@ -116,22 +110,23 @@ class PrefixIndex:
     beyond which its oldest reports are forgotten. An expectation lives as long as its request
     waits for its first token.
 
-    Args:
-        max_expected: prompts under way that one query looks at per depth, most recent first.
+    Attributes:
+        caches, workers, turn: for PrefixMatch: by worker; by slot; the slot to begin with among
+            equals.
     """
 
-    def __init__(self, max_expected: int = 4) -> None:
-        self._max_expected = max_expected
-        self._caches: dict[WorkerKey, _Cache] = {}
-        self._workers: list[WorkerKey | None] = []
+    def __init__(self) -> None:
+        self.caches: dict[WorkerKey, _Cache] = {}
+        self.workers: list[WorkerKey | None] = []
+        self.turn = 0
         self._free_slots: list[int] = []
         # Mask of the holders by block; never 0.
         self._blocks: dict[int, int] = {}
         self._expected: dict[str, _Expected] = {}
-        # Requests expected somewhere, by the hashes of their blocks 1, 2, 4, 8, ...: any two
-        # prompts that share n blocks share the largest of these that is at most n.
-        self._probes: dict[int, dict[str, None]] = {}
-        self._turn = 0
+        # Requests expected somewhere, by the hashes of their blocks 1, 2, 4, 8, ... and by worker,
+        # each latest last. Any two prompts that share n blocks share the largest of these that is
+        # at most n.
+        self._probes: dict[int, dict[WorkerKey, dict[str, None]]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -140,23 +135,23 @@ class PrefixIndex:
 
     def add(self, worker: WorkerKey, max_blocks: int) -> None:
         """A worker that holds nothing yet, and never more than `max_blocks`."""
-        assert worker not in self._caches
+        assert worker not in self.caches
         if self._free_slots:
             slot = self._free_slots.pop()
-            self._workers[slot] = worker
+            self.workers[slot] = worker
         else:
-            slot = len(self._workers)
-            self._workers.append(worker)
-        self._caches[worker] = _Cache(worker, slot, max_blocks)
+            slot = len(self.workers)
+            self.workers.append(worker)
+        self.caches[worker] = _Cache(worker, slot, max_blocks)
 
     def bit(self, worker: WorkerKey) -> int:
         """The worker's mask; it stays the same until `forget`."""
-        return 1 << self._caches[worker].slot
+        return 1 << self.caches[worker].slot
 
     # ---- Events; those of unknown workers are ignored.
 
     def stored(self, worker: WorkerKey, hashes: Sequence[int]) -> None:
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
@@ -174,7 +169,7 @@ class PrefixIndex:
             self.removed(worker, list(islice(held, len(held) - cache.max_blocks)))
 
     def removed(self, worker: WorkerKey, hashes: Sequence[int]) -> None:
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
@@ -193,19 +188,19 @@ class PrefixIndex:
 
     def cleared(self, worker: WorkerKey) -> None:
         """Nothing of what it reported is there any more."""
-        if worker in self._caches:
-            self.removed(worker, list(self._caches[worker].held))
+        if worker in self.caches:
+            self.removed(worker, list(self.caches[worker].held))
 
     def forget(self, worker: WorkerKey) -> None:
         """The worker is gone, and what was expected there with it."""
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         self.cleared(worker)
         for request_id in list(cache.expected):
             self.settle(request_id)
-        del self._caches[worker]
-        self._workers[cache.slot] = None
+        del self.caches[worker]
+        self.workers[cache.slot] = None
         self._free_slots.append(cache.slot)
 
     # ---- Expectations.
@@ -213,25 +208,31 @@ class PrefixIndex:
     def expect(self, request_id: str, worker: WorkerKey, hashes: Sequence[int]) -> None:
         """A prompt is on its way to a worker, which will hold it. Costs O(log blocks)."""
         assert request_id not in self._expected
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None or not hashes:
             return
         cache.expected.add(request_id)
         self._expected[request_id] = _Expected(worker, hashes)
         for depth in _depths(len(hashes)):
-            self._probes.setdefault(hashes[depth - 1], {})[request_id] = None
+            probe = self._probes.setdefault(hashes[depth - 1], {})
+            # The worker moves to the end.
+            probe[worker] = requests = probe.pop(worker, {})
+            requests[request_id] = None
 
     def settle(self, request_id: str) -> None:
         """The prompt is computed, or never will be: from here on its worker's reports count."""
         expected = self._expected.pop(request_id, None)
         if expected is None:
             return
-        self._caches[expected.worker].expected.remove(request_id)
+        self.caches[expected.worker].expected.remove(request_id)
         for depth in _depths(len(expected.hashes)):
             block = expected.hashes[depth - 1]
-            requests = self._probes[block]
+            probe = self._probes[block]
+            requests = probe[expected.worker]
             del requests[request_id]
             if not requests:
+                del probe[expected.worker]
+            if not probe:
                 del self._probes[block]
 
     # ---- Queries.
@@ -259,42 +260,70 @@ class PrefixIndex:
             depth += 1
         if depth and reach:
             levels.append((depth, reach))
-        self._turn = (self._turn + 1) % max(1, len(self._workers))
-        return PrefixMatch(
-            levels, self._expected_of(hashes), self._caches, self._workers, self._turn
-        )
+        self.turn = (self.turn + 1) % max(1, len(self.workers))
+        return PrefixMatch(self, hashes, levels)
 
-    def _expected_of(self, hashes: Sequence[int]) -> dict[WorkerKey, int]:
-        """Blocks that prompts under way share with this one, by worker; the longest few."""
+    def expecting(self, hashes: Sequence[int], limit: int) -> dict[WorkerKey, int]:
+        """Up to `limit` workers to which prompts with the longest common prefixes are under way.
+
+        Of each worker only its latest prompt at a depth counts; the prefix is exact, or up to half
+        too short where an earlier one shares more.
+        """
         found: dict[WorkerKey, int] = {}
         if not self._expected:
             return found
         for depth in reversed(_depths(len(hashes))):
-            requests = self._probes.get(hashes[depth - 1], ())
-            for request_id in islice(reversed(requests), self._max_expected):
-                worker, others = self._expected[request_id]
-                end = min(len(hashes), len(others))
-                # Chained hashes are equal up to some block and never after it.
-                common = bisect_left(
-                    range(end), True, lo=depth, key=lambda at: hashes[at] != others[at]
-                )
-                if found.get(worker, 0) < common:
-                    found[worker] = common
-            if len(found) >= self._max_expected:
+            probe = self._probes.get(hashes[depth - 1])
+            if probe is None:
+                continue
+            for worker in islice(reversed(probe), limit):
+                if worker not in found:
+                    found[worker] = self._common(probe[worker], hashes, depth)
+            if len(found) >= limit:
                 break
         return found
+
+    def expected_of(self, cache: _Cache, hashes: Sequence[int], above: int) -> int:
+        """Blocks of a prompt that this worker is expected to hold; 0 when not more than `above`."""
+        for depth in reversed(_depths(len(hashes))):
+            if 2 * depth <= above:
+                break
+            probe = self._probes.get(hashes[depth - 1])
+            if probe is not None and (requests := probe.get(cache.worker)):
+                return self._common(requests, hashes, depth)
+        return 0
+
+    def _common(self, requests: dict[str, None], hashes: Sequence[int], least: int) -> int:
+        """How many first blocks the latest of these requests shares with a prompt, or `least`.
+
+        Chained hashes are equal up to some block and never after it.
+        """
+        others = self._expected[next(reversed(requests))].hashes
+        low, high = least, min(len(hashes), len(others), 2 * least)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] == others[middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the masks and what each worker holds differ."""
         masks: dict[int, int] = {}
-        for cache in self._caches.values():
-            assert self._workers[cache.slot] == cache.worker
+        for cache in self.caches.values():
+            assert self.workers[cache.slot] == cache.worker
             assert len(cache.held) <= cache.max_blocks
             for block in cache.held:
                 masks[block] = masks.get(block, 0) | 1 << cache.slot
         assert masks == self._blocks
-        probed = {request_id for requests in self._probes.values() for request_id in requests}
-        expected = [one for cache in self._caches.values() for one in cache.expected]
+        probed = set[str]()
+        for probe in self._probes.values():
+            for worker, requests in probe.items():
+                assert requests
+                assert all(self._expected[one].worker == worker for one in requests)
+                probed.update(requests)
+        expected = [one for cache in self.caches.values() for one in cache.expected]
         assert probed == set(expected) == self._expected.keys()
         assert len(expected) == len(set(expected))
 

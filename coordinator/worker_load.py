@@ -53,6 +53,7 @@ class WorkerLoad:
     """One worker's entry in the router.
 
     Attributes:
+        bit: the worker's mask.
         queued_s: seconds of prefill work assigned here whose first token has not come.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
@@ -60,6 +61,7 @@ class WorkerLoad:
 
     key: WorkerKey
     traits: WorkerTraits
+    bit: int
     queued_s: float = 0.0
     reserved_tokens: int = 0
     _prefills: dict[str, float] = field(default_factory=dict)
@@ -79,11 +81,6 @@ class WorkerLoad:
     def free_tokens(self) -> int:
         """KV room that nothing here is expected to need."""
         return self.traits.kv_tokens - self.reserved_tokens - self._outgrown_tokens
-
-    @property
-    def itl_s(self) -> float:
-        """Predicted seconds per decode step with all that is assigned."""
-        return self.itl_with_s(0, 0)
 
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
         """Predicted seconds per decode step with so many more requests and KV tokens."""
