@@ -18,6 +18,7 @@ from baton.coordinator.load_index import LoadIndex, Pool
 from baton.coordinator.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.request import WorkerKey
 from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
+from baton.v1 import cluster_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,6 @@ class RoutingConfig:
     Attributes:
         max_prefill_requests, max_decode_requests: assigned at a time.
         num_holders: candidates with the longest prefixes, per choice.
-        num_least_loaded: candidates with the least load, per choice.
         work_weight: how much more a second of computing costs than a second of waiting. Waiting
             delays this request; computing what another worker holds delays those behind it too,
             and pushes other prefixes out of the cache.
@@ -38,7 +38,6 @@ class RoutingConfig:
     max_prefill_requests: int = 256
     max_decode_requests: int = 256
     num_holders: int = 4
-    num_least_loaded: int = 2
     work_weight: float = 4.0
     network_bytes_per_s: float = 1e9
     memory_bytes_per_s: float = 5e9
@@ -91,7 +90,7 @@ class Router:
     Whoever uses it assigns what it chose, reports what it hears, and releases every request once.
 
     Attributes:
-        index: fed with the workers' cache events.
+        index: where prefixes are; fed by `apply_cache`.
     """
 
     def __init__(self, config: RoutingConfig) -> None:
@@ -134,6 +133,13 @@ class Router:
         if (entry := self._loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
+
+    def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
+        """Takes in what changed in a worker's prefix cache."""
+        if changes.reset:
+            self.index.cleared(worker)
+        self.index.removed(worker, changes.removed)
+        self.index.stored(worker, changes.stored)
 
     # ---- Requests.
 
@@ -212,7 +218,7 @@ class Router:
         if sticky is not None and sticky in loads.by_queue:
             candidates[sticky] = match.blocks_of(sticky)
         candidates |= match.longest(config.num_holders, loads.open_prefill)
-        for worker in loads.by_queue.least(config.num_least_loaded):
+        for worker in loads.by_queue.least(1):
             if worker not in candidates:
                 candidates[worker] = match.blocks_of(worker)
         best: tuple[WorkerKey, float, float, int] | None = None
@@ -294,7 +300,7 @@ class Router:
     def _least_decoding(self, source: WorkerLoad | None) -> list[WorkerKey]:
         """The fastest, the one with most room (without which none has any), the near one."""
         loads = self._loads
-        least = loads.by_itl.least(self._config.num_least_loaded) + loads.by_room.least(1)
+        least = loads.by_itl.least(1) + loads.by_room.least(1)
         return least + loads.fastest_on(source.traits.host_id) if source is not None else least
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
