@@ -15,7 +15,9 @@ from baton.runtime.block_hashes import block_hashes
 WORKERS: list[WorkerKey] = [(f"w{number}", number) for number in range(6)]
 
 # A few trees of prompts: blocks of one token, so that prompts share any number of blocks.
-_PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda ids: block_hashes(ids, 1))
+_PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(
+    lambda ids: block_hashes(ids, 1)
+)
 _WORKER = st.sampled_from(WORKERS)
 
 
@@ -86,9 +88,7 @@ def applied(events: list[tuple], index: PrefixIndex, *, max_blocks: int = 1000) 
         elif kind == "forget":
             index.forget(worker)
             del naive.held[worker]
-            naive.expected = {
-                name: one for name, one in naive.expected.items() if one[0] != worker
-            }
+            naive.expected = {name: one for name, one in naive.expected.items() if one[0] != worker}
         else:
             index.expect(f"r{number}", worker, rest[1])
             naive.expected[f"r{number}"] = worker, list(rest[1])

@@ -27,7 +27,9 @@ def test_a_chain_goes_on_where_it_was_left(tokens: list[int], size: int, blocks:
 
 
 def test_every_process_names_blocks_equally() -> None:
-    code = "from baton.runtime.block_hashes import block_hashes; print(*block_hashes(range(64), 16))"
+    code = (
+        "from baton.runtime.block_hashes import block_hashes; print(*block_hashes(range(64), 16))"
+    )
     told = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
