@@ -1,4 +1,4 @@
-"""An index of workers by load: the least loaded few, at a cost that does not grow with all."""
+"""An index of workers by load: the least loaded, at a cost that hardly grows with their number."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ class LeastLoaded(Generic[Key]):
         """Idempotent."""
         self._entries.pop(key, None)
 
-    def least(self, count: int) -> list[Key]:
-        """Up to `count` keys, least load first."""
-        found: list[tuple[float, int, Key]] = []
-        while self._heap and len(found) < count:
-            entry = heapq.heappop(self._heap)
-            if self._entries.get(entry[2]) == entry[:2]:
-                found.append(entry)
-        for entry in found:
-            heapq.heappush(self._heap, entry)
-        return [key for _, _, key in found]
+    def least(self) -> Key | None:
+        """The key with the least load; None when there is none."""
+        heap, entries = self._heap, self._entries
+        while heap:
+            load, order, key = heap[0]
+            if entries.get(key) == (load, order):
+                return key
+            heapq.heappop(heap)
+        return None

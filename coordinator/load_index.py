@@ -24,6 +24,7 @@ class LoadIndex:
             found by no index.
 
     Attributes:
+        entries: to be read; `add` and `remove` change it.
         open_prefill, open_decode: masks of the workers that take one more request.
         by_queue: of the prefill pool, by seconds of prefill work.
         by_itl, by_room: of the decode pool, by seconds per step and by KV tokens left, negated.
@@ -31,7 +32,7 @@ class LoadIndex:
 
     def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
-        self._entries: dict[WorkerKey, WorkerLoad] = {}
+        self.entries: dict[WorkerKey, WorkerLoad] = {}
         self._pools: dict[WorkerKey, Pool] = {}
         self.open_prefill = self.open_decode = 0
         self.by_queue: LeastLoaded[WorkerKey] = LeastLoaded()
@@ -39,16 +40,13 @@ class LoadIndex:
         self.by_room: LeastLoaded[WorkerKey] = LeastLoaded()
         self._by_host: dict[str, LeastLoaded[WorkerKey]] = {}
 
-    def __getitem__(self, worker: WorkerKey) -> WorkerLoad:
-        return self._entries[worker]
-
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
-        return self._entries.get(worker) if worker is not None else None
+        return self.entries.get(worker) if worker is not None else None
 
     def add(self, entry: WorkerLoad) -> None:
         """A worker that is in no pool yet."""
-        assert entry.key not in self._entries
-        self._entries[entry.key] = entry
+        assert entry.key not in self.entries
+        self.entries[entry.key] = entry
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
         """What a worker is given from now on; None for nothing."""
@@ -56,16 +54,16 @@ class LoadIndex:
             self._pools.pop(worker, None)
         else:
             self._pools[worker] = pool
-        self.file(self._entries[worker])
+        self.file(self.entries[worker])
 
     def remove(self, worker: WorkerKey) -> None:
         self.set_pool(worker, None)
-        del self._entries[worker]
+        del self.entries[worker]
 
-    def fastest_on(self, host_id: str) -> list[WorkerKey]:
+    def fastest_on(self, host_id: str) -> WorkerKey | None:
         """The decode worker on this host with the least seconds per step, if there is one."""
         on_host = self._by_host.get(host_id)
-        return on_host.least(1) if on_host is not None else []
+        return on_host.least() if on_host is not None else None
 
     def file(self, entry: WorkerLoad) -> None:
         """Puts a worker where its load belongs."""
@@ -94,7 +92,7 @@ class LoadIndex:
     def check_integrity(self) -> None:
         """Raises AssertionError when masks, indexes and entries differ."""
         prefills = decodes = 0
-        for worker, entry in self._entries.items():
+        for worker, entry in self.entries.items():
             entry.check_integrity()
             pool = self._pools.get(worker)
             if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:

@@ -37,7 +37,7 @@ class RoutingConfig:
 
     max_prefill_requests: int = 256
     max_decode_requests: int = 256
-    num_holders: int = 4
+    num_holders: int = 3
     work_weight: float = 4.0
     network_bytes_per_s: float = 1e9
     memory_bytes_per_s: float = 5e9
@@ -125,8 +125,8 @@ class Router:
 
     def least_queued_s(self) -> float | None:
         """The shortest queue of prefill work, in seconds; None when every worker is full."""
-        least = self._loads.by_queue.least(1)
-        return self._loads[least[0]].queued_s if least else None
+        least = self._loads.by_queue.least()
+        return self._loads.entries[least].queued_s if least is not None else None
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """What a worker's load report says that its requests hold."""
@@ -155,7 +155,7 @@ class Router:
         session: str = "",
     ) -> None:
         """The prompt goes where it was chosen to; "" is no session."""
-        entry = self._loads[choice.worker]
+        entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s)
         self._prefilling[request_id] = choice.worker
         self.index.expect(request_id, choice.worker, prompt_hashes)
@@ -164,7 +164,7 @@ class Router:
             self._session(session).prefill = choice.worker
 
     def assign_decode(self, request_id: str, choice: DecodeChoice, session: str = "") -> None:
-        entry = self._loads[choice.worker]
+        entry = self._loads.entries[choice.worker]
         entry.assign_decode(request_id, choice.num_kv_tokens)
         self._decoding[request_id] = choice.worker
         self._loads.file(entry)
@@ -218,18 +218,19 @@ class Router:
         if sticky is not None and sticky in loads.by_queue:
             candidates[sticky] = match.blocks_of(sticky)
         candidates |= match.longest(config.num_holders, loads.open_prefill)
-        for worker in loads.by_queue.least(1):
-            if worker not in candidates:
-                candidates[worker] = match.blocks_of(worker)
+        idlest = loads.by_queue.least()
+        if idlest is not None and idlest not in candidates:
+            candidates[idlest] = match.blocks_of(idlest)
         best: tuple[WorkerKey, float, float, int] | None = None
-        least = math.inf
+        least, factor = math.inf, 1 + config.work_weight
         for worker, num_blocks in candidates.items():
-            entry = loads[worker]
-            block_size = entry.traits.block_size_tokens
+            entry = loads.entries[worker]
+            traits = entry.traits
             # The last token is always computed: the first output token comes from it.
-            cached = min(num_blocks, (num_tokens - 1) // block_size) * block_size
-            work_s = entry.traits.latency.prefill_s(num_tokens - cached)
-            cost = entry.queued_s + work_s * (1 + config.work_weight)
+            cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
+            cached -= cached % traits.block_size_tokens
+            work_s = traits.latency.prefill_s(num_tokens - cached)
+            cost = entry.queued_s + work_s * factor
             if cost < least:
                 least, best = cost, (worker, entry.queued_s, work_s, cached)
         if best is None:
@@ -270,17 +271,20 @@ class Router:
         if sticky is not None and sticky in loads.by_itl:
             candidates[sticky] = match.blocks_of(sticky)
         candidates |= match.longest(self._config.num_holders, loads.open_decode)
-        for worker in self._least_decoding(source):
-            if worker not in candidates:
-                candidates[worker] = match.blocks_of(worker)
+        # The fastest, the one with most room (without which none has any), the one nearby.
+        near = loads.fastest_on(source.traits.host_id) if source is not None else None
+        for idle in (loads.by_itl.least(), loads.by_room.least(), near):
+            if idle is not None and idle not in candidates:
+                candidates[idle] = match.blocks_of(idle)
         best: tuple[WorkerLoad, float, int, int] | None = None
         least = math.inf
         for worker, num_blocks in candidates.items():
-            entry = loads[worker]
-            needed = entry.whole_blocks(num_tokens + num_output_tokens)
+            entry = loads.entries[worker]
+            block_size = entry.traits.block_size_tokens
+            needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
             if needed > entry.free_tokens:
                 continue
-            cached = min(num_blocks * entry.traits.block_size_tokens, num_tokens)
+            cached = min(num_blocks * block_size, num_tokens)
             itl_s = entry.itl_with_s(1, needed)
             cost = itl_s * num_output_tokens + self._begin_s(source, entry, num_tokens - cached)
             if cost < least:
@@ -288,20 +292,14 @@ class Router:
         if best is None:
             return None
         entry, itl_s, needed, cached = best
-        near = ", on its host" if source and source.traits.host_id == entry.traits.host_id else ""
+        nearby = ", on its host" if source and source.traits.host_id == entry.traits.host_id else ""
         stays = ", its session's last" if entry.key == sticky else ""
         reason = (
             f"{itl_s * 1e3:.1f} ms per step beside {entry.num_decodes} others, {needed} of "
             f"{entry.free_tokens} free KV tokens, {cached} of {num_tokens} tokens held"
-            f"{near}{stays}; best of {len(candidates)} candidates"
+            f"{nearby}{stays}; best of {len(candidates)} candidates"
         )
         return DecodeChoice(entry.key, itl_s, needed, cached, reason)
-
-    def _least_decoding(self, source: WorkerLoad | None) -> list[WorkerKey]:
-        """The fastest, the one with most room (without which none has any), the near one."""
-        loads = self._loads
-        least = loads.by_itl.least(1) + loads.by_room.least(1)
-        return least + loads.fastest_on(source.traits.host_id) if source is not None else least
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
         """Until a worker has so many more of a prompt's tokens: sent there, or computed there."""

@@ -57,6 +57,7 @@ class WorkerLoad:
         queued_s: seconds of prefill work assigned here whose first token has not come.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
+        free_tokens: KV room that nothing here is expected to need.
     """
 
     key: WorkerKey
@@ -64,10 +65,14 @@ class WorkerLoad:
     bit: int
     queued_s: float = 0.0
     reserved_tokens: int = 0
+    free_tokens: int = field(init=False)
     _prefills: dict[str, float] = field(default_factory=dict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
     _arrived_tokens: int = 0
     _outgrown_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.free_tokens = self.traits.kv_tokens
 
     @property
     def num_prefills(self) -> int:
@@ -77,20 +82,11 @@ class WorkerLoad:
     def num_decodes(self) -> int:
         return len(self._decodes)
 
-    @property
-    def free_tokens(self) -> int:
-        """KV room that nothing here is expected to need."""
-        return self.traits.kv_tokens - self.reserved_tokens - self._outgrown_tokens
-
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
         """Predicted seconds per decode step with so many more requests and KV tokens."""
         return self.traits.latency.decode_step_s(
             len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
         )
-
-    def whole_blocks(self, num_tokens: int) -> int:
-        """KV tokens that `num_tokens` take up: blocks are never shared out."""
-        return -(-num_tokens // self.traits.block_size_tokens) * self.traits.block_size_tokens
 
     def assign_prefill(self, request_id: str, work_s: float) -> None:
         assert request_id not in self._prefills
@@ -107,6 +103,7 @@ class WorkerLoad:
         assert request_id not in self._decodes
         self._decodes[request_id] = _Decode(num_kv_tokens, arrived=False)
         self.reserved_tokens += num_kv_tokens
+        self.free_tokens -= num_kv_tokens
 
     def arrive(self, request_id: str) -> None:
         """Its prompt is in this worker's KV cache from now on, and in its reports."""
@@ -120,15 +117,20 @@ class WorkerLoad:
         decode = self._decodes.pop(request_id, None)
         if decode is not None:
             self.reserved_tokens -= decode.num_kv_tokens
+            self.free_tokens += decode.num_kv_tokens
             self._arrived_tokens -= decode.num_kv_tokens if decode.arrived else 0
 
     def report(self, kv_tokens_used: int) -> None:
         """Takes in what the worker says: outputs that grow beyond what was expected need room."""
-        self._outgrown_tokens = max(0, kv_tokens_used - self._arrived_tokens)
+        outgrown = max(0, kv_tokens_used - self._arrived_tokens)
+        self.free_tokens += self._outgrown_tokens - outgrown
+        self._outgrown_tokens = outgrown
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
         assert math.isclose(self.queued_s, sum(self._prefills.values()), abs_tol=1e-9)
         decodes = self._decodes.values()
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
+        taken = self.reserved_tokens + self._outgrown_tokens
+        assert self.free_tokens == self.traits.kv_tokens - taken
         assert self._arrived_tokens == sum(one.num_kv_tokens for one in decodes if one.arrived)
