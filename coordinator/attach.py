@@ -121,6 +121,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             post(ev.WorkerLoad(worker, message.load))
         elif kind == "handoff":
             post(ev.WorkerHandoff(worker, message.handoff))
+        elif kind == "cache":
+            post(ev.WorkerCache(worker, message.cache))
         elif kind == "state_changed":
             post(ev.WorkerChanged(worker, message.state_changed))
         elif kind is None:

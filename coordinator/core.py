@@ -66,6 +66,7 @@ class Core:
             ev.WorkerLoad: self._worker_load,
             ev.WorkerStep: self._worker_step,
             ev.WorkerHandoff: self._worker_handoff,
+            ev.WorkerCache: self._worker_cache,
             ev.WorkerChanged: self._worker_changed,
             ev.WorkerDetached: self._worker_detached,
             ev.WorkerLost: self._worker_lost,
@@ -347,6 +348,9 @@ class Core:
             self.stats.handoff_committed(report)
         elif report.reason != kv_transfer_pb2.REFUSAL_REASON_CANCELLED:
             self.stats.handoff_failed(report.reason)
+
+    def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
+        self._heard(event.worker, now)
 
     def _worker_changed(self, event: ev.WorkerChanged, now: float) -> None:
         worker = self._heard(event.worker, now)

@@ -85,6 +85,14 @@ class WorkerHandoff:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCache:
+    """What changed in a worker's prefix cache."""
+
+    worker: WorkerKey
+    changes: cluster_pb2.CacheEvents
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerChanged:
     worker: WorkerKey
     change: cluster_pb2.WorkerStateChanged
@@ -155,6 +163,7 @@ Event = (
     | WorkerLoad
     | WorkerStep
     | WorkerHandoff
+    | WorkerCache
     | WorkerChanged
     | WorkerDetached
     | WorkerLost

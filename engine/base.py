@@ -149,11 +149,35 @@ class StepSample:
     prefill_token_squares: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What changed in an engine's prefix cache, by block hash (runtime/block_hashes.py).
+
+    Engines that hash otherwise hash again what they report. `cleared` came first, then what was
+    removed, then what was stored; a block is stored after the one before it and removed before it.
+
+    Attributes:
+        stored: may be named by requests from now on; each holds one full block of tokens.
+        removed: no longer there.
+        cleared: nothing that was reported before is there.
+    """
+
+    stored: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    cleared: bool = False
+
+
 @dataclass(slots=True)
 class EngineStep:
-    """Everything one engine step produced; `outputs` may be empty."""
+    """Everything one engine step produced.
+
+    Attributes:
+        outputs: may be empty.
+        cache: what changed since the last step; None for nothing, and from engines that do not say.
+    """
 
     outputs: list[EngineOutput] = field(default_factory=list)
+    cache: CacheChange | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,20 @@
-"""The paged KV cache of a simulated engine: who holds which block."""
+"""The paged KV cache of a simulated engine: who holds which block, and what is cached in it.
+
+A full block keeps its hash when nobody holds it any more, and with it what it computed, until its
+room is needed: the longest unused first, and of one request's the last first, so that what is left
+is always a prefix.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from baton.engine.base import CacheChange
+
 
 class BlockPool:
-    """Blocks, each free or held by one request.
+    """Blocks, each free or held by requests; cached ones by several.
 
     Args:
         num_blocks: in all.
@@ -13,16 +23,49 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.num_blocks, self._block_size = num_blocks, block_size_tokens
-        self._free = list(range(num_blocks))
+        # The next to be used first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._held: dict[str, list[int]] = {}
+        self._num_holders = [0] * num_blocks
+        self._cached: dict[int, int] = {}
+        self._hashes: dict[int, int] = {}
+        # Since the last `take_change`: whether each of these hashes is there now.
+        self._changed: dict[int, bool] = {}
 
     @property
     def num_used_blocks(self) -> int:
+        """Held by requests."""
         return self.num_blocks - len(self._free)
 
     @property
     def num_used_tokens(self) -> int:
         return self.num_used_blocks * self._block_size
+
+    def start(self, request_id: str, num_tokens: int, hashes: Sequence[int] = ()) -> int | None:
+        """Makes a request that holds nothing hold enough blocks for `num_tokens`.
+
+        Args:
+            request_id: of the request.
+            num_tokens: room for so many, what the cache brings included.
+            hashes: of the blocks that it would take from the cache, from its first on.
+
+        Returns:
+            How many of them it took; None, and nothing done, without room.
+        """
+        assert request_id not in self._held
+        cached = list[int]()
+        for block_hash in hashes:
+            if (block := self._cached.get(block_hash)) is None:
+                break
+            cached.append(block)
+        num_new = -(-num_tokens // self._block_size) - len(cached)
+        if num_new > len(self._free) - sum(block in self._free for block in cached):
+            return None
+        for block in cached:
+            self._free.pop(block, None)
+            self._num_holders[block] += 1
+        self._held[request_id] = [*cached, *(self._take() for _ in range(num_new))]
+        return len(cached)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Makes a request hold enough blocks for `num_tokens`; False, and nothing, without room."""
@@ -32,16 +75,60 @@ class BlockPool:
             return False
         if missing > 0:
             held = self._held.setdefault(request_id, held)
-            held.extend(self._free[-missing:])
-            del self._free[-missing:]
+            held.extend(self._take() for _ in range(missing))
         return True
+
+    def cache(self, request_id: str, first_block: int, hashes: Sequence[int]) -> None:
+        """Names blocks that a request has computed in full, from its `first_block` on.
+
+        Of equal blocks the first keeps the name.
+        """
+        for block, block_hash in zip(self._held[request_id][first_block:], hashes, strict=False):
+            if block_hash not in self._cached and block not in self._hashes:
+                self._cached[block_hash], self._hashes[block] = block, block_hash
+                self._change(block_hash, present=True)
 
     def free(self, request_id: str) -> None:
         """Takes back all a request holds, if anything."""
-        self._free.extend(self._held.pop(request_id, ()))
+        for block in reversed(self._held.pop(request_id, ())):
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                self._free[block] = None
+                # Of no use to anybody: used before anything cached.
+                self._free.move_to_end(block, last=block in self._hashes)
+
+    def take_change(self) -> CacheChange | None:
+        """What changed in the cache since this was last asked; None for nothing."""
+        if not self._changed:
+            return None
+        changed, self._changed = self._changed, {}
+        return CacheChange(
+            stored=[one for one, present in changed.items() if present],
+            removed=[one for one, present in changed.items() if not present],
+        )
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError when a block is lost or held twice."""
-        every = [*self._free, *(block for held in self._held.values() for block in held)]
-        if sorted(every) != list(range(self.num_blocks)):
-            raise RuntimeError("KV blocks were lost or given out twice")
+        """Raises RuntimeError when a block is lost, counted wrong, or cached under a wrong name."""
+        holders = Counter(block for held in self._held.values() for block in held)
+        if sorted([*self._free, *holders]) != list(range(self.num_blocks)):
+            raise RuntimeError("KV blocks were lost or given out while they were held")
+        if any(count != holders[block] for block, count in enumerate(self._num_holders)):
+            raise RuntimeError("KV blocks have another number of holders than was counted")
+        if self._cached != {name: block for block, name in self._hashes.items()}:
+            raise RuntimeError("cached KV blocks and their hashes differ")
+        shared = [block for block, count in holders.items() if count > 1]
+        if any(block not in self._hashes for block in shared):
+            raise RuntimeError("KV blocks that are not cached were given out twice")
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if (block_hash := self._hashes.pop(block, None)) is not None:
+            del self._cached[block_hash]
+            self._change(block_hash, present=False)
+        self._num_holders[block] = 1
+        return block
+
+    def _change(self, block_hash: int, *, present: bool) -> None:
+        # The latest change is the last: blocks are named in the order in which they came and went.
+        self._changed.pop(block_hash, None)
+        self._changed[block_hash] = present

@@ -8,6 +8,7 @@ blocks the least urgent request is preempted and computed again later.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
+from baton.runtime.block_hashes import ROOT, block_hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +28,11 @@ class LiveRequest:
         order: (priority, arrival): smaller runs first and is preempted last.
         max_output_tokens: known ones included.
         tokens: prompt, known and generated.
+        hashes: of the full blocks of `tokens`, as far as they were needed.
         num_computed: of tokens, whose KV the engine holds.
-        num_computed_here: of num_computed, those no handoff brought.
+        num_computed_here: of num_computed, those neither a handoff nor the prefix cache brought.
+        num_cached_tokens: of the prompt, that the prefix cache brought when it last started.
+        num_named_blocks: whose hashes the prefix cache was told.
         run: counts preemptions; what a step computed for an earlier run is void.
         receive_deadline: monotonic; None once the handoff is loaded, lost or there was none.
     """
@@ -41,6 +46,7 @@ class LiveRequest:
     submitted_at: float
     send: HandoffSend | None
     receive_deadline: float | None
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
     num_computed: int = 0
     num_computed_here: int = 0
     run: int = 0
@@ -48,6 +54,8 @@ class LiveRequest:
     first_run_at: float | None = None
     handoff_wait_s: float | None = None
     num_handoff_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_named_blocks: int = 0
     reported: bool = False
 
     @property
@@ -61,6 +69,16 @@ class LiveRequest:
     @property
     def num_missing(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
+        """Hashes of the full blocks of the first `num_tokens`."""
+        num_blocks = num_tokens // block_size_tokens
+        if len(self.hashes) < num_blocks:
+            begin = len(self.hashes) * block_size_tokens
+            rest = self.tokens[begin : num_blocks * block_size_tokens]
+            parent = self.hashes[-1] if self.hashes else ROOT
+            self.hashes.extend(block_hashes(rest, block_size_tokens, parent))
+        return self.hashes[:num_blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,7 @@ class Scheduler:
     """Owns the order of requests and their blocks.
 
     Attributes:
+        caching_block_tokens: the block size, with prefix caching; 0 without.
         is_ready: whether a waiting request may start; one that waits for its handoff may not, and
             holds nobody up.
         on_start: called when a request gets its blocks, before what is missing of it is counted.
@@ -93,6 +112,7 @@ class Scheduler:
     max_num_batched_tokens: int
     is_ready: Callable[[LiveRequest], bool]
     on_start: Callable[[LiveRequest], None]
+    caching_block_tokens: int = 0
     running: list[LiveRequest] = field(default_factory=list)
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
 
@@ -122,7 +142,7 @@ class Scheduler:
         self.running.remove(request)
         self.blocks.free(request.id)
         request.run += 1
-        request.num_computed = request.num_computed_here = 0
+        request.num_computed = request.num_computed_here = request.num_named_blocks = 0
         if request.send is not None:
             request.send.restart()
         self.add(request)
@@ -157,7 +177,7 @@ class Scheduler:
             if not self.is_ready(request):
                 put_back.append(entry)
                 continue
-            if not self.blocks.grow(request.id, len(request.tokens)):
+            if not self._take_blocks(request):
                 put_back.append(entry)
                 break
             self.on_start(request)
@@ -171,6 +191,33 @@ class Scheduler:
         for entry in put_back:
             heapq.heappush(self._waiting, entry)
         return work
+
+    def _take_blocks(self, request: LiveRequest) -> bool:
+        """Gives a request its blocks, what the prefix cache has of them included."""
+        size, hashes = self.caching_block_tokens, array("Q")
+        # As in vLLM: what asks for the prompt's logprobs computes the whole prompt.
+        reads = request.request.known_token_ids or not request.request.sampling.HasField(
+            "prompt_logprobs"
+        )
+        if size and reads:
+            # The last token is always computed here: its logits are what the next one comes from.
+            hashes = request.block_hashes(len(request.tokens) - 1, size)
+        cached = self.blocks.start(request.id, len(request.tokens), hashes)
+        if cached is None:
+            return False
+        request.num_computed = cached * size
+        request.num_named_blocks = cached
+        num_prompt_tokens = len(request.request.prompt_token_ids)
+        request.num_cached_tokens = min(request.num_computed, num_prompt_tokens)
+        return True
+
+    def name_blocks(self, request: LiveRequest) -> None:
+        """Puts the blocks that a request has computed in full into the prefix cache."""
+        size = self.caching_block_tokens
+        if size and request.num_computed // size > request.num_named_blocks:
+            hashes = request.block_hashes(request.num_computed, size)
+            first, request.num_named_blocks = request.num_named_blocks, len(hashes)
+            self.blocks.cache(request.id, first, hashes[first:])
 
     @staticmethod
     def _work(request: LiveRequest, num_tokens: int) -> Work:

@@ -87,6 +87,7 @@ class SimulatedEngine:
             settings.max_num_batched_tokens,
             is_ready=self._is_ready,
             on_start=self._on_start,
+            caching_block_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = itertools.count()
@@ -336,6 +337,7 @@ class SimulatedEngine:
             return None
         live.num_computed += item.num_tokens
         live.num_computed_here += item.num_tokens
+        self._scheduler.name_blocks(live)
         return self._sample(live) if live.num_missing == 0 else None
 
     def _sample(self, live: LiveRequest) -> EngineOutput:
@@ -379,6 +381,7 @@ class SimulatedEngine:
         output.queue_s = first_run_at - live.submitted_at
         output.run_s = now - first_run_at
         output.handoff_wait_s = live.handoff_wait_s or 0.0
+        output.num_cached_tokens = live.num_cached_tokens
         output.num_handoff_tokens = live.num_handoff_tokens
 
     def _prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
@@ -409,7 +412,7 @@ class SimulatedEngine:
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         outputs, self._early = [*self._early, *outputs], []
-        self._steps.append(EngineStep(outputs))
+        self._steps.append(EngineStep(outputs, self._blocks.take_change()))
         if len(self._steps) >= _MAX_STEPS_AHEAD:
             self._has_room.clear()
         self._has_steps.set()
@@ -441,8 +444,8 @@ class SimulatedEngine:
             self._early.append(EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
             return
         # The last token is always computed here: its logits are what the next one comes from.
-        live.num_computed = min(loaded, len(live.tokens) - 1)
-        live.num_handoff_tokens = loaded
+        live.num_computed = max(live.num_computed, min(loaded, len(live.tokens) - 1))
+        live.num_handoff_tokens = max(0, loaded - live.num_cached_tokens)
 
 
 async def _sleep_until(at: float) -> None:

@@ -279,6 +279,7 @@ class SimulatedConfig(Section):
     max_model_len: PositiveInt = 8192
     kv_tokens: PositiveInt = 65536
     block_size_tokens: PositiveInt = 16
+    prefix_caching: bool = Field(True, description="keep finished blocks for equal prefixes")
     num_layers: PositiveInt = 4
     block_bytes: PositiveInt = Field(1024, ge=64, description="of one block of one layer")
     max_num_seqs: PositiveInt = 64

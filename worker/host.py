@@ -103,6 +103,7 @@ class WorkerHost:
         Of a transfer service that has ended it says what was last known: its end is the runner's to
         tell, with every request's failure before it, on the stream that this report goes by too.
         """
+        self._runner.report_cache()
         load = self._engine.load()
         try:
             transfer = await self._transfer.stats()

@@ -24,6 +24,7 @@ from baton.runtime.errors import (
     ResourceExhausted,
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.cache_reports import CacheReports
 from baton.worker.handoffs import HandoffLog
 from baton.worker.outbox import Outbox
 
@@ -75,6 +76,7 @@ class Runner:
     ) -> None:
         self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
+        self._cache = CacheReports(outbox)
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -138,11 +140,19 @@ class Runner:
                 self.decode.drop(command.handoff_id)
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
-        """Ends every attempt but these (request id, attempt), and handoffs that are nobody's."""
+        """Another coordinator: ends every attempt but these (request id, attempt).
+
+        Handoffs that are nobody's end too, and it is told what the prefix cache holds.
+        """
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
                 self._drop(held, "cancelled")
         self._give_up_the_rest()
+        self._cache.tell_all()
+
+    def report_cache(self) -> None:
+        """Posts what has changed in the prefix cache and was not worth a message yet."""
+        self._cache.flush()
 
     def fail_all(self, error: BatonError) -> None:
         """Ends every request with an error."""
@@ -251,6 +261,11 @@ class Runner:
         while True:
             step = await self._engine.next_step()
             self._num_steps += 1
+            if step.cache is not None:
+                self._cache.take(step.cache)
+            # A prompt's blocks before its first token: until that the coordinator expects them.
+            if any(output.queue_s is not None for output in step.outputs):
+                self._cache.flush()
             outputs = [
                 message
                 for output in step.outputs

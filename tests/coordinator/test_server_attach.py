@@ -111,6 +111,28 @@ async def test_newer_stream_takes_over_from_a_half_open_one(coordinator, say_hel
         await second.close()
 
 
+async def test_cache_events_reach_the_core_in_order(coordinator, say_hello, monkeypatch):
+    heard, handle = [], coordinator.shell.core.handle
+
+    def watch(event, now):
+        if isinstance(event, ev.WorkerCache):
+            heard.append((event.worker[0], event.changes))
+        return handle(event, now)
+
+    monkeypatch.setattr(coordinator.shell.core, "handle", watch)
+    told = [
+        cluster_pb2.CacheEvents(reset=True, stored=[1, 2**64 - 1]),
+        cluster_pb2.CacheEvents(stored=[3], removed=[2**64 - 1]),
+    ]
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        for events in told:
+            await worker.say(cache=events)
+        async with asyncio.timeout(WAIT_S):
+            while worker.acked < len(told):
+                await asyncio.sleep(0.01)
+    assert heard == [("p", events) for events in told]
+
+
 async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
     async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
         await worker.raw(cluster_pb2.WorkerMessage(seq=2, step=cluster_pb2.StepOutputs()))

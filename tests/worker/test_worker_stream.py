@@ -21,7 +21,7 @@ def decode(name: str, prompt: list[int], **sampling: object) -> cluster_pb2.Deco
 async def some_outputs(stream, count: int) -> list[cluster_pb2.RequestOutput]:
     found: list[cluster_pb2.RequestOutput] = []
     while len(found) < count and not (found and found[-1].WhichOneof("end")):
-        found += (await stream.next("step")).step.outputs
+        found += (await stream.next_of("step")).step.outputs
     return found
 
 

@@ -56,6 +56,7 @@ class WorkerMessage(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     STATE_CHANGED_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (load reports, bare acknowledgements, Hello)."""
     ack: _builtins.int
@@ -72,6 +73,8 @@ class WorkerMessage(_message.Message):
     def handoff(self) -> Global___HandoffReport: ...
     @_builtins.property
     def state_changed(self) -> Global___WorkerStateChanged: ...
+    @_builtins.property
+    def cache(self) -> Global___CacheEvents: ...
     def __init__(
         self,
         *,
@@ -82,12 +85,13 @@ class WorkerMessage(_message.Message):
         step: Global___StepOutputs | None = ...,
         handoff: Global___HandoffReport | None = ...,
         state_changed: Global___WorkerStateChanged | None = ...,
+        cache: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1011,3 +1015,45 @@ class WorkerStateChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStateChanged: _TypeAlias = WorkerStateChanged  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """What changed in the worker's prefix cache since the last of these: `reset` first, then `removed`,
+    then `stored`. Kept and numbered like outputs, and ahead of the step that reports the first token
+    of a prompt whose blocks it stores. Changes are coalesced: a block that came and went in between
+    is not named, and one that is named may go or come again in a later message. At most 16,384
+    hashes per message; more take several. Only a hint of where a prompt's prefix is: nothing is
+    loaded on the strength of it.
+
+    A full block of Capacity.block_size_tokens tokens is named by xxh3_64 over its token ids, as
+    little-endian 4-byte words, seeded with the hash of the block before it; the first block's seed
+    is 0. A block is stored after the one before it and removed before that one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESET_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    reset: _builtins.bool
+    """Forget what this worker reported before: its cache was cleared, or it reports to a new
+    coordinator generation, to which its whole cache follows here.
+    """
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        reset: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015

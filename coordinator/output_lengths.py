@@ -1,0 +1,52 @@
+"""How many tokens a request will produce, guessed from what others of its lane produced."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Hashable
+
+
+class OutputLengths:
+    """A running quantile of output lengths, by lane.
+
+    Args:
+        quantile: 0 to 1: the share of requests that should produce no more than expected.
+        window: outputs remembered per lane.
+        initial_tokens: expected until a lane has its first output.
+    """
+
+    def __init__(self, quantile: float = 0.9, window: int = 512, initial_tokens: int = 256) -> None:
+        if not 0 <= quantile <= 1:
+            raise ValueError(f"quantile is {quantile}; must be 0 to 1")
+        if window < 1:
+            raise ValueError(f"window is {window}; must be at least 1")
+        self._quantile, self._window, self._initial_tokens = quantile, window, initial_tokens
+        self._recent: dict[Hashable, deque[int]] = {}
+        self._sorted: dict[Hashable, list[int]] = {}
+
+    def observe(self, lane: Hashable, num_tokens: int) -> None:
+        """An output of this lane ended by itself, after so many tokens."""
+        recent = self._recent.setdefault(lane, deque())
+        ordered = self._sorted.setdefault(lane, [])
+        if len(recent) == self._window:
+            del ordered[bisect_left(ordered, recent.popleft())]
+        recent.append(num_tokens)
+        insort(ordered, num_tokens)
+
+    def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:
+        """Output tokens still to come; at least 1, at most what `max_tokens` leaves.
+
+        Args:
+            lane: of the request.
+            max_tokens: of the whole output.
+            num_known_tokens: that exist already: only longer outputs are looked at; where there
+                are none, as many are expected again.
+        """
+        ordered = self._sorted.get(lane, [])
+        longer = len(ordered) - (first := bisect_right(ordered, num_known_tokens))
+        if longer:
+            total = ordered[first + min(longer - 1, int(self._quantile * longer))]
+        else:
+            total = max(2 * num_known_tokens, self._initial_tokens)
+        return max(1, min(total, max_tokens) - num_known_tokens)

@@ -1,0 +1,315 @@
+"""Which worker gets a request: its cached prefix against the work that is queued there.
+
+Every cost is in seconds, and every choice looks at a few candidates only: those that hold the
+longest prefixes, the session's last, and the least loaded. So a decision costs the same with ten
+workers and with a thousand. The core decides which requests may run, and when; this module only
+knows where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.coordinator.load_index import LoadIndex, Pool
+from baton.coordinator.prefix_index import PrefixIndex, PrefixMatch
+from baton.coordinator.request import WorkerKey
+from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
+from baton.v1 import cluster_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Attributes are per worker unless they say otherwise.
+
+    Attributes:
+        max_prefill_requests, max_decode_requests: assigned at a time.
+        num_holders: candidates with the longest prefixes, per choice.
+        work_weight: how much more a second of computing costs than a second of waiting. Waiting
+            delays this request; computing what another worker holds delays those behind it too,
+            and pushes other prefixes out of the cache.
+        network_bytes_per_s, memory_bytes_per_s: a handoff's speed between hosts and within one.
+        max_sessions: remembered in all; the longest unused are forgotten.
+    """
+
+    max_prefill_requests: int = 256
+    max_decode_requests: int = 256
+    num_holders: int = 3
+    work_weight: float = 4.0
+    network_bytes_per_s: float = 1e9
+    memory_bytes_per_s: float = 5e9
+    max_sessions: int = 65536
+
+
+class PrefillChoice(NamedTuple):
+    """Where a prompt is computed.
+
+    Attributes:
+        predicted_s: until its first token: what is queued there, and its own work.
+        work_s: its own work: what `assign_prefill` counts.
+        num_cached_tokens: of the prompt, expected in the worker's cache.
+        reason: in words.
+    """
+
+    worker: WorkerKey
+    predicted_s: float
+    work_s: float
+    num_cached_tokens: int
+    reason: str
+
+
+class DecodeChoice(NamedTuple):
+    """Where a request is decoded.
+
+    Attributes:
+        predicted_s: one decode step there, with this request.
+        num_kv_tokens: room it needs: what `assign_decode` counts.
+        num_cached_tokens: of the prompt, held there already: they need not be sent.
+        reason: in words.
+    """
+
+    worker: WorkerKey
+    predicted_s: float
+    num_kv_tokens: int
+    num_cached_tokens: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Session:
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None
+
+
+class Router:
+    """Owns the load entries of all workers, the prefix index and the sessions.
+
+    Whoever uses it assigns what it chose, reports what it hears, and releases every request once.
+
+    Attributes:
+        index: where prefixes are; fed by `apply_cache`.
+    """
+
+    def __init__(self, config: RoutingConfig) -> None:
+        self._config = config
+        self.index = PrefixIndex()
+        self._loads = LoadIndex(config.max_prefill_requests, config.max_decode_requests)
+        self._prefilling: dict[str, WorkerKey] = {}
+        self._decoding: dict[str, WorkerKey] = {}
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    # ---- Members.
+
+    def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
+        """A worker whose cache is empty, or not known yet; pool as in `set_pool`."""
+        self.index.add(worker, traits.kv_tokens // traits.block_size_tokens)
+        self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
+        self.set_pool(worker, pool)
+
+    def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
+        """What a worker is given from now on; None for nothing. It keeps what it has."""
+        self._loads.set_pool(worker, pool)
+
+    def remove_worker(self, worker: WorkerKey) -> None:
+        """A worker that is gone. Its requests are still to be released. Idempotent."""
+        if self._loads.get(worker) is not None:
+            self._loads.remove(worker)
+            self.index.forget(worker)
+
+    def load(self, worker: WorkerKey) -> WorkerLoad | None:
+        """What is assigned to a worker; to be read only."""
+        return self._loads.get(worker)
+
+    def least_queued_s(self) -> float | None:
+        """The shortest queue of prefill work, in seconds; None when every worker is full."""
+        least = self._loads.by_queue.least()
+        return self._loads.entries[least].queued_s if least is not None else None
+
+    def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
+        """What a worker's load report says that its requests hold."""
+        if (entry := self._loads.get(worker)) is not None:
+            entry.report(kv_tokens_used)
+            self._loads.file(entry)
+
+    def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
+        """Takes in what changed in a worker's prefix cache."""
+        if changes.reset:
+            self.index.cleared(worker)
+        self.index.removed(worker, changes.removed)
+        self.index.stored(worker, changes.stored)
+
+    # ---- Requests.
+
+    def match(self, prompt_hashes: Sequence[int]) -> PrefixMatch:
+        """Who holds how much of a prompt; good until the next change."""
+        return self.index.match(prompt_hashes)
+
+    def assign_prefill(
+        self,
+        request_id: str,
+        choice: PrefillChoice,
+        prompt_hashes: Sequence[int],
+        session: str = "",
+    ) -> None:
+        """The prompt goes where it was chosen to; "" is no session."""
+        entry = self._loads.entries[choice.worker]
+        entry.assign_prefill(request_id, choice.work_s)
+        self._prefilling[request_id] = choice.worker
+        self.index.expect(request_id, choice.worker, prompt_hashes)
+        self._loads.file(entry)
+        if session:
+            self._session(session).prefill = choice.worker
+
+    def assign_decode(self, request_id: str, choice: DecodeChoice, session: str = "") -> None:
+        entry = self._loads.entries[choice.worker]
+        entry.assign_decode(request_id, choice.num_kv_tokens)
+        self._decoding[request_id] = choice.worker
+        self._loads.file(entry)
+        if session:
+            self._session(session).decode = choice.worker
+
+    def first_token(self, request_id: str) -> None:
+        """The prompt is computed. Its worker's cache events came before this. Idempotent."""
+        self._end_prefill(request_id)
+        if (entry := self._loads.get(self._decoding.get(request_id))) is not None:
+            entry.arrive(request_id)
+
+    def release(self, request_id: str) -> None:
+        """The request has ended, or leaves its workers. Idempotent."""
+        self._end_prefill(request_id)
+        if (entry := self._loads.get(self._decoding.pop(request_id, None))) is not None:
+            entry.end_decode(request_id)
+            self._loads.file(entry)
+
+    def _end_prefill(self, request_id: str) -> None:
+        self.index.settle(request_id)
+        if (entry := self._loads.get(self._prefilling.pop(request_id, None))) is not None:
+            entry.end_prefill(request_id)
+            self._loads.file(entry)
+
+    def _session(self, session: str) -> _Session:
+        found = self._sessions.setdefault(session, _Session())
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._config.max_sessions:
+            self._sessions.popitem(last=False)
+        return found
+
+    # ---- Choices.
+
+    def choose_prefill(
+        self, match: PrefixMatch, num_tokens: int, session: str = ""
+    ) -> PrefillChoice | None:
+        """The least predicted finish, work counted `work_weight` more; None when all are full.
+
+        Of equals the session's last worker, then the longest prefix, then the least loaded.
+
+        Args:
+            match: of the prompt.
+            num_tokens: of the prompt.
+            session: "" for none.
+        """
+        config, loads = self._config, self._loads
+        last = self._sessions.get(session)
+        sticky = last.prefill if last is not None else None
+        candidates: dict[WorkerKey, int] = {}
+        if sticky is not None and sticky in loads.by_queue:
+            candidates[sticky] = match.blocks_of(sticky)
+        candidates |= match.longest(config.num_holders, loads.open_prefill)
+        idlest = loads.by_queue.least()
+        if idlest is not None and idlest not in candidates:
+            candidates[idlest] = match.blocks_of(idlest)
+        best: tuple[WorkerKey, float, float, int] | None = None
+        least, factor = math.inf, 1 + config.work_weight
+        for worker, num_blocks in candidates.items():
+            entry = loads.entries[worker]
+            traits = entry.traits
+            # The last token is always computed: the first output token comes from it.
+            cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
+            cached -= cached % traits.block_size_tokens
+            work_s = traits.latency.prefill_s(num_tokens - cached)
+            cost = entry.queued_s + work_s * factor
+            if cost < least:
+                least, best = cost, (worker, entry.queued_s, work_s, cached)
+        if best is None:
+            return None
+        worker, queued_s, work_s, cached = best
+        stays = ", its session's last" if worker == sticky else ""
+        reason = (
+            f"{cached} of {num_tokens} tokens cached, {queued_s:.3f} s queued, "
+            f"{work_s:.3f} s of work{stays}; best of {len(candidates)} candidates"
+        )
+        return PrefillChoice(worker, queued_s + work_s, work_s, cached, reason)
+
+    def choose_decode(
+        self,
+        match: PrefixMatch,
+        num_tokens: int,
+        num_output_tokens: int,
+        *,
+        prefill: WorkerKey | None = None,
+        session: str = "",
+    ) -> DecodeChoice | None:
+        """The least time for the whole output, what is left of the handoff included.
+
+        Args:
+            match: of the prompt.
+            num_tokens: of the prompt, and of known output.
+            num_output_tokens: expected beyond them (OutputLengths).
+            prefill: where the prompt is computed; None: on the decode worker itself.
+            session: "" for none.
+
+        Returns:
+            None when no worker has room for prompt and expected output.
+        """
+        loads, last = self._loads, self._sessions.get(session)
+        sticky = last.decode if last is not None else None
+        source = loads.get(prefill)
+        candidates: dict[WorkerKey, int] = {}
+        if sticky is not None and sticky in loads.by_itl:
+            candidates[sticky] = match.blocks_of(sticky)
+        candidates |= match.longest(self._config.num_holders, loads.open_decode)
+        # The fastest, the one with most room (without which none has any), the one nearby.
+        near = loads.fastest_on(source.traits.host_id) if source is not None else None
+        for idle in (loads.by_itl.least(), loads.by_room.least(), near):
+            if idle is not None and idle not in candidates:
+                candidates[idle] = match.blocks_of(idle)
+        best: tuple[WorkerLoad, float, int, int] | None = None
+        least = math.inf
+        for worker, num_blocks in candidates.items():
+            entry = loads.entries[worker]
+            block_size = entry.traits.block_size_tokens
+            needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
+            if needed > entry.free_tokens:
+                continue
+            cached = min(num_blocks * block_size, num_tokens)
+            itl_s = entry.itl_with_s(1, needed)
+            cost = itl_s * num_output_tokens + self._begin_s(source, entry, num_tokens - cached)
+            if cost < least:
+                least, best = cost, (entry, itl_s, needed, cached)
+        if best is None:
+            return None
+        entry, itl_s, needed, cached = best
+        nearby = ", on its host" if source and source.traits.host_id == entry.traits.host_id else ""
+        stays = ", its session's last" if entry.key == sticky else ""
+        reason = (
+            f"{itl_s * 1e3:.1f} ms per step beside {entry.num_decodes} others, {needed} of "
+            f"{entry.free_tokens} free KV tokens, {cached} of {num_tokens} tokens held"
+            f"{nearby}{stays}; best of {len(candidates)} candidates"
+        )
+        return DecodeChoice(entry.key, itl_s, needed, cached, reason)
+
+    def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
+        """Until a worker has so many more of a prompt's tokens: sent there, or computed there."""
+        if source is None:
+            return target.traits.latency.prefill_s(max(1, num_tokens))
+        near = source.traits.host_id == target.traits.host_id
+        speed = self._config.memory_bytes_per_s if near else self._config.network_bytes_per_s
+        return num_tokens * source.traits.kv_bytes_per_token / speed
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        self.index.check_integrity()
+        self._loads.check_integrity()

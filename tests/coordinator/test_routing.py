@@ -1,0 +1,348 @@
+"""Where requests go: prefixes against load, room for KV, and a real trace."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.coordinator.load_index import Pool
+from baton.coordinator.request import WorkerKey
+from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
+from baton.coordinator.worker_load import WorkerTraits
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.latency import LatencyModel
+from baton.v1 import cluster_pb2
+
+sys.path.append(str(Path(__file__).parent))
+
+from trace_replay import load_trace, on_one_worker, replay
+
+BLOCK = 16
+# 1 ms per prompt token; a step of 10 ms, and 1 ms more per request.
+MODEL = LatencyModel(0.001, 0.001, 0.0, 0.010, 0.001, 0.0)
+
+
+def traits(host: str = "h", kv_tokens: int = 65536, kv_bytes_per_token: int = 0) -> WorkerTraits:
+    return WorkerTraits(MODEL, host, kv_tokens, BLOCK, kv_bytes_per_token)
+
+
+def key(name: str) -> WorkerKey:
+    return name, 1
+
+
+class Cluster:
+    """A router, and its requests from choice to first token."""
+
+    def __init__(self, *prefill: str, config: RoutingConfig | None = None) -> None:
+        self.router = Router(config or RoutingConfig())
+        for name in prefill:
+            self.router.add_worker(key(name), traits(), Pool.PREFILL)
+        self.prompts: dict[str, tuple[WorkerKey, list[int]]] = {}
+
+    def send(self, request: str, prompt: list[int], session: str = "") -> PrefillChoice:
+        hashes = block_hashes(prompt, BLOCK)
+        choice = self.router.choose_prefill(self.router.match(hashes), len(prompt), session)
+        assert choice is not None
+        self.router.assign_prefill(request, choice, hashes, session)
+        self.prompts[request] = choice.worker, prompt
+        self.router.check_integrity()
+        return choice
+
+    def done(self, request: str) -> None:
+        """Its worker reports the blocks, then the first token."""
+        worker, prompt = self.prompts.pop(request)
+        events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
+        self.router.apply_cache(worker, events)
+        self.router.first_token(request)
+        self.router.release(request)
+        self.router.check_integrity()
+
+
+def prompt(seed: int, length: int = 320) -> list[int]:
+    return [seed * 1000 + index for index in range(length)]
+
+
+# ---- Prefill.
+
+
+def test_a_prompt_goes_where_its_prefix_is() -> None:
+    cluster = Cluster("a", "b", "c", "d")
+    where = cluster.send("1", prompt(1)).worker
+    cluster.done("1")
+    for number in range(4):
+        choice = cluster.send(f"again{number}", prompt(1) + prompt(number + 2))
+        assert choice.worker == where
+        assert choice.num_cached_tokens == 320
+        assert choice.work_s == pytest.approx(MODEL.prefill_s(320))
+        assert "320 of 640 tokens cached" in choice.reason
+        cluster.done(f"again{number}")
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
+    cluster = Cluster("a")
+    cluster.send("1", prompt(1, 320))
+    cluster.done("1")
+    assert cluster.send("2", prompt(1, 320)).num_cached_tokens == 304
+    assert cluster.send("3", prompt(1, 321)).num_cached_tokens == 320
+
+
+def test_a_burst_of_equal_prompts_stays_together() -> None:
+    cluster = Cluster("a", "b", "c", "d")
+    workers = {cluster.send(str(number), prompt(1)).worker for number in range(20)}
+    assert len(workers) == 1
+
+
+def test_what_is_expected_gives_way_to_what_the_worker_reports() -> None:
+    cluster = Cluster("a", "b")
+    cluster.send("1", prompt(1))
+    # It was computed, and evicted at once.
+    cluster.router.first_token("1")
+    cluster.router.check_integrity()
+    assert cluster.send("2", prompt(1)).num_cached_tokens == 0
+
+
+def test_a_cleared_cache_counts_for_nothing() -> None:
+    cluster = Cluster("a")
+    cluster.send("1", prompt(1))
+    cluster.done("1")
+    kept = block_hashes(prompt(1), BLOCK)[:3]
+    cluster.router.apply_cache(key("a"), cluster_pb2.CacheEvents(reset=True, stored=kept))
+    assert cluster.send("2", prompt(1)).num_cached_tokens == 48
+
+
+def test_a_hot_system_prompt_spreads_under_load() -> None:
+    names = [f"w{number}" for number in range(8)]
+    cluster = Cluster(*names)
+    system = prompt(1, 640)
+    cluster.send("first", system)
+    cluster.done("first")
+    # All at once; each has 320 tokens of its own.
+    load = Counter(
+        cluster.send(str(number), system + prompt(number + 2)).worker for number in range(160)
+    )
+    assert set(load) == {key(name) for name in names}
+    assert max(load.values()) <= 1.3 * 160 / 8
+
+
+def test_different_prompts_spread_from_the_first() -> None:
+    cluster = Cluster("a", "b", "c", "d")
+    load = Counter(cluster.send(str(number), prompt(number)).worker for number in range(40))
+    assert set(load.values()) == {10}
+
+
+def test_a_session_stays_where_equals_hold_its_prefix() -> None:
+    names = [f"w{number}" for number in range(20)]
+    cluster = Cluster(*names)
+    hashes = block_hashes(prompt(1), BLOCK)
+    for name in names:
+        cluster.router.index.stored(key(name), hashes)
+    first = cluster.send("0", prompt(1), "chat").worker
+    cluster.done("0")
+    for number in range(1, 10):
+        choice = cluster.send(str(number), prompt(1), "chat")
+        assert choice.worker == first
+        assert "its session's last" in choice.reason
+        cluster.done(str(number))
+
+
+def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
+    cluster = Cluster("a", "b")
+    first = cluster.send("0", prompt(1), "chat").worker
+    cluster.done("0")
+    # Waiting half a second is worth 304 tokens that need not be computed; a minute is not.
+    for queued_s, stays in ((0.5, True), (60.0, False)):
+        queued = PrefillChoice(first, queued_s, queued_s, 0, "")
+        cluster.router.assign_prefill("queued", queued, [])
+        assert (cluster.send("1", prompt(1), "chat").worker == first) == stays
+        cluster.router.release("1")
+        cluster.router.release("queued")
+
+
+def test_full_gone_and_paused_workers_get_nothing() -> None:
+    cluster = Cluster("a", "b", "c", config=RoutingConfig(max_prefill_requests=1))
+    router = cluster.router
+    router.remove_worker(key("a"))
+    router.set_pool(key("b"), None)
+    assert cluster.send("1", prompt(1)).worker == key("c")
+    assert router.least_queued_s() is None
+    hashes = block_hashes(prompt(1), BLOCK)
+    assert router.choose_prefill(router.match(hashes), 320) is None
+    cluster.done("1")
+    assert router.least_queued_s() == 0.0
+    router.set_pool(key("b"), Pool.PREFILL)
+    cluster.send("2", prompt(1))
+    assert cluster.send("3", prompt(1)).worker == key("b")
+    router.remove_worker(key("b"))
+    router.release("3")
+    router.check_integrity()
+
+
+# ---- Decode.
+
+
+def decode_router(
+    *workers: tuple[str, WorkerTraits], config: RoutingConfig | None = None
+) -> Router:
+    router = Router(config or RoutingConfig())
+    for name, one in workers:
+        router.add_worker(key(name), one, Pool.DECODE)
+    return router
+
+
+def decode(
+    router: Router, request: str, tokens: list[int], output: int = 100, **more: object
+) -> DecodeChoice | None:
+    match = router.match(block_hashes(tokens, BLOCK))
+    choice = router.choose_decode(match, len(tokens), output, **more)  # type: ignore[arg-type]
+    if choice is not None:
+        router.assign_decode(request, choice)
+        router.check_integrity()
+    return choice
+
+
+def test_decodes_go_where_a_step_takes_least() -> None:
+    router = decode_router(*((name, traits()) for name in "abc"))
+    load = Counter(decode(router, str(number), prompt(number)).worker for number in range(30))
+    assert set(load.values()) == {10}
+    choice = decode(router, "more", prompt(99))
+    assert choice is not None
+    assert choice.predicted_s == pytest.approx(MODEL.decode_step_s(11, 0))
+
+
+def test_a_decode_worker_that_holds_the_prefix_is_worth_the_transfer_saved() -> None:
+    heavy = traits(kv_bytes_per_token=10**6)
+    router = decode_router(*((name, heavy) for name in "abcdef"))
+    router.add_worker(key("p"), heavy, Pool.PREFILL)
+    router.index.stored(key("d"), block_hashes(prompt(1), BLOCK))
+    choice = decode(router, "1", prompt(1), prefill=key("p"))
+    assert choice is not None
+    assert (choice.worker, choice.num_cached_tokens) == (key("d"), 320)
+
+
+def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
+    hosts = {f"d{number}": traits(f"h{number}", kv_bytes_per_token=1000) for number in range(8)}
+    router = decode_router(*hosts.items())
+    router.add_worker(key("p"), hosts["d5"], Pool.PREFILL)
+    choice = decode(router, "1", prompt(1), prefill=key("p"))
+    assert choice is not None
+    assert choice.worker == key("d5")
+    assert "on its host" in choice.reason
+
+
+def test_room_is_kept_for_prompt_and_expected_output() -> None:
+    router = decode_router(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
+    wanted = prompt(1, 500)
+    # 500 and 100 tokens are 38 blocks of 16.
+    placed = [decode(router, str(number), wanted) for number in range(4)]
+    assert Counter(one.worker for one in placed if one) == {key("small"): 1, key("large"): 2}
+    assert placed[3] is None
+    router.release("0")
+    assert decode(router, "4", wanted) is not None
+    assert decode(router, "5", wanted) is None
+    assert decode(router, "6", prompt(2, 16), output=1) is not None
+
+
+def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
+    router = decode_router(("a", traits(kv_tokens=1600)))
+    assert decode(router, "1", prompt(1, 400), output=16) is not None
+    assert decode(router, "under way", prompt(2, 400), output=16) is not None
+    router.first_token("1")
+    router.report_kv(key("a"), 416)
+    router.check_integrity()
+    assert router.load(key("a")).free_tokens == 768
+    router.report_kv(key("a"), 1000)
+    assert router.load(key("a")).free_tokens == 184
+    assert decode(router, "3", prompt(3, 200), output=16) is None
+
+
+def test_decodes_per_worker_are_limited() -> None:
+    config = RoutingConfig(max_decode_requests=2)
+    router = decode_router(("a", traits()), ("b", traits()), config=config)
+    placed = [decode(router, str(number), prompt(number)) for number in range(5)]
+    assert Counter(one.worker for one in placed if one) == {key("a"): 2, key("b"): 2}
+    assert placed[4] is None
+
+
+def test_a_prompt_computed_where_it_is_decoded_goes_to_its_prefix() -> None:
+    router = decode_router(*((name, traits()) for name in "abcdef"))
+    router.index.stored(key("e"), block_hashes(prompt(1), BLOCK))
+    choice = decode(router, "1", prompt(1), output=10)
+    assert choice is not None
+    assert choice.worker == key("e")
+
+
+# ---- Any order of events.
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 3), st.integers(1, 100)),
+        st.tuples(st.sampled_from(["first", "release"]), st.integers(0, 30), st.just(0)),
+        st.tuples(st.sampled_from(["remove", "add", "pause"]), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=50,
+)
+
+
+@given(_STEPS)
+def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
+    router = Router(RoutingConfig(max_prefill_requests=3, max_decode_requests=4))
+    names = [f"w{number}" for number in range(4)]
+    requests: list[str] = []
+    for count, (kind, number, length) in enumerate(steps):
+        worker = key(names[number % 4])
+        if kind == "add" and router.load(worker) is None:
+            router.add_worker(worker, traits(kv_tokens=256), list(Pool)[number % 2])
+        elif kind == "remove":
+            router.remove_worker(worker)
+        elif kind == "pause" and router.load(worker) is not None:
+            router.set_pool(worker, None)
+        elif kind == "send":
+            hashes = block_hashes(prompt(number, length), BLOCK)
+            match = router.match(hashes)
+            first = router.choose_prefill(match, length, f"s{number}")
+            second = router.choose_decode(match, length, 20, session=f"s{number}")
+            if first is not None and second is not None:
+                router.assign_prefill(str(count), first, hashes, f"s{number}")
+                router.assign_decode(str(count), second, f"s{number}")
+                requests.append(str(count))
+        elif kind in ("first", "release") and number < len(requests):
+            (router.first_token if kind == "first" else router.release)(requests[number])
+        router.check_integrity()
+        for name in names:
+            entry = router.load(key(name))
+            assert entry is None or entry.free_tokens >= 0
+    for request in requests:
+        router.release(request)
+    for name in names:
+        if (entry := router.load(key(name))) is not None:
+            assert (entry.num_prefills, entry.num_decodes, entry.queued_s) == (0, 0, 0.0)
+            assert entry.free_tokens == entry.traits.kv_tokens
+    router.check_integrity()
+
+
+# ---- A real trace.
+
+
+@pytest.mark.parametrize("num_blocks", [2000, 8000])
+@pytest.mark.parametrize("per_token_s", [0.002, 0.003])
+def test_a_real_trace_finds_its_prefixes_on_four_balanced_workers(
+    num_blocks: int, per_token_s: float
+) -> None:
+    """Caches of a twelfth and a third of all blocks; half and three quarters of capacity."""
+    trace = load_trace()
+    outcome = replay(
+        trace,
+        num_workers=4,
+        num_blocks=num_blocks,
+        latency=LatencyModel(0.005, per_token_s, 0.0, 0.010, 0.0, 0.0),
+        config=RoutingConfig(max_prefill_requests=len(trace)),
+    )
+    whole = on_one_worker(trace, 4 * num_blocks)
+    assert outcome.num_tokens == whole.num_tokens
+    assert outcome.cached_share >= 0.9 * whole.cached_share
+    assert outcome.imbalance <= 1.3

@@ -1,0 +1,109 @@
+"""A coordinator that applies every message knows what the engine's cache holds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_coordinator import spec
+
+from baton.engine.base import CacheChange
+from baton.runtime.block_hashes import block_hashes
+from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.cache_reports import MAX_HASHES_PER_MESSAGE, CacheReports
+from baton.worker.outbox import Outbox
+
+
+def prefill(name: str, prompt: list[int]) -> cluster_pb2.PrefillCommand:
+    return cluster_pb2.PrefillCommand(spec=spec(name, prompt, max_tokens=2))
+
+
+class Known:
+    """The cache as the coordinator sees it."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def apply(self, events: cluster_pb2.CacheEvents) -> None:
+        assert len(events.stored) + len(events.removed) <= MAX_HASHES_PER_MESSAGE
+        if events.reset:
+            self.blocks.clear()
+        self.blocks.difference_update(events.removed)
+        self.blocks.update(events.stored)
+
+    def hear(self, outbox: Outbox) -> int:
+        """Applies what goes out; says how many messages that were."""
+        count = 0
+        while (message := outbox.next_unsent()) is not None:
+            self.apply(message.cache)
+            count += 1
+        return count
+
+
+_BLOCKS = st.lists(st.integers(0, 20), max_size=8, unique=True)
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), _BLOCKS, _BLOCKS, st.booleans()),
+        st.tuples(st.sampled_from(["flush", "new coordinator"])),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS)
+def test_whatever_changes_is_known_after_a_flush(steps: list[tuple]) -> None:
+    outbox, cache, known = Outbox(), set[int](), Known()
+    reports = CacheReports(outbox)
+    for step in steps:
+        if step[0] == "change":
+            _, stored, removed, cleared = step
+            cache = (set() if cleared else cache) - set(removed) | set(stored)
+            reports.take(CacheChange(stored, removed, cleared))
+            continue
+        if step[0] == "flush":
+            reports.flush()
+        else:
+            known.hear(outbox)
+            known = Known()
+            reports.tell_all()
+        known.hear(outbox)
+        assert known.blocks == cache
+        reports.flush()
+        assert known.hear(outbox) == 0
+
+
+def test_large_reports_take_several_messages_and_small_ones_wait() -> None:
+    outbox, known = Outbox(), Known()
+    reports = CacheReports(outbox)
+    reports.take(CacheChange(stored=range(10)))
+    assert known.hear(outbox) == 0
+    reports.take(CacheChange(stored=range(10, 40_000)))
+    assert known.hear(outbox) == 3
+    assert known.blocks == set(range(40_000))
+    reports.tell_all()
+    assert known.hear(outbox) == 3
+    assert known.blocks == set(range(40_000))
+
+
+async def test_a_prompts_blocks_are_told_before_its_first_token_and_again_to_a_new_coordinator(
+    coordinator, start_worker
+):
+    start_worker(common_pb2.ROLE_PREFILL)
+    stream = await coordinator.stream()
+    prompt = list(range(2, 102))
+    await stream.send(seq=1, prefill=prefill("a", prompt))
+    known = Known()
+    known.apply((await stream.next("cache")).cache)
+    assert known.blocks == set(block_hashes(prompt, 16))
+    (output,) = (await stream.next("step")).step.outputs
+    assert output.timings.num_cached_tokens == 0
+
+    # The same again comes out of the cache, and changes nothing in it.
+    await stream.send(seq=2, prefill=prefill("b", prompt))
+    (output,) = (await stream.next("step")).step.outputs
+    assert output.timings.num_cached_tokens == 96
+
+    coordinator.generation, coordinator.received = 2, 0
+    stream.end()
+    again = await coordinator.stream()
+    events = (await again.next("cache")).cache
+    assert events.reset
+    known.apply(events)
+    assert known.blocks == set(block_hashes(prompt, 16))
