@@ -80,6 +80,11 @@ class BatonClient:
         if connector is not None:
             await connector.aclose()
 
+    @property
+    def address(self) -> str | None:
+        """The coordinator that the session is with; None while there is none."""
+        return self._connector.address if self._connector is not None else None
+
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> TokenStream:
         """Submits a request and returns its stream at once.
 

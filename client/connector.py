@@ -51,6 +51,11 @@ class Connector:
         return in_session + len(self._waiting) + len(self._delayed)
 
     @property
+    def address(self) -> str | None:
+        """The coordinator that the session is with; None while there is none."""
+        return self._session.address if self._session is not None else None
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """In the order in which they are tried next."""
         return self._addresses[self._next_address :] + self._addresses[: self._next_address]

@@ -74,7 +74,8 @@ class Session:
         on_open: Callable[[Session], None],
         on_refused: Callable[[RequestState, RemoteError], None],
     ) -> None:
-        self._channel, self._address = channel, address
+        self.address = address
+        self._channel = channel
         self._on_open, self._on_refused = on_open, on_refused
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         self._call: grpc.aio.StreamStreamCall[
@@ -151,7 +152,7 @@ class Session:
                 for event in batch.events:
                     self._hand_out(event)
         except grpc.RpcError as error:
-            cause = errors.from_rpc_error(error, self._address)
+            cause = errors.from_rpc_error(error, self.address)
             if cause.code in _REFUSALS or not reached:
                 return SessionEnd(cause, self._served, cause.code in _REFUSALS)
             return self._lost(str(cause))
@@ -172,7 +173,7 @@ class Session:
             self._requests.pop(event.stream, None)
 
     def _lost(self, why: str) -> SessionEnd:
-        message = f"the session with the coordinator at {self._address} is lost: {why}"
+        message = f"the session with the coordinator at {self.address} is lost: {why}"
         return SessionEnd(errors.make(code_pb2.UNAVAILABLE, message), self._served, refused=False)
 
     def _next_number(self) -> int:

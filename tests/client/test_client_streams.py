@@ -2,10 +2,17 @@
 
 import asyncio
 import gc
-import socket
 
 import pytest
-from scripted_inference import accepted, delta, failed, finished, serving, set_serving
+from scripted_inference import (
+    accepted,
+    delta,
+    failed,
+    finished,
+    serving,
+    set_serving,
+    unused_address,
+)
 
 from baton.client import (
     Accepted,
@@ -29,12 +36,6 @@ from baton.runtime import errors, rpc
 from baton.v1 import common_pb2
 
 TIMEOUT_S = 5.0
-
-
-def unused_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def gathered(stream):
