@@ -78,7 +78,7 @@ def generate(
         wanted["ignore_eos"] = True
     interrupts.run(
         _stream(
-            options.resolve_address(address),
+            options.resolve_addresses(address),
             _prompt(prompt, tokens, chat),
             wanted,
             as_json=as_json,
@@ -108,12 +108,12 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
 
 
 async def _stream(
-    address: str, prompt: Prompt, wanted: RequestOptions, *, as_json: bool, timeline: bool
+    addresses: list[str], prompt: Prompt, wanted: RequestOptions, *, as_json: bool, timeline: bool
 ) -> None:
     from baton.cli.timeline import print_timeline
     from baton.client import BatonClient, Finished, Tokens
 
-    async with BatonClient(address) as client, client.generate(prompt, **wanted) as stream:
+    async with BatonClient(addresses) as client, client.generate(prompt, **wanted) as stream:
         ends_line = True
         try:
             async for event in stream:
@@ -131,6 +131,9 @@ async def _stream(
         finally:
             if not ends_line:
                 print(flush=True)
+            if stream.num_resumes:
+                times = "once" if stream.num_resumes == 1 else f"{stream.num_resumes} times"
+                print(f"baton: lost the coordinator and resumed {times}", file=sys.stderr)
 
 
 def _print_event(event: Event) -> None:

@@ -48,8 +48,8 @@ Address = Annotated[
     typer.Option(
         "--address",
         envvar="BATON_ADDRESS",
-        metavar="HOST:PORT",
-        help="The coordinator's; left out: where one listens by default.",
+        metavar="HOST:PORT,...",
+        help="The coordinator's, or several; left out: where one listens by default.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
@@ -108,14 +108,15 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
     return values
 
 
-def resolve_address(address: str | None) -> str:
-    """The coordinator's address.
+def resolve_addresses(addresses: str | None) -> list[str]:
+    """The coordinators' addresses; at least one.
 
     Raises:
-        ConfigError: it is not host:port.
+        ConfigError: one of them is not host:port.
     """
     from baton.runtime.config import CoordinatorConfig, split_address
 
-    address = address or CoordinatorConfig().listen
-    split_address(address, "--address")
-    return address
+    found = [one.strip() for one in (addresses or CoordinatorConfig().listen).split(",")]
+    for address in found:
+        split_address(address, "--address")
+    return found

@@ -144,11 +144,17 @@ def requests(
 
 def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
     from baton.cli import interrupts
-    from baton.client import AdminClient
+    from baton.client import AdminClient, errors
 
     async def ask() -> T:
-        async with AdminClient(options.resolve_address(address)) as admin:
-            return await question(admin)
+        failures = []
+        for one in options.resolve_addresses(address):
+            try:
+                async with AdminClient(one) as admin:
+                    return await question(admin)
+            except errors.UnavailableError as error:
+                failures.append(error)
+        raise errors.of_all(failures)
 
     return interrupts.run(ask())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -36,6 +36,11 @@ class BlockingStream:
     def token_ids(self) -> tuple[int, ...]:
         """Everything received so far."""
         return self._stream.token_ids
+
+    @property
+    def num_resumes(self) -> int:
+        """How often the request went on at a coordinator after its session was lost."""
+        return self._stream.num_resumes
 
     def __iter__(self) -> Self:
         return self
@@ -77,22 +82,23 @@ class BlockingClient:
     `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
 
     Args:
-        address: of the coordinator, host:port.
-        max_requests, max_buffered_events, tenant: as in BatonClient.
+        addresses, max_requests, max_buffered_events, resume_timeout_s, tenant: as in BatonClient.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str | Sequence[str],
         *,
         max_requests: int = 4096,
         max_buffered_events: int = 256,
+        resume_timeout_s: float = 30.0,
         tenant: str = "",
     ) -> None:
         self._client = BatonClient(
-            address,
+            addresses,
             max_requests=max_requests,
             max_buffered_events=max_buffered_events,
+            resume_timeout_s=resume_timeout_s,
             tenant=tenant,
         )
         self._loop = asyncio.new_event_loop()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
+from google.rpc import code_pb2
 
 from baton.client import errors, health
+from baton.client.connector import Connector
 from baton.client.events import Completion
 from baton.client.request import Prompt, RequestOptions, build
-from baton.client.session import Session
-from baton.client.stream import RequestState, TokenStream
+from baton.client.request_state import RequestState
+from baton.client.stream import TokenStream
 from baton.runtime import rpc
+from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
@@ -20,35 +26,47 @@ class BatonClient:
     """Generates text through a coordinator; any number of requests at once over one stream.
 
     `async with BatonClient("127.0.0.1:7070") as client:`; for use in the loop it was entered in.
-    The session opens with the first request, and again with the next one after it was lost.
+    The session opens with the first request. When it is lost, the client opens another, with the
+    same coordinator or the next, and its requests go on there with the tokens they have: who reads
+    their streams notices a pause.
 
     Args:
-        address: of the coordinator, host:port.
+        addresses: of coordinators, host:port; several as a sequence or separated by commas. One of
+            them serves at a time.
         max_requests: live at a time.
         max_buffered_events: of one request that wait for its reader; beyond them tokens join the
             last one.
+        resume_timeout_s: how long after the loss of its session a request may take to be accepted
+            again, within its own timeout_s; 0 turns resuming off.
         tenant: who to account requests to that name none; empty: the coordinator's default.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str | Sequence[str],
         *,
         max_requests: int = 4096,
         max_buffered_events: int = 256,
+        resume_timeout_s: float = 30.0,
         tenant: str = "",
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
-        self.address = address
+        if not (math.isfinite(resume_timeout_s) and resume_timeout_s >= 0):
+            raise ValueError(f"resume_timeout_s is {resume_timeout_s}; must be at least 0 seconds")
+        self.addresses = _split(addresses)
         self._max_requests = max_requests
         self._max_buffered_events = max_buffered_events
+        self._resume_timeout_s = resume_timeout_s
         self._tenant = tenant
-        self._channel: grpc.aio.Channel | None = None
-        self._session: Session | None = None
+        self._connector: Connector | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = rpc.channel(self.address)
+        self._connector = Connector(
+            self.addresses,
+            max_requests=self._max_requests,
+            resume_timeout_s=self._resume_timeout_s,
+        )
         return self
 
     async def __aexit__(
@@ -61,12 +79,14 @@ class BatonClient:
 
     async def aclose(self) -> None:
         """Cancels what runs and closes the connection; idempotent."""
-        session, self._session = self._session, None
-        channel, self._channel = self._channel, None
-        if session is not None:
-            await session.aclose()
-        if channel is not None:
-            await channel.close()
+        connector, self._connector = self._connector, None
+        if connector is not None:
+            await connector.aclose()
+
+    @property
+    def address(self) -> str | None:
+        """The coordinator that the session is with; None while there is none."""
+        return self._connector.address if self._connector is not None else None
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> TokenStream:
         """Submits a request and returns its stream at once.
@@ -81,14 +101,14 @@ class BatonClient:
             TypeError: an unknown option.
         """
         request = build(prompt, {"tenant": self._tenant, **options})
-        session = self._open_session()
+        connector = self._open()
         state = RequestState(
             request,
             max_buffered_events=self._max_buffered_events,
             timeout_s=options.get("timeout_s"),
         )
         try:
-            session.submit(state)
+            connector.submit(state)
         except Exception:
             state.abandon()
             raise
@@ -103,39 +123,65 @@ class BatonClient:
         return await self.generate(prompt, **options).complete()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns as soon as the coordinator can serve requests.
+        """Returns as soon as a coordinator can serve requests; the next session is with it.
 
         Raises:
-            UnavailableError: it could not within timeout_s.
+            UnavailableError: none could within timeout_s.
         """
-        await health.wait_serving(self._open_channel(), self.address, timeout_s)
+        connector = self._open()
+        asking = [
+            asyncio.create_task(_wait_serving(address, timeout_s))
+            for address in connector.addresses
+        ]
+        failures = []
+        try:
+            for answer in asyncio.as_completed(asking):
+                try:
+                    connector.prefer(await answer)
+                    return
+                except RemoteError as error:
+                    failures.append(error)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        raise errors.of_all(failures)
 
     async def model(self, timeout_s: float = 10.0) -> common_pb2.ModelDescription:
-        """The model that the coordinator serves.
+        """The model that the coordinator serves; the first one's that can be reached.
 
         Raises:
             RemoteError: the call failed.
         """
-        stub = self._stub(self._open_channel())
-        try:
-            return await stub.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise errors.from_rpc_error(error, self.address) from None
+        failures = []
+        for address in self._open().addresses:
+            async with rpc.channel(address) as channel:
+                stub: inference_pb2_grpc.InferenceAsyncStub
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                try:
+                    return await stub.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
+                except grpc.RpcError as error:
+                    failures.append(errors.from_rpc_error(error, address))
+            if failures[-1].code != code_pb2.UNAVAILABLE:
+                break
+        raise errors.of_all(failures)
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        if self._channel is None:
+    def _open(self) -> Connector:
+        if self._connector is None:
             raise RuntimeError("the client is not open: use `async with BatonClient(...)`")
-        return self._channel
+        return self._connector
 
-    def _open_session(self) -> Session:
-        if self._session is None or self._session.closed:
-            self._session = Session(
-                self._stub(self._open_channel()),
-                address=self.address,
-                max_requests=self._max_requests,
-            )
-        return self._session
 
-    @staticmethod
-    def _stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceAsyncStub:
-        return inference_pb2_grpc.InferenceStub(channel)
+def _split(addresses: str | Sequence[str]) -> tuple[str, ...]:
+    parts = addresses.split(",") if isinstance(addresses, str) else addresses
+    found = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    if not found:
+        raise ValueError(f"addresses is {addresses!r}; must name at least one host:port")
+    return found
+
+
+async def _wait_serving(address: str, timeout_s: float) -> str:
+    """Returns the address once the coordinator there can serve."""
+    async with rpc.channel(address) as channel:
+        await health.wait_serving(channel, address, timeout_s)
+    return address

@@ -145,6 +145,14 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     return from_baton(found)
 
 
+def of_all(found: Sequence[RemoteError]) -> RemoteError:
+    """What several coordinators answered, at least one: whatever says more than UNAVAILABLE."""
+    telling = next((error for error in found if error.code != code_pb2.UNAVAILABLE), None)
+    if telling is not None or len(found) == 1:
+        return telling or found[0]
+    return make(code_pb2.UNAVAILABLE, "; ".join(map(str, found)))
+
+
 def invalid(field: str, value: object, allowed: str) -> RemoteError:
     """An argument that the client itself finds wrong."""
     return from_baton(errors.InvalidArgument(field, value, allowed))

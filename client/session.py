@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 from google.rpc import code_pb2
 
 from baton.client import errors
-from baton.client.stream import RequestState
-from baton.runtime.errors import RemoteError, ResourceExhausted
+from baton.client.request_state import RequestState
+from baton.client.resume import MAX_UNACCEPTED
+from baton.runtime.errors import RemoteError
 from baton.runtime.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 # Of the message around a request.
 _ENVELOPE_BYTES = 64
-# Ends of the whole stream that say more than "it is gone": every request fails with the same.
-_TELLING_CODES = {
+# Ends of the whole stream that the same requests would meet again.
+_REFUSALS = {
     code_pb2.UNAUTHENTICATED,
     code_pb2.PERMISSION_DENIED,
     code_pb2.RESOURCE_EXHAUSTED,
@@ -24,33 +27,71 @@ _TELLING_CODES = {
 }
 
 
-class Session:
-    """A stream that is open until it ends once; its owner then opens another.
+def check_size(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidArgumentError when a request is larger than one message may be.
 
-    It holds the requests that have not ended, and fails them when it goes. What waits to be sent is
-    bounded by them: at most a submission or a cancel each.
+    Sent anyway it would end the stream, and with it everyone else's requests.
+    """
+    num_bytes = request.ByteSize() + _ENVELOPE_BYTES
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise errors.invalid(
+            "request", f"{num_bytes} bytes", f"must be at most {MAX_MESSAGE_BYTES} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """How a session ended.
+
+    Attributes:
+        served: something came from the coordinator.
+        refused: it would not be otherwise the next time.
+    """
+
+    error: RemoteError
+    served: bool
+    refused: bool
+
+
+class Session:
+    """A stream that is opened once and ends once. What is left of its requests is its owner's.
+
+    What waits to be sent is bounded by the requests: at most a submission or a cancel each. Of
+    requests that resume, MAX_UNACCEPTED are sent at a time.
 
     Args:
+        channel: not shared with another session.
         address: for messages.
-        max_requests: live at a time.
+        on_open: called once when there is a connection.
+        on_refused: gets a request that resumes, and why the coordinator did not accept it.
     """
 
     def __init__(
-        self, stub: inference_pb2_grpc.InferenceAsyncStub, *, address: str, max_requests: int
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        *,
+        on_open: Callable[[Session], None],
+        on_refused: Callable[[RequestState, RemoteError], None],
     ) -> None:
-        self._address = address
-        self._max_requests = max_requests
-        self._requests: dict[int, RequestState] = {}
-        self._last_number = 0
-        # Submissions not sent yet, by stream number, and streams to cancel.
-        self._submits: dict[int, inference_pb2.Submit] = {}
-        self._cancels: dict[int, None] = {}
-        self._to_send = asyncio.Event()
+        self.address = address
+        self._channel = channel
+        self._on_open, self._on_refused = on_open, on_refused
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         self._call: grpc.aio.StreamStreamCall[
             inference_pb2.SessionRequest, inference_pb2.SessionEvents
         ] = stub.Session()
+        self._requests: dict[int, RequestState] = {}
+        self._last_number = 0
+        # By stream number: submissions not sent yet, streams to cancel, resubmissions that wait
+        # for their turn, and those that were sent and not answered.
+        self._submits: dict[int, inference_pb2.Submit] = {}
+        self._cancels: dict[int, None] = {}
+        self._held: dict[int, None] = {}
+        self._unaccepted: set[int] = set()
+        self._to_send = asyncio.Event()
         self._closed = False
-        self._task = asyncio.create_task(self._run(), name=f"baton session {address}")
+        self._served = False
 
     @property
     def closed(self) -> bool:
@@ -63,35 +104,77 @@ class Session:
         return len(self._requests)
 
     def submit(self, state: RequestState) -> None:
-        """Queues a request for sending.
-
-        Raises:
-            ResourceExhaustedError: too many live requests on this client.
-            InvalidArgumentError: larger than one message may be.
-        """
-        if len(self._requests) >= self._max_requests:
-            message = f"this client has {self._max_requests} requests running, its limit"
-            raise errors.from_baton(
-                ResourceExhausted(message, reason="CLIENT_REQUESTS", retry_after_s=None)
-            )
-        num_bytes = state.request.ByteSize() + _ENVELOPE_BYTES
-        if num_bytes > MAX_MESSAGE_BYTES:
-            # Sent anyway it would end the stream, and with it everyone else's requests.
-            raise errors.invalid(
-                "request", f"{num_bytes} bytes", f"must be at most {MAX_MESSAGE_BYTES} bytes"
-            )
-        state.number = self._next_number()
+        """Queues a request for sending."""
+        state.number = number = self._next_number()
         state.on_cancel = self._cancel
-        self._requests[state.number] = state
-        self._submits[state.number] = inference_pb2.Submit(
-            stream=state.number, request=state.request
-        )
-        self._to_send.set()
+        self._requests[number] = state
+        if state.resuming:
+            self._held[number] = None
+            self._send_held()
+        else:
+            self._send(number, state.message())
 
-    async def aclose(self) -> None:
-        """Ends the stream, and with it its requests; returns when its tasks are gone."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+    def release(self) -> list[RequestState]:
+        """Lets go of the requests that have not ended."""
+        left, self._requests = list(self._requests.values()), {}
+        return left
+
+    async def run(self) -> SessionEnd:
+        """Serves until the stream ends; its tasks are gone when this returns."""
+        writer = asyncio.create_task(self._write(), name="baton session writer")
+        try:
+            reached = await self._connected()
+            if reached:
+                self._on_open(self)
+            return await self._read(reached)
+        finally:
+            self._closed = True
+            self._call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _connected(self) -> bool:
+        """Whether the connection comes about; the call fails when it does not.
+
+        The call's own wait_for_connection returns before there is any.
+        """
+        while (state := self._channel.get_state()) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE or self._call.done():
+                return False
+            await self._channel.wait_for_state_change(state)
+        return True
+
+    async def _read(self, reached: bool) -> SessionEnd:
+        """Hands out events until the stream ends; returns how it did."""
+        try:
+            while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
+                self._served = True
+                for event in batch.events:
+                    self._hand_out(event)
+        except grpc.RpcError as error:
+            cause = errors.from_rpc_error(error, self.address)
+            if cause.code in _REFUSALS or not reached:
+                return SessionEnd(cause, self._served, cause.code in _REFUSALS)
+            return self._lost(str(cause))
+        return self._lost("ended by the coordinator")  # grpc.aio.EOF
+
+    def _hand_out(self, event: inference_pb2.SessionEvent) -> None:
+        state = self._requests.get(event.stream)
+        if state is None:
+            return  # Cancelled here while this was under way.
+        if event.stream in self._unaccepted:
+            self._answered(event.stream)
+            if event.HasField("failed") and state.resuming:
+                del self._requests[event.stream]
+                self._on_refused(state, errors.from_message(event.failed))
+                return
+        state.on_event(event)
+        if state.ended:
+            self._requests.pop(event.stream, None)
+
+    def _lost(self, why: str) -> SessionEnd:
+        message = f"the session with the coordinator at {self.address} is lost: {why}"
+        return SessionEnd(errors.make(code_pb2.UNAVAILABLE, message), self._served, refused=False)
 
     def _next_number(self) -> int:
         number = self._last_number
@@ -101,58 +184,42 @@ class Session:
                 self._last_number = number
                 return number
 
-    def _cancel(self, state: RequestState) -> None:
-        if state.ended:
-            self._requests.pop(state.number, None)
-            if self._submits.pop(state.number, None) is not None:
-                return  # The coordinator never heard of it.
-        self._cancels[state.number] = None
+    def _send(self, number: int, request: inference_pb2.GenerateRequest) -> None:
+        self._submits[number] = inference_pb2.Submit(stream=number, request=request)
         self._to_send.set()
 
-    async def _run(self) -> None:
-        writer = asyncio.create_task(self._write(), name="baton session writer")
-        error: RemoteError | None = None
-        try:
-            error = await self._read()
-        except asyncio.CancelledError:
-            error = errors.make(code_pb2.CANCELLED, "the client was closed")
-            raise
-        finally:
-            self._closed = True
-            self._call.cancel()
-            writer.cancel()
-            lost, self._requests = list(self._requests.values()), {}
-            for state in lost:
-                state.fail(error or errors.make(code_pb2.INTERNAL, "the session's reader failed"))
-            self._submits.clear()
-            self._cancels.clear()
-            await asyncio.gather(writer, return_exceptions=True)
+    def _send_held(self) -> None:
+        """Sends resubmissions as far as there is room among those without an answer."""
+        while self._held and len(self._unaccepted) < MAX_UNACCEPTED:
+            number = next(iter(self._held))
+            del self._held[number]
+            state = self._requests[number]
+            message = state.message()
+            try:
+                check_size(message)
+            except RemoteError as error:
+                del self._requests[number]
+                self._on_refused(state, error)
+                continue
+            self._unaccepted.add(number)
+            self._send(number, message)
 
-    async def _read(self) -> RemoteError:
-        """Hands out events until the stream ends; returns why it did."""
-        reached = False
-        try:
-            await self._call.wait_for_connection()
-            reached = True
-            while True:
-                batch = await self._call.read()
-                if not isinstance(batch, inference_pb2.SessionEvents):  # grpc.aio.EOF
-                    return self._lost("ended by the coordinator")
-                for event in batch.events:
-                    state = self._requests.get(event.stream)
-                    if state is None:
-                        continue  # Cancelled here while this was under way.
-                    state.on_event(event)
-                    if state.ended:
-                        self._requests.pop(event.stream, None)
-        except grpc.RpcError as error:
-            cause = errors.from_rpc_error(error, self._address)
-            telling = cause.code in _TELLING_CODES or not reached
-            return cause if telling else self._lost(str(cause))
+    def _answered(self, number: int) -> None:
+        self._unaccepted.discard(number)
+        self._send_held()
 
-    def _lost(self, why: str) -> RemoteError:
-        message = f"the session with the coordinator at {self._address} is lost: {why}"
-        return errors.make(code_pb2.UNAVAILABLE, message)
+    def _cancel(self, state: RequestState) -> None:
+        number = state.number
+        if self._submits.pop(number, None) is not None or number in self._held:
+            # The coordinator never heard of it.
+            self._held.pop(number, None)
+            state.finish_cancelled()
+        else:
+            self._cancels[number] = None
+            self._to_send.set()
+        if state.ended:
+            self._requests.pop(number, None)
+            self._answered(number)
 
     async def _write(self) -> None:
         try:

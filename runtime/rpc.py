@@ -16,21 +16,43 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 # Transfer frames are larger than anything else.
 MAX_FRAME_BYTES = 64 * 2**20
 
-_KEEPALIVE = [
-    # A peer that vanishes without closing (power, network) is noticed within 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+# A peer that vanishes without closing (stopped, power, network) is noticed within 15 s.
+PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
+# Pings that come faster than this are cut off, so it is below every interval in use.
+_MIN_PING_INTERVAL_MS = 1_000
 
 
-def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to host:port that keeps itself alive and reconnects within two seconds."""
+def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
+    timeout_ms = round(timeout_s * 1e3)
+    return [
+        ("grpc.keepalive_time_ms", round(interval_s * 1e3)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # The longer of the two counts, and this one is a minute by default.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel(
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ping_interval_s: float = PING_INTERVAL_S,
+    ping_timeout_s: float = PING_TIMEOUT_S,
+) -> grpc.aio.Channel:
+    """A channel to host:port that keeps itself alive and reconnects within two seconds.
+
+    Args:
+        address: host:port.
+        max_message_bytes: each way.
+        ping_interval_s: at least a second, or the server takes them for abuse.
+        ping_timeout_s: a peer that is silent for so long after a ping is gone.
+    """
     return grpc.aio.insecure_channel(
         address,
         options=[
-            *_KEEPALIVE,
+            *_keepalive(ping_interval_s, ping_timeout_s),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -47,9 +69,8 @@ def server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A server with the project's limits; the caller adds services and a port."""
     return grpc.aio.server(
         options=[
-            *_KEEPALIVE,
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            *_keepalive(PING_INTERVAL_S, PING_TIMEOUT_S),
+            ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             # A port in use is an error, not a second listener that steals half the calls.

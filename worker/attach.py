@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -104,7 +104,7 @@ class Outgoing(Protocol):
     def acknowledge(self, seq: int) -> None: ...
     def mark_hello(self) -> None: ...
     def resume(self, ack: int) -> None: ...
-    def restart(self) -> None: ...
+    def restart(self, adopted: Collection[tuple[str, int]]) -> None: ...
 
 
 class Attachment:
@@ -208,10 +208,10 @@ class Attachment:
         if welcome.generation == self._generation:
             self._outbox.resume(welcome.ack)
         else:
-            self._outbox.restart()
+            adopted = frozenset((one.request_id, one.attempt) for one in welcome.adopted)
+            self._outbox.restart(adopted)
             if self._generation:
-                adopted = ((one.request_id, one.attempt) for one in welcome.adopted)
-                self._host.keep_only(frozenset(adopted))
+                self._host.keep_only(adopted)
             self._generation, self._received = welcome.generation, 0
         self._acknowledged = self._received
         self._host.on_welcome(welcome.role)

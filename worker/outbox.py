@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
 
 from baton.v1 import cluster_pb2
@@ -71,13 +72,23 @@ class Outbox:
         self.acknowledge(ack)
         self._next_to_send = self._first_seq
 
-    def restart(self) -> None:
-        """A new coordinator: what its Hello did not say is numbered from 1."""
+    def restart(self, adopted: Collection[tuple[str, int]]) -> None:
+        """A new coordinator: what its Hello did not say is numbered from 1.
+
+        Args:
+            adopted: (request id, attempt). Outputs of others are left out: the new coordinator
+                counts attempts from the start, and would take them for its own.
+        """
         later = list(islice(self._kept, max(0, self._reported_seq - self._first_seq), None))
         self._kept.clear()
         self._count(-self._num_bytes)
         self._first_seq = self._next_to_send = self._next_seq = 1
         for message, _ in later:
+            if message.HasField("step"):
+                outputs = message.step.outputs
+                for index in reversed(range(len(outputs))):
+                    if (outputs[index].request_id, outputs[index].attempt) not in adopted:
+                        del outputs[index]
             self.post(message)
 
     async def room(self) -> None:

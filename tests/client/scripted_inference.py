@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from grpc_health.v1 import health_pb2
 
+from baton.client import Accepted, Tokens
 from baton.runtime import errors, rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -68,13 +70,20 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         return common_pb2.ModelDescription(name="scripted", max_model_len=8192)
 
 
+def unused_address() -> str:
+    """Of this host, where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 @asynccontextmanager
-async def serving(servicer: ScriptedInference):
+async def serving(servicer: ScriptedInference, listen: str = "127.0.0.1:0"):
     """The server's address and its health service."""
     server = rpc.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     health = rpc.add_health_and_reflection(server, ["baton.v1.Inference"])
-    address = rpc.bind(server, "127.0.0.1:0", "listen")
+    address = rpc.bind(server, listen, "listen")
     await server.start()
     try:
         yield address, health
@@ -124,3 +133,54 @@ def finished(stream: int, reason=common_pb2.FINISH_REASON_LENGTH, completion_tok
 
 def failed(stream: int, error: errors.BatonError):
     return inference_pb2.SessionEvent(stream=stream, failed=errors.to_message(error))
+
+
+async def flowing(client, inference, **options):
+    """A request that has two tokens and three characters; its first events are read."""
+    stream = client.generate("hello", **options)
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number, "r1"), delta(number, 0, [1, 2], "abc"))
+    assert [await anext(stream) for _ in range(2)] == [
+        Accepted("r1", "scripted", 3),
+        Tokens((1, 2), "abc", 0),
+    ]
+    return stream, connection
+
+
+async def finish(connection, offset, tokens, text):
+    """Answers the next submission to its end; returns what was submitted."""
+    submit = await connection.submitted()
+    number = submit.stream
+    connection.send(accepted(number, "r1"), delta(number, offset, tokens, text), finished(number))
+    return submit.request
+
+
+async def rest(stream):
+    return [event async for event in stream]
+
+
+async def lost(client):
+    """Until the client has noticed that its session is gone."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while client.address is not None:
+            await asyncio.sleep(0.005)
+
+
+async def _one_token_each(connection: Connection) -> None:
+    while True:
+        number = (await connection.received.get()).submit.stream
+        connection.send(accepted(number), delta(number, 0, [7], "a"))
+
+
+async def _main() -> None:
+    inference = ScriptedInference()
+    async with serving(inference) as (address, _), asyncio.TaskGroup() as answering:
+        print(address, flush=True)
+        while True:
+            answering.create_task(_one_token_each(await inference.connections.get()))
+
+
+if __name__ == "__main__":
+    # A coordinator to be stopped: it prints its address and gives each request one token.
+    asyncio.run(_main())

@@ -2,10 +2,17 @@
 
 import asyncio
 import gc
-import socket
 
 import pytest
-from scripted_inference import accepted, delta, failed, finished, serving, set_serving
+from scripted_inference import (
+    accepted,
+    delta,
+    failed,
+    finished,
+    serving,
+    set_serving,
+    unused_address,
+)
 
 from baton.client import (
     Accepted,
@@ -29,12 +36,6 @@ from baton.runtime import errors, rpc
 from baton.v1 import common_pb2
 
 TIMEOUT_S = 5.0
-
-
-def unused_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def gathered(stream):
@@ -301,23 +302,24 @@ async def test_a_slow_reader_is_bounded_and_loses_nothing(server, inference):
 
 
 @pytest.mark.parametrize("how", [None, errors.Unavailable("restarting"), errors.Internal("bug")])
-async def test_a_lost_session_fails_its_requests_and_the_next_one_reopens(client, inference, how):
-    streams = [client.generate("a"), client.generate("b")]
-    connection = await inference.connection()
-    number = (await connection.submitted()).stream
-    connection.send(accepted(number), delta(number, 0, [9]))
-    assert await anext(streams[0]) == Accepted("r1", "scripted", 3)
-    connection.end(how)
-    for stream in streams:
-        with pytest.raises(UnavailableError, match=r"session .* lost"):
-            await stream.complete()
-    assert streams[0].token_ids == (9,)
+async def test_without_resuming_a_lost_session_fails_its_requests(server, inference, how):
+    async with BatonClient(server[0], resume_timeout_s=0) as client:
+        streams = [client.generate("a"), client.generate("b")]
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [9]))
+        assert await anext(streams[0]) == Accepted("r1", "scripted", 3)
+        connection.end(how)
+        for stream in streams:
+            with pytest.raises(UnavailableError, match=r"session .* lost"):
+                await stream.complete()
+        assert streams[0].token_ids == (9,)
 
-    again = client.generate("c")
-    connection = await inference.connection()
-    number = (await connection.submitted()).stream
-    connection.send(accepted(number), finished(number))
-    await again.complete()
+        again = client.generate("c")
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), finished(number))
+        await again.complete()
 
 
 async def test_a_refused_session_says_why(client, inference):

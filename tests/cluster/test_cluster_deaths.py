@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from baton.client import AdminClient, BatonClient, Tokens
-from baton.client.errors import RemoteError, UnavailableError
+from baton.client.errors import UnavailableError
 
 PROMPT = list(range(5, 305))
 DECODING = {"simulated": {"step_base_ms": 20}}
@@ -109,20 +109,3 @@ async def test_the_transfer_services_death_ends_its_worker(new_cluster):
         assert await cluster.exit_code("d1") == 1
         assert "transfer service" in cluster.stderr("d1").splitlines()[-1]
     await cluster.nothing_left()
-
-
-async def test_a_lost_coordinator_ends_requests_and_a_new_one_serves(new_cluster):
-    """First form: nothing is adopted, so the workers end what they had and go on."""
-    cluster = new_cluster("p1", "d1", **DYING)
-    await cluster.serving()
-    async with BatonClient(cluster.address) as client:
-        stream = await decoding(client, max_tokens=900)
-        cluster.restart_coordinator()
-        with pytest.raises(RemoteError):
-            async with asyncio.timeout(10):
-                await stream.complete()
-    await cluster.serving()
-    await cluster.nothing_left()
-    async with BatonClient(cluster.address) as client:
-        done = await client.complete([5, 6, 7], max_tokens=5, timeout_s=20)
-        assert done.token_ids == cluster.expected([5, 6, 7], 5)

@@ -36,8 +36,20 @@ def test_a_new_coordinator_hears_only_what_its_hello_did_not_say() -> None:
     outbox.acknowledge(1)
     outbox.mark_hello()
     outbox.post(message(3))
-    outbox.restart()
+    outbox.restart(())
     assert sent(outbox) == [(1, 3)]
+
+
+def test_a_new_coordinator_hears_only_of_requests_that_it_adopted() -> None:
+    outbox = Outbox()
+    outbox.mark_hello()
+    ids = [("kept", 2), ("kept", 1), ("ended", 1)]
+    outputs = [cluster_pb2.RequestOutput(request_id=one, attempt=attempt) for one, attempt in ids]
+    outbox.post(cluster_pb2.WorkerMessage(step=cluster_pb2.StepOutputs(outputs=outputs)))
+    outbox.restart({("kept", 2)})
+    message = outbox.next_unsent()
+    assert message is not None
+    assert [(one.request_id, one.attempt) for one in message.step.outputs] == [("kept", 2)]
 
 
 async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> None:

@@ -1,0 +1,203 @@
+"""Which coordinator the requests are with, and where they wait while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from google.rpc import code_pb2
+
+from baton.client import errors
+from baton.client.request_state import RequestState
+from baton.client.resume import backoff_s, not_resumed, retry_delay_s
+from baton.client.session import Session, SessionEnd, check_size
+from baton.runtime import rpc
+from baton.runtime.errors import RemoteError, ResourceExhausted
+
+# A coordinator that hangs is given up after their sum at most; a reader waits for that long.
+_PING_INTERVAL_S, _PING_TIMEOUT_S = 3.0, 3.0
+
+
+class Connector:
+    """One session at a time, with the first coordinator that can be reached.
+
+    Every request that has not ended is in one place: with the session, waiting for one, or waiting
+    until it may be submitted again. A session opens when a request waits. When it is lost, its
+    requests wait for the next one; addresses are tried in turn, with a pause after each round.
+
+    Args:
+        addresses: of coordinators, host:port; at least one.
+        max_requests: live at a time.
+        resume_timeout_s: in which a request that lost its session must be accepted again; 0: it
+            fails instead.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], *, max_requests: int, resume_timeout_s: float
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
+        self._next_address = 0
+        self._session: Session | None = None
+        self._waiting: dict[RequestState, None] = {}
+        self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        in_session = self._session.num_requests if self._session is not None else 0
+        return in_session + len(self._waiting) + len(self._delayed)
+
+    @property
+    def address(self) -> str | None:
+        """The coordinator that the session is with; None while there is none."""
+        return self._session.address if self._session is not None else None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """In the order in which they are tried next."""
+        return self._addresses[self._next_address :] + self._addresses[: self._next_address]
+
+    def prefer(self, address: str) -> None:
+        """Tries this one first when the next session opens."""
+        self._next_address = self._addresses.index(address)
+
+    def submit(self, state: RequestState) -> None:
+        """Takes a new request.
+
+        Raises:
+            ResourceExhaustedError: too many live requests on this client.
+            InvalidArgumentError: larger than one message may be.
+        """
+        if self.num_requests >= self._max_requests:
+            message = f"this client has {self._max_requests} requests running, its limit"
+            raise errors.from_baton(
+                ResourceExhausted(message, reason="CLIENT_REQUESTS", retry_after_s=None)
+            )
+        check_size(state.message())
+        self._place(state)
+
+    async def aclose(self) -> None:
+        """Ends the session and every request; returns when the tasks are gone."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
+
+    def _place(self, state: RequestState) -> None:
+        """Submits a request, now or when there is a session."""
+        if self._session is not None and not self._session.closed:
+            self._session.submit(state)
+            return
+        self._wait(state)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="baton client sessions")
+
+    def _wait(self, state: RequestState) -> None:
+        state.on_cancel = self._forget
+        self._waiting[state] = None
+
+    def _forget(self, state: RequestState) -> None:
+        """Of a request that no coordinator has."""
+        self._waiting.pop(state, None)
+        timer = self._delayed.pop(state, None)
+        if timer is not None:
+            timer.cancel()
+        state.finish_cancelled()
+
+    def _fail_all(self, error: RemoteError) -> None:
+        for timer in self._delayed.values():
+            timer.cancel()
+        left = [*self._waiting, *self._delayed]
+        self._waiting, self._delayed = {}, {}
+        for state in left:
+            state.fail(error)
+
+    async def _run(self) -> None:
+        """Opens sessions for as long as requests wait for one."""
+        try:
+            num_failures = 0
+            while self._waiting:
+                served = await self._round()
+                num_failures = 0 if served else num_failures + 1
+                if self._waiting:
+                    await asyncio.sleep(backoff_s(max(0, num_failures - 1), random.random()))
+        except Exception as error:
+            self._fail_all(errors.make(code_pb2.INTERNAL, f"the client failed: {error!r}"))
+            raise
+
+    async def _round(self) -> bool:
+        """Tries each address once, until a session that was of use has ended."""
+        began_with = list(self._waiting)
+        ends: list[SessionEnd] = []
+        for address in self.addresses:
+            end = await self._serve(address)
+            if end.served:
+                return True
+            ends.append(end)
+            if not self._waiting:
+                return False
+        error = errors.of_all([end.error for end in ends])
+        hopeless = all(end.refused for end in ends)
+        for state in began_with:
+            if state in self._waiting and (hopeless or not state.resuming):
+                del self._waiting[state]
+                state.fail(not_resumed(error) if state.resuming else error)
+            else:
+                state.delay_resume(error)
+        return False
+
+    async def _serve(self, address: str) -> SessionEnd:
+        """One session, from the attempt to connect to its end."""
+        self.prefer(address)
+        async with rpc.channel(
+            address, ping_interval_s=_PING_INTERVAL_S, ping_timeout_s=_PING_TIMEOUT_S
+        ) as channel:
+            session = Session(channel, address, on_open=self._opened, on_refused=self._not_accepted)
+            end: SessionEnd | None = None
+            try:
+                end = await session.run()
+            finally:
+                self._session = None
+                self._next_address = (self._next_address + 1) % len(self._addresses)
+                for state in session.release():
+                    self._take_back(state, end)
+        return end
+
+    def _opened(self, session: Session) -> None:
+        self._session = session
+        waiting, self._waiting = self._waiting, {}
+        for state in waiting:
+            session.submit(state)
+
+    def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
+        """Takes a request from a session that is over; end is None when the client closes."""
+        if end is not None and end.refused and end.served:
+            state.fail(end.error)
+        elif end is not None and not end.refused:
+            state.lose(end.error, self._resume_timeout_s)
+        if not state.ended:
+            self._wait(state)
+
+    def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
+        """Submits a request again that could not be resumed yet, or gives it up."""
+        delay_s = retry_delay_s(error, state.num_refusals, random.random())
+        if state.cancel_asked:
+            state.finish_cancelled()
+        elif delay_s is None or delay_s >= state.resume_left_s:
+            # One that was never accepted is still its caller's to submit again.
+            state.fail(not_resumed(error) if state.accepted else error)
+        else:
+            state.num_refusals += 1
+            state.delay_resume(error)
+            state.on_cancel = self._forget
+            self._delayed[state] = asyncio.get_running_loop().call_later(
+                delay_s, self._submit_delayed, state
+            )
+
+    def _submit_delayed(self, state: RequestState) -> None:
+        del self._delayed[state]
+        self._place(state)

@@ -1,0 +1,170 @@
+"""Resubmissions that a coordinator does not accept."""
+
+import asyncio
+
+import pytest
+from scripted_inference import accepted, delta, failed, finish, flowing, rest
+
+from baton.client import BatonClient
+from baton.client.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    RemoteError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from baton.runtime import errors
+
+PASSING = [
+    errors.AlreadyExists("request r1 is running"),
+    errors.Unavailable("no decode worker is attached"),
+    errors.ResourceExhausted("queue is full", reason="QUEUE_FULL", retry_after_s=0.05),
+]
+
+
+@pytest.mark.parametrize("refusal", PASSING, ids=lambda error: type(error).__name__)
+async def test_a_refusal_that_passes_is_waited_out(client, inference, refusal):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    for _ in range(2):
+        connection.send(failed((await connection.submitted()).stream, refusal))
+    await finish(connection, 2, [3], "d")
+    await rest(stream)
+    assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3), 1)
+
+
+async def test_a_session_lost_while_a_refusal_is_waited_out(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    connection.send(failed((await connection.submitted()).stream, PASSING[2]))
+    connection.end()
+    await finish(await inference.connection(), 2, [3], "d")
+    await rest(stream)
+    assert stream.token_ids == (1, 2, 3)
+
+
+async def test_cancel_while_a_refusal_is_waited_out(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    busy = errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=20)
+    other = client.generate("other")
+    submits = [await connection.submitted() for _ in range(2)]
+    numbers = {submit.request.text: submit.stream for submit in submits}
+    connection.send(failed(numbers["hello"], busy), accepted(numbers["other"]))
+    await anext(other)
+    stream.cancel()
+    assert [event.reason for event in await rest(stream)] == ["cancelled"]
+
+
+async def test_cancel_before_a_resubmission_is_answered(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    stream.cancel()
+    assert await connection.cancelled() == number
+    connection.send(failed(number, PASSING[0]))
+    assert [event.reason for event in await rest(stream)] == ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (errors.FailedPrecondition("needs forced tokens"), FailedPreconditionError),
+        (errors.InvalidArgument("resume.token_ids", 9, "at most 8"), InvalidArgumentError),
+        (
+            errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=60),
+            ResourceExhaustedError,
+        ),
+        (
+            errors.ResourceExhausted("too large", reason="X", retry_after_s=None),
+            ResourceExhaustedError,
+        ),
+    ],
+)
+async def test_what_cannot_be_resumed_says_so(client, inference, refusal, kind):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    connection.send(failed((await connection.submitted()).stream, refusal))
+    with pytest.raises(kind, match=f"lost its session and could not be resumed: {refusal}") as got:
+        await rest(stream)
+    assert got.value.details() == refusal.details()
+    assert stream.token_ids == (1, 2)
+
+
+async def test_a_refusal_that_does_not_pass_in_time(server, inference):
+    async with BatonClient(server[0], resume_timeout_s=0.5) as client:
+        stream, connection = await flowing(client, inference)
+        connection.end()
+        connection = await inference.connection()
+
+        async def refuse():
+            while True:
+                connection.send(failed((await connection.submitted()).stream, PASSING[0]))
+
+        refusing = asyncio.create_task(refuse())
+        with pytest.raises(AlreadyExistsError, match="could not be resumed: request r1 is running"):
+            await rest(stream)
+        refusing.cancel()
+
+
+async def test_first_submissions_are_not_retried(client, inference):
+    streams = [client.generate("x") for _ in PASSING]
+    connection = await inference.connection()
+    for refusal in PASSING:
+        connection.send(failed((await connection.submitted()).stream, refusal))
+    for stream, refusal in zip(streams, PASSING, strict=True):
+        with pytest.raises(RemoteError, match=f"^{refusal}$"):
+            await stream.complete()
+
+
+@pytest.mark.parametrize(("model", "prompt_tokens"), [("other", 3), ("scripted", 4)])
+async def test_another_model_or_tokenizer_does_not_go_on(client, inference, model, prompt_tokens):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    wrong = accepted(number, "r1", prompt_tokens)
+    wrong.accepted.model = model
+    connection.send(wrong, delta(number, 2, [3], "d"))
+    with pytest.raises(FailedPreconditionError, match="would continue another request"):
+        await rest(stream)
+    assert await connection.cancelled() == number
+
+
+async def test_an_end_that_would_come_again_is_not_resumed(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end(errors.ResourceExhausted("does not read", reason="SLOW", retry_after_s=None))
+    with pytest.raises(ResourceExhaustedError, match="does not read"):
+        await rest(stream)
+
+
+async def test_a_credential_that_the_next_coordinator_refuses(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    (await inference.connection()).end(errors.Unauthenticated("expired"))
+    with pytest.raises(UnauthenticatedError, match="could not be resumed: expired"):
+        await rest(stream)
+
+
+async def test_a_request_that_ends_every_session_is_given_up(client, inference):
+    stream = client.generate("poison")
+
+    async def die():
+        num_sessions = 0
+        while True:
+            connection = await inference.connections.get()
+            num_sessions += 1
+            connection.send(accepted((await connection.submitted()).stream))
+            connection.end(errors.Internal(f"death {num_sessions}"))
+
+    dying = asyncio.create_task(die())
+    with pytest.raises(UnavailableError, match=r"lost 9 sessions without a new token.*death 9"):
+        await stream.complete()
+    dying.cancel()

@@ -1,0 +1,277 @@
+"""Requests whose session is lost: they go on at the next one, and their readers notice a pause."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import scripted_inference
+from scripted_inference import (
+    TIMEOUT_S,
+    ScriptedInference,
+    accepted,
+    delta,
+    finish,
+    finished,
+    flowing,
+    lost,
+    rest,
+    serving,
+    set_serving,
+    unused_address,
+)
+
+from baton.client import BatonClient, BlockingClient, Finished, Tokens
+from baton.client.errors import UnavailableError
+from baton.runtime import errors
+
+ENDS = [None, errors.Unavailable("restarting"), errors.Internal("bug"), errors.Cancelled("gone")]
+
+
+@pytest.mark.parametrize("how", ENDS, ids=["ended", "unavailable", "internal", "cancelled"])
+async def test_a_stream_goes_on_where_it_was(client, inference, how):
+    stream, connection = await flowing(client, inference, max_tokens=4, seed=9)
+    connection.end(how)
+    request = await finish(await inference.connection(), 2, [3, 4], "de")
+    assert list(request.resume.token_ids) == [1, 2]
+    assert request.resume.num_text_chars == 3
+    assert not request.resume.prompt_token_ids
+    assert (request.request_id, request.model, request.text) == ("r1", "scripted", "hello")
+    assert (request.sampling.max_tokens, request.sampling.seed) == (4, 9)
+    last = await rest(stream)
+    assert last[0] == Tokens((3, 4), "de", 2)
+    assert isinstance(last[1], Finished)
+    assert len(last) == 2
+    assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3, 4), 1)
+
+
+async def test_lost_twice(client, inference):
+    answer = asyncio.create_task(client.complete("hello"))
+    for offset, known in ((0, []), (1, [10]), (2, [10, 11])):
+        connection = await inference.connection()
+        submit = await connection.submitted()
+        assert list(submit.request.resume.token_ids) == known
+        connection.send(accepted(submit.stream), delta(submit.stream, offset, [10 + offset], "x"))
+        if offset == 2:
+            connection.send(finished(submit.stream))
+        connection.end()
+    completion = await answer
+    assert (completion.token_ids, completion.text) == ((10, 11, 12), "xxx")
+
+
+async def test_what_was_not_accepted_is_sent_again_as_it_was(client, inference):
+    stream = client.generate("hello", max_tokens=2)
+    connection = await inference.connection()
+    first = (await connection.submitted()).request
+    connection.end()
+    assert await finish(await inference.connection(), 0, [1, 2], "ab") == first
+    assert (await stream.complete()).token_ids == (1, 2)
+    assert stream.num_resumes == 1
+
+
+async def test_a_request_that_is_accepted_and_has_no_token(client, inference):
+    stream = client.generate("hello")
+    connection = await inference.connection()
+    connection.send(accepted((await connection.submitted()).stream, "r1"))
+    await anext(stream)
+    connection.end()
+    request = await finish(await inference.connection(), 0, [1], "a")
+    assert request.request_id == "r1"
+    assert not request.HasField("resume")
+    assert [type(event) for event in await rest(stream)] == [Tokens, Finished]
+
+
+async def test_a_reader_that_lags_reads_everything(server, inference):
+    async with BatonClient(server[0], max_buffered_events=4) as client:
+        stream = client.generate("x")
+        sent = 0
+        for part in range(3):
+            connection = await inference.connection()
+            submit = await connection.submitted()
+            assert list(submit.request.resume.token_ids) == list(range(sent))
+            connection.send(accepted(submit.stream))
+            for _ in range(50):
+                connection.send(delta(submit.stream, sent, [sent], "t"))
+                sent += 1
+            if part == 2:
+                connection.send(finished(submit.stream))
+            connection.end()
+        completion = await stream.complete()
+        assert completion.token_ids == tuple(range(150))
+        assert completion.text == "t" * 150
+
+
+async def test_what_the_reader_has_is_dropped_when_it_comes_again(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number, "r1"), delta(number, 0, [1], "a"), delta(number, 1, [2], "bc"))
+    connection.send(delta(number, 1, [2, 3]), delta(number, 3, [4], "d"), finished(number))
+    assert [event.token_ids for event in await rest(stream) if isinstance(event, Tokens)] == [
+        (3,),
+        (4,),
+    ]
+
+
+async def test_requests_come_back_in_portions(client, inference):
+    streams = [client.generate([index], request_id=f"r{index}") for index in range(200)]
+    connection = await inference.connection()
+    for _ in streams:
+        submit = await connection.submitted()
+        connection.send(accepted(submit.stream, submit.request.request_id))
+    for stream in streams:
+        await anext(stream)
+    connection.end()
+
+    connection = await inference.connection()
+    open_ones = [await connection.submitted() for _ in range(64)]
+    # Later than anything that was under way: sent with the last of them.
+    late = client.generate("late")
+    assert (await connection.submitted()).request.text == "late"
+    assert connection.received.empty()
+    done = 0
+    while done < len(streams):
+        submit = open_ones.pop(0)
+        connection.send(accepted(submit.stream, submit.request.request_id))
+        connection.send(finished(submit.stream))
+        done += 1
+        if done <= len(streams) - 64:
+            open_ones.append(await connection.submitted())
+    for stream in streams:
+        await rest(stream)
+        assert stream.num_resumes == 1
+    await late.aclose()
+
+
+@pytest.mark.parametrize("kind", ["dead", "silent"])
+async def test_the_next_address_is_tried(server, inference, kind):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        # It accepts, and says nothing.
+        accepting = f"127.0.0.1:{silent.getsockname()[1]}"
+        other = accepting if kind == "silent" else unused_address()
+        async with BatonClient(f"{other}, {server[0]}") as client:
+            stream = client.generate("x")
+            await finish(await inference.connection(), 0, [1], "a")
+            assert (await stream.complete()).token_ids == (1,)
+            assert (stream.num_resumes, client.address) == (0, server[0])
+            assert (await client.model()).name == "scripted"
+
+
+async def test_a_coordinator_that_refuses_the_session_is_passed_over(server, inference):
+    refusing = ScriptedInference()
+    async with serving(refusing) as (other, _), BatonClient([other, server[0]]) as client:
+        stream = client.generate("x")
+        (await refusing.connection()).end(errors.Unauthenticated("no credential"))
+        await finish(await inference.connection(), 0, [1], "a")
+        assert (await stream.complete()).token_ids == (1,)
+
+
+async def test_requests_move_to_another_coordinator_and_back(inference):
+    other = ScriptedInference()
+    async with serving(other) as (second, _):
+        async with serving(inference) as (first, _):
+            client = await BatonClient([first, second]).__aenter__()
+            stream, _ = await flowing(client, inference)
+        connection = await other.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number, "r1"), delta(number, 2, [3], "d"))
+        assert await anext(stream) == Tokens((3,), "d", 2)
+        async with serving(inference, first):
+            connection.end()
+            request = await finish(await inference.connection(), 3, [4], "e")
+            assert list(request.resume.token_ids) == [1, 2, 3]
+            await stream.complete()
+        assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3, 4), 2)
+        await client.aclose()
+
+
+async def test_a_coordinator_that_hangs_is_given_up(server, inference):
+    """Its machine goes on accepting connections; only its silence tells."""
+    process = subprocess.Popen(
+        [sys.executable, scripted_inference.__file__], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        first = (await asyncio.to_thread(process.stdout.readline)).strip()
+        async with BatonClient([first, server[0]]) as client:
+            stream = client.generate("hello")
+            assert [(await anext(stream)) for _ in range(2)][1] == Tokens((7,), "a", 0)
+            process.send_signal(signal.SIGSTOP)
+            connection = await asyncio.wait_for(inference.connections.get(), 20)
+            request = await finish(connection, 1, [8], "b")
+            assert list(request.resume.token_ids) == [7]
+            await stream.complete()
+            assert stream.token_ids == (7, 8)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_a_coordinator_that_comes_back_at_its_address(inference):
+    async with serving(inference) as (address, _):
+        client = await BatonClient(address).__aenter__()
+        stream, _ = await flowing(client, inference, timeout_s=20.0)
+    await lost(client)
+    # New requests are their callers' to repeat.
+    with pytest.raises(UnavailableError, match=f"cannot reach the coordinator at {address}"):
+        await client.complete("new")
+    async with serving(inference, address):
+        request = await finish(await inference.connection(), 2, [3], "d")
+        assert 0 < request.timeout.ToMilliseconds() < 20_000
+        await stream.complete()
+    assert stream.token_ids == (1, 2, 3)
+    await client.aclose()
+
+
+async def test_no_coordinator_at_any_address():
+    addresses = [unused_address(), unused_address()]
+    async with BatonClient(addresses) as client:
+        with pytest.raises(UnavailableError) as error:
+            await client.complete("x")
+        for call in (client.wait_ready(0.2), client.model()):
+            with pytest.raises(UnavailableError):
+                await call
+    assert all(address in str(error.value) for address in addresses)
+
+
+async def test_wait_ready_finds_the_one_that_serves(server, inference):
+    address, health = server
+    async with BatonClient([unused_address(), address]) as client:
+        await set_serving(health, True)
+        await client.wait_ready(TIMEOUT_S)
+        stream = client.generate("x")
+        await finish(await inference.connection(), 0, [1], "a")
+        await stream.complete()
+
+
+async def test_a_blocking_client_resumes(server, inference):
+    def use():
+        with BlockingClient(server[0]) as client, client.generate("hello") as stream:
+            return stream.complete(), stream.num_resumes
+
+    using = asyncio.create_task(asyncio.to_thread(use))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number, "r1"), delta(number, 0, [1, 2], "abc"))
+    connection.end()
+    await finish(await inference.connection(), 2, [3], "d")
+    completion, num_resumes = await using
+    assert (completion.token_ids, completion.text, num_resumes) == ((1, 2, 3), "abcd", 1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"addresses": []}, {"addresses": " , "}, {"resume_timeout_s": -1.0}]
+)
+def test_arguments_that_make_no_sense(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        BatonClient(**{"addresses": "127.0.0.1:1"} | arguments)
+
+
+def test_addresses_are_told_apart():
+    assert BatonClient("a:1, b:2,a:1").addresses == ("a:1", "b:2")
+    assert BatonClient(["a:1"]).addresses == ("a:1",)

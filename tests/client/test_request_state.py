@@ -1,0 +1,68 @@
+"""What a request keeps across the sessions that it loses."""
+
+import asyncio
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_inference import accepted, delta, finished
+
+from baton.client import Accepted, Finished
+from baton.client.errors import make
+from baton.client.request_state import RequestState
+from baton.v1 import inference_pb2
+
+
+@st.composite
+def outputs(draw):
+    """Tokens with the text that each completes, and where sessions are lost."""
+    texts = draw(st.lists(st.text("aé\N{GRINNING FACE}", max_size=3), min_size=1, max_size=12))
+    return texts, draw(st.lists(st.integers(0, len(texts)), max_size=6)), draw(st.randoms())
+
+
+@given(outputs(), st.integers(1, 3))
+def test_any_losses_leave_the_output_as_it_is(output, max_buffered_events):
+    """Coordinators repeat whole deltas, and hold text back; the reader reads now and then."""
+    texts, ends, chosen = output
+    whole = "".join(texts)
+
+    def send(state, until):
+        request = state.message()
+        num_known, num_chars = len(request.resume.token_ids), request.resume.num_text_chars
+        assert list(request.resume.token_ids) == list(range(num_known))
+        state.on_event(accepted(1, "r1"))
+        if num_known:
+            again = chosen.randrange(num_known)
+            known = range(again, chosen.randint(again + 1, num_known))
+            state.on_event(delta(1, again, known, "".join(texts[again : known.stop])))
+        while num_known < until:
+            upto = chosen.randint(num_known + 1, until)
+            final = len("".join(texts[:upto]))
+            to = final if upto == len(texts) else chosen.randint(min(num_chars, final), final)
+            text = whole[num_chars:to]
+            num_chars = max(num_chars, to)
+            state.on_event(delta(1, num_known, range(num_known, upto), text))
+            num_known = upto
+
+    async def run():
+        request = inference_pb2.GenerateRequest(text="x")
+        state = RequestState(request, max_buffered_events=max_buffered_events, timeout_s=None)
+        events = []
+        for end in sorted(ends):
+            send(state, end)
+            state.lose(make(14, "lost"), 30)
+            while state.num_buffered and chosen.random() < 0.5:
+                events.append(await state.next())
+        send(state, len(texts))
+        state.on_event(finished(1))
+        while (event := await state.next()) is not None:
+            events.append(event)
+        return events
+
+    first, *parts, last = asyncio.run(run())
+    assert isinstance(first, Accepted)
+    assert isinstance(last, Finished)
+    assert [token for part in parts for token in part.token_ids] == list(range(len(texts)))
+    assert "".join(part.text for part in parts) == whole
+    for before, after in itertools.pairwise(parts):
+        assert after.offset == before.offset + len(before.token_ids)
