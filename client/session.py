@@ -126,7 +126,12 @@ class Session:
             reached = await self._connected()
             if reached:
                 self._on_open(self)
-            return await self._read(reached)
+            end = await self._read(reached)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # gRPC drops a cancellation that comes just as a call fails to connect.
+                raise asyncio.CancelledError
+            return end
         finally:
             self._closed = True
             self._call.cancel()
