@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from google.rpc import code_pb2
 
 from baton.coordinator import events as ev
 from baton.coordinator.budget import latency_budget
-from baton.coordinator.dispatch import Placement, max_output_tokens
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, Lanes, lane_config, lane_name
+from baton.coordinator.placement import Placement, Placer, lane_ttft_s, max_output_tokens
 from baton.coordinator.request import (
     EndedRequest,
     Interruption,
@@ -25,10 +25,8 @@ from baton.coordinator.request import (
 )
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
-from baton.coordinator.workers import WorkerRegistry
+from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.config import BatonConfig, LanesConfig, LatencyConfig, TenantConfig
-from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
 _RETRY_AFTER_S = 1.0
@@ -40,50 +38,6 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
     if wanted.HasField("prompt_logprobs"):
         sampling.prompt_logprobs = wanted.prompt_logprobs
     return sampling
-
-
-@dataclass(frozen=True, slots=True)
-class CoreConfig:
-    """What the core needs of the configuration; times in seconds."""
-
-    model_name: str
-    max_running_requests: int
-    max_request_s: float
-    max_recovery_s: float
-    worker_timeout_s: float
-    worker_silent_s: float
-    worker_stuck_s: float
-    max_lost_attempts: int
-    handoff_timeout_s: float
-    max_prefill_requests: int
-    max_decode_requests: int
-    # Of workers that nobody has measured.
-    latency: LatencyModel = field(default_factory=lambda: LatencyModel.from_config(LatencyConfig()))
-    lanes: LanesConfig = field(default_factory=LanesConfig)
-    tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
-    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
-    max_ended_requests: int = 1024
-
-    @classmethod
-    def of(cls, config: BatonConfig) -> CoreConfig:
-        coordinator = config.coordinator
-        return cls(
-            model_name=config.model_name,
-            max_running_requests=coordinator.max_running_requests,
-            max_request_s=coordinator.max_request_s,
-            max_recovery_s=coordinator.max_recovery_s,
-            worker_timeout_s=coordinator.worker_timeout_s,
-            worker_silent_s=coordinator.worker_silent_s,
-            worker_stuck_s=coordinator.worker_stuck_s,
-            max_lost_attempts=coordinator.max_lost_attempts,
-            handoff_timeout_s=coordinator.handoff_timeout_s,
-            max_prefill_requests=config.prefill.max_requests_per_worker,
-            max_decode_requests=config.decode.max_requests_per_worker,
-            latency=LatencyModel.from_config(config.latency),
-            lanes=config.lanes,
-            tenant_defaults=config.tenant_defaults,
-            tenants=config.tenants,
-        )
 
 
 class RequestBook:
@@ -100,10 +54,12 @@ class RequestBook:
         self,
         config: CoreConfig,
         workers: WorkerRegistry,
+        placer: Placer,
         timers: Timers[str | WorkerKey],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
+        self._placer = placer
         self._random_bytes = random_bytes
         self._limits = {
             lane: StateLimits(
@@ -114,7 +70,6 @@ class RequestBook:
         }
         self._requests: dict[str, Request] = {}
         self._by_session: dict[int, dict[int, Request]] = {}
-        self._num_dispatches = 0
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
@@ -163,13 +118,16 @@ class RequestBook:
     def admit(self, submission: Submission, now: float) -> None:
         """Queues a submission, or fails it."""
         refused = self.admission_error(submission.lane)
-        if refused is None and submission.request_id in self._requests:
-            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
+        older = self._requests.get(submission.request_id)
+        if refused is None and older is not None:
+            refused = self._succeed(older, submission, now)
         model = self._workers.model
         num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
             submission, model.max_model_len if model is not None else 0
         )
         refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
+        hashes = self._placer.hashes(submission)
+        refused = refused or self._lateness_error(submission, hashes, now)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1
@@ -185,42 +143,48 @@ class RequestBook:
             state_since=now,
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
+            hashes=hashes if len(self._workers) else None,
         )
+        before = self.ended.get(request.id)
+        if before is not None:
+            request.attempts_before = before.attempt_number
         self._requests[request.id] = request
         self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
         self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
-        self.lanes.push(request, now, num_tokens)
+        self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
-        self._num_dispatches += 1
         request.attempt += 1
         request.num_known = len(request.token_ids)
         if request.dispatched_at is None:
             request.dispatched_at = now
             self.stats.dispatched(request, now)
-        request.prefill = placement.prefill.key if placement.prefill is not None else None
-        request.decode = placement.decode.key if placement.decode is not None else None
+        prefill, decode = placement
+        request.prefill = prefill.worker if prefill is not None else None
+        request.decode = decode.worker if decode is not None else None
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
         self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
-        for worker in (placement.prefill, placement.decode):
+        self._placer.leaves(request)
+        self._placer.assign(request, placement)
+        for worker in map(self._workers.get, (request.prefill, request.decode)):
             if worker is not None:
                 worker.assign(request.id, num_tokens)
-                worker.last_dispatch = self._num_dispatches
-        if placement.prefill is not None:
-            placement.prefill.sent(request.id, alone=request.suspect)
+        prefiller = self._workers.get(request.prefill)
+        if prefiller is not None:
+            self._sent(request, prefiller)
             command = cluster_pb2.PrefillCommand(spec=self._spec(request, now))
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
             if placement.handoff:
-                placement.prefill.sending.add(request.id)
+                prefiller.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
-            self.out.append(ev.SendCommand(placement.prefill.key, command))
+            self.out.append(ev.SendCommand(prefiller.key, command))
         else:
             self._send_decode(request, now)
 
@@ -233,6 +197,7 @@ class RequestBook:
     def prefill_over(self, request: Request) -> None:
         """Nothing more is wanted of the prefill worker but the end of the handoff."""
         request.prefill_done = True
+        self._placer.router.first_token(request.id)
         self._release(request.prefill, request)
 
     def decoding(self, request: Request, now: float) -> None:
@@ -245,7 +210,11 @@ class RequestBook:
         """The worker has said something of this attempt."""
         found = self._workers.get(worker)
         if found is not None:
+            was_alone = found.alone
             found.answered(request.id)
+            if was_alone:
+                self._placer.refresh(found)
+                self.room_made = True
 
     def handed_over(self, request: Request) -> None:
         """The prefill worker's end of the handoff does not matter any more."""
@@ -269,17 +238,14 @@ class RequestBook:
         if request.num_fruitless >= self._config.max_lost_attempts:
             self.fail(request, error, now)
             return
-        self._cancel_workers(request)
-        self._let_go(request)
         request.avoid.add(worker)
-        request.prefill = request.decode = None
-        request.prefill_done, request.handoff_id = False, b""
-        if not request.interruptions or request.interruptions[-1].ended_at is not None:
-            request.interruptions.append(Interruption(now))
-        self._advance(request, RequestState.RECOVERING, now)
-        self.lanes.push(request, now)
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.num_recoveries += 1
-        self.room_made = True
+
+    def park(self, request: Request, now: float) -> None:
+        """A batch request that decodes makes room, and waits for some."""
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
+        self.stats.num_parked += 1
 
     # ---- Out
 
@@ -363,6 +329,9 @@ class RequestBook:
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
         self.lanes.ended(request, now)
+        self._placer.leaves(request)
+        if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
+            self._placer.ended(request)
         self._timers.cancel(request.id)
         self._let_go(request)
         del self._requests[request.id]
@@ -380,6 +349,7 @@ class RequestBook:
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_ids),
             attempt=request.attempt,
+            attempt_number=request.attempt_number,
             prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
             decode_worker_id=request.decode[0] if request.decode is not None else "",
             arrived_at=request.submission.arrived_at,
@@ -424,7 +394,7 @@ class RequestBook:
         worker = self._workers.get(request.decode)
         assert request.decode is not None
         assert worker is not None, "with its decode worker an attempt is lost"
-        worker.sent(request.id, alone=request.suspect)
+        self._sent(request, worker)
         command = cluster_pb2.DecodeCommand(spec=self._spec(request, now))
         command.spec.known_token_ids.extend(request.token_ids)
         command.spec.known_text_chars = request.text_chars
@@ -441,12 +411,78 @@ class RequestBook:
         if key is None or self._workers.get(key) is None:
             return
         command = cluster_pb2.CancelCommand(
-            request_id=request.id, attempt=request.attempt, handoff_id=request.handoff_id
+            request_id=request.id, attempt=request.attempt_number, handoff_id=request.handoff_id
         )
         self.out.append(ev.SendCommand(key, command))
 
+    def _succeed(
+        self, older: Request, submission: Submission, now: float
+    ) -> errors.BatonError | None:
+        """A resumed request replaces its older self, whose session is not known to be lost yet."""
+        if (
+            not len(submission.known_token_ids)
+            or older.submission.tenant != submission.tenant
+            or older.submission.to.session == submission.to.session
+        ):
+            return errors.AlreadyExists(f"request {submission.request_id} is running")
+        self.cancel(older, now, tell=False)
+        return None
+
+    def _lateness_error(
+        self, submission: Submission, hashes: array[int], now: float
+    ) -> errors.BatonError | None:
+        """Why it would come too late, by what is known now; None when it would not."""
+        wanted_s = lane_ttft_s(self._config.lanes, submission)
+        if submission.timeout_s is not None:
+            wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
+        if wanted_s is None:
+            return None
+        predicted_s = self._placer.predicted_ttft_s(submission, hashes)
+        if predicted_s is None:
+            return None
+        predicted_s += now - submission.arrived_at
+        late_s = predicted_s - wanted_s
+        if late_s <= 0:
+            return None
+        return errors.ResourceExhausted(
+            f"the first token is predicted in {predicted_s:.3g} s; {wanted_s:.3g} s are wanted",
+            reason="TOO_LATE",
+            retry_after_s=late_s,
+        )
+
+    def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
+        self.lanes.push(request, now, num_tokens)
+        self._placer.waits(request)
+
+    def _begin_again(
+        self,
+        request: Request,
+        state: RequestState,
+        stage: common_pb2.Stage.ValueType,
+        now: float,
+    ) -> None:
+        """Takes a dispatched request back into its lane, with the tokens it has."""
+        self._cancel_workers(request)
+        self._let_go(request)
+        request.prefill = request.decode = None
+        request.prefill_done, request.handoff_id = False, b""
+        if not request.interruptions or request.interruptions[-1].ended_at is not None:
+            request.interruptions.append(Interruption(stage, now))
+        self._advance(request, state, now)
+        self._queue(request, now)
+        self.room_made = True
+
+    def _sent(self, request: Request, worker: Worker) -> None:
+        """A worker is told to begin with a request."""
+        worker.sent(request.id, alone=request.suspect)
+        if request.prefill is None:
+            worker.local.add(request.id)
+        if request.suspect:
+            self._placer.refresh(worker)
+
     def _let_go(self, request: Request) -> None:
         self.handed_over(request)
+        self._placer.router.release(request.id)
         self._release(request.prefill, request)
         self._release(request.decode, request)
 
@@ -459,7 +495,7 @@ class RequestBook:
         submission = request.submission
         spec = cluster_pb2.RequestSpec(
             request_id=request.id,
-            attempt=request.attempt,
+            attempt=request.attempt_number,
             prompt_token_ids=submission.prompt_token_ids,
             sampling=submission.sampling,
             lane=submission.lane,

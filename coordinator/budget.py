@@ -80,27 +80,33 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
 def _with_recoveries(
     ledger: _Ledger, request: Request, total_us: int
 ) -> list[common_pb2.StageTime]:
-    """The stages, but for the times without a worker: those are STAGE_RECOVERY."""
+    """The stages, but for the times without a worker: STAGE_RECOVERY and STAGE_PARKED."""
     spans = [
-        (ledger.us(one.began_at), total_us if one.ended_at is None else ledger.us(one.ended_at))
+        (
+            one.stage,
+            ledger.us(one.began_at),
+            total_us if one.ended_at is None else ledger.us(one.ended_at),
+        )
         for one in request.interruptions
     ]
     if not spans:
         return ledger.stages
-    cuts = sorted({at for span in spans for at in span})
+    cuts = sorted({at for _, begin_us, end_us in spans for at in (begin_us, end_us)})
     found: list[common_pb2.StageTime] = []
     for stage in ledger.stages:
         end_us = stage.start_us + stage.duration_us
         edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
         for start_us, until_us in itertools.pairwise(edges):
-            lost = any(begin <= start_us and until_us <= end for begin, end in spans)
+            without = next(
+                (kind for kind, begin, end in spans if begin <= start_us and until_us <= end), None
+            )
             _append(
                 found,
                 common_pb2.StageTime(
-                    stage=common_pb2.STAGE_RECOVERY if lost else stage.stage,
+                    stage=stage.stage if without is None else without,
                     start_us=start_us,
                     duration_us=until_us - start_us,
-                    worker_id="" if lost else stage.worker_id,
+                    worker_id=stage.worker_id if without is None else "",
                 ),
             )
     return found

@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
-from baton.coordinator.book import CoreConfig, RequestBook
-from baton.coordinator.dispatch import place
+from baton.coordinator.book import RequestBook
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_output
-from baton.coordinator.request import EndedRequest, Request, WorkerKey
+from baton.coordinator.placement import Placement, Placer
+from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -50,7 +51,8 @@ class Core:
         self._timers: Timers[str | WorkerKey] = Timers()
         self.workers = WorkerRegistry(config.model_name)
         self.latency = LatencyRegistry(config.latency)
-        self._book = RequestBook(config, self.workers, self._timers, random_bytes)
+        self.placer = Placer(config, self.workers, self.latency)
+        self._book = RequestBook(config, self.workers, self.placer, self._timers, random_bytes)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
         # Workers that said that they drain and have something assigned.
@@ -157,6 +159,7 @@ class Core:
         self._book.lanes.check_integrity()
         assert len(self._timers) == len(requests) + len(self.workers)
         assert not any(request.ended for request in requests.values())
+        self.placer.router.check_integrity()
 
     # ---- Clients
 
@@ -194,39 +197,53 @@ class Core:
 
     def _dispatch(self, now: float) -> None:
         self._book.room_made = False
-        prefill = self.workers.serving(common_pb2.ROLE_PREFILL)
-        decode = self.workers.serving(common_pb2.ROLE_DECODE)
         for request in self._book.lanes.candidates():
             if self._settled(request, now):
                 continue
-            placement = place(
-                request,
-                prefill,
-                decode,
-                max_prefill_requests=self._config.max_prefill_requests,
-                max_decode_requests=self._config.max_decode_requests,
-            )
+            placement = self.placer.place(request)
             if placement is None:
                 continue  # The lanes pass its own over.
-            decoder = placement.decode
-            if (
-                len(request.token_ids)
-                and decoder is not None
-                and not decoder.hello.capacity.supports_forced_tokens
-                and needs_exact_state(request.submission.sampling)
-            ):
-                self._book.fail(
-                    request,
-                    errors.FailedPrecondition(
-                        "this request cannot be resumed: its seed, penalties, bad words or grammar "
-                        f"need forced tokens, which worker {decoder.id} does not support"
-                    ),
-                    now,
-                )
+            problem = self._resume_error(request, placement)
+            if problem is not None:
+                self._book.fail(request, problem, now)
             else:
                 self._book.dispatch(request, placement, now)
         # What ended on the way made no room on a worker.
         self._book.room_made = False
+        self._park(now)
+
+    def _park(self, now: float) -> None:
+        """Lets batch outputs make room where interactive ones have just been added."""
+        while self.placer.crowded:
+            key = self.placer.crowded.pop()
+            worker = self.workers.get(key)
+            while worker is not None and self.placer.must_yield(key):
+                batch = [
+                    request
+                    for request_id in worker.assigned
+                    if (request := self._book.get(request_id)) is not None
+                    and request.submission.lane == common_pb2.LANE_BATCH
+                    and request.state is RequestState.DECODING
+                ]
+                if not batch:
+                    break
+                # The one that is computed again most cheaply.
+                self._book.park(min(batch, key=lambda one: worker.assigned[one.id]), now)
+
+    def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
+        """Why a request cannot go on after its known tokens; None when it can, or has none."""
+        decoder = self.workers.get(placement.decode.worker) if placement.decode else None
+        if (
+            not len(request.token_ids)
+            or decoder is None
+            or decoder.hello.capacity.supports_forced_tokens
+            or not needs_exact_state(request.submission.sampling)
+        ):
+            return None
+        return errors.FailedPrecondition(
+            "this request cannot be resumed: its seed, penalties, bad words or grammar "
+            f"need forced tokens, which worker {decoder.id} does not support"
+        )
 
     def _settled(self, request: Request, now: float) -> bool:
         """Ends a request that no worker need see, by the context length that workers have."""
@@ -289,6 +306,7 @@ class Core:
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive = ""
         self._watch(worker, now)
+        self.placer.attach(worker)
         self._book.out.append(ev.WelcomeWorker(key, worker.role))
         self._book.room_made = True
 
@@ -309,6 +327,8 @@ class Core:
             return
         load, worker.load = event.load, event.load
         self.latency.observe(worker, load.steps)
+        self.placer.router.report_kv(worker.key, load.kv_tokens_used)
+        self._book.room_made |= len(self._book.lanes) > 0
         if load.num_steps != worker.num_steps or not load.num_running:
             worker.num_steps, worker.progressed_at = load.num_steps, now
             if worker.unresponsive:
@@ -350,7 +370,8 @@ class Core:
             self.stats.handoff_failed(report.reason)
 
     def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
-        self._heard(event.worker, now)
+        if self._heard(event.worker, now) is not None:
+            self.placer.router.apply_cache(event.worker, event.changes)
 
     def _worker_changed(self, event: ev.WorkerChanged, now: float) -> None:
         worker = self._heard(event.worker, now)
@@ -367,12 +388,14 @@ class Core:
             worker.state = change.state
         if change.role:
             worker.role = change.role
+        self.placer.refresh(worker)
         self._book.room_made = True
 
     def _worker_detached(self, event: ev.WorkerDetached, now: float) -> None:
         worker = self._heard(event.worker, now)
         if worker is not None:
             worker.connected = False
+            self.placer.refresh(worker)
             self._watch(worker, now)
 
     def _worker_lost(self, event: ev.WorkerLost, now: float) -> None:
@@ -384,6 +407,7 @@ class Core:
         worker = self.workers.by_id(event.worker_id)
         if worker is not None:
             worker.state = cluster_pb2.WORKER_STATE_DRAINING
+            self.placer.refresh(worker)
             command = cluster_pb2.DrainCommand(reason=event.reason)
             command.timeout.FromMicroseconds(round(event.timeout_s * 1e6))
             self._book.out.append(ev.SendCommand(worker.key, command))
@@ -416,6 +440,7 @@ class Core:
             blame: whether what it computed may be what ended it.
         """
         self.workers.remove(worker, reason)
+        self.placer.detach(worker)
         self.latency.forget(worker.key)
         self._timers.cancel(worker.key)
         self.stats.num_workers_lost += fenced or blame
@@ -450,11 +475,13 @@ class Core:
             other is not worker for other in self.workers.serving(worker.role)
         ):
             worker.unresponsive = reason
+            self.placer.refresh(worker)
             self.stats.num_workers_unresponsive += 1
             self._recover_all(worker, reason, [], now)
 
     def _responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
+        self.placer.refresh(worker)
         self._book.room_made = True
 
     # ---- Time

@@ -145,6 +145,9 @@ class Intake:
             known_token_ids=array("I", request.resume.token_ids),
             known_text_chars=request.resume.num_text_chars,
             traceparent=traceparent,
+            session_id=request.session_id,
+            slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
+            slo_itl_s=request.slo.itl_ms / 1e3 or None,
             tenant=request.tenant or DEFAULT_TENANT,
         )
 

@@ -26,6 +26,7 @@ class LoadIndex:
     Attributes:
         entries: to be read; `add` and `remove` change it.
         open_prefill, open_decode: masks of the workers that take one more request.
+        num_prefill_workers: in the prefill pool, full ones included.
         by_queue: of the prefill pool, by seconds of prefill work.
         by_itl, by_room: of the decode pool, by seconds per step and by KV tokens left, negated.
     """
@@ -35,6 +36,7 @@ class LoadIndex:
         self.entries: dict[WorkerKey, WorkerLoad] = {}
         self._pools: dict[WorkerKey, Pool] = {}
         self.open_prefill = self.open_decode = 0
+        self.num_prefill_workers = 0
         self.by_queue: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_itl: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_room: LeastLoaded[WorkerKey] = LeastLoaded()
@@ -50,10 +52,10 @@ class LoadIndex:
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
         """What a worker is given from now on; None for nothing."""
-        if pool is None:
-            self._pools.pop(worker, None)
-        else:
+        self.num_prefill_workers -= self._pools.pop(worker, None) is Pool.PREFILL
+        if pool is not None:
             self._pools[worker] = pool
+            self.num_prefill_workers += pool is Pool.PREFILL
         self.file(self.entries[worker])
 
     def remove(self, worker: WorkerKey) -> None:

@@ -108,6 +108,7 @@ class CoreCollector(Collector):
                 stats.num_workers_unresponsive,
             ),
             ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
+            ("baton_parked", "Times that batch requests made room.", stats.num_parked),
         ):
             yield CounterMetricFamily(name, documentation, value=count)
 

@@ -29,7 +29,7 @@ def apply_output(
     serve this attempt.
     """
     request = book.get(output.request_id)
-    if request is None or output.attempt != request.attempt:
+    if request is None or output.attempt != request.attempt_number:
         return
     if worker == request.prefill:
         book.answered(request, worker)

@@ -39,14 +39,14 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.PREFILLING: _ENDED
     | {RequestState.HANDING_OFF, RequestState.DECODING, RequestState.RECOVERING},
     RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
-    RequestState.DECODING: _ENDED | {RequestState.RECOVERING},
+    RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
     # Waits in its lane for another attempt.
     RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
-    # Nothing parks a request yet, so nothing leads here.
-    RequestState.PARKED: frozenset(),
+    # It made room for interactive work, and waits in its lane until there is some for it.
+    RequestState.PARKED: _ENDED | {RequestState.PREFILLING},
 }
 
 
@@ -94,6 +94,8 @@ class Submission:
         arrived_at: when the request reached this process, by the core's clock, in seconds.
         timeout_s: from `arrived_at`; None for none but the coordinator's limit.
         traceparent: W3C trace context, handed on to workers.
+        session_id: of the conversation; empty for none.
+        slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
         tenant: who it is accounted to.
     """
 
@@ -107,6 +109,9 @@ class Submission:
     known_token_ids: Sequence[int] = ()
     known_text_chars: int = 0
     traceparent: str = ""
+    session_id: str = ""
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
 
 
@@ -114,6 +119,7 @@ class Submission:
 class Interruption:
     """Without a worker, or waiting for the next one's first token; by the core's clock."""
 
+    stage: common_pb2.Stage.ValueType
     began_at: float
     ended_at: float | None = None
 
@@ -126,7 +132,9 @@ class Request:
         token_ids: the whole output so far, known tokens included.
         text_chars: code points of text sent so far, known ones included.
         deadline: of the whole request, by the core's clock.
+        hashes: of the prompt's blocks, once they were needed.
         attempt: counts dispatches; 0 until the first.
+        attempts_before: of an ended request of this id: workers may still speak of them.
         num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
@@ -148,7 +156,9 @@ class Request:
     state_since: float = 0.0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     text_chars: int = 0
+    hashes: array[int] | None = None
     attempt: int = 0
+    attempts_before: int = 0
     num_known: int = 0
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
@@ -174,6 +184,11 @@ class Request:
         return self.submission.request_id
 
     @property
+    def attempt_number(self) -> int:
+        """What workers call this attempt: never used twice for one request id."""
+        return self.attempts_before + self.attempt
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.submission.prompt_token_ids)
 
@@ -184,7 +199,7 @@ class Request:
     @property
     def waits(self) -> bool:
         """Whether it is in its lane."""
-        return self.state in (RequestState.QUEUED, RequestState.RECOVERING)
+        return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
 
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to another state.
@@ -219,6 +234,7 @@ class EndedRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     attempt: int
+    attempt_number: int
     prefill_worker_id: str
     decode_worker_id: str
     arrived_at: float

@@ -51,12 +51,14 @@ class PrefillChoice(NamedTuple):
         predicted_s: until its first token: what is queued there, and its own work.
         work_s: its own work: what `assign_prefill` counts.
         num_cached_tokens: of the prompt, expected in the worker's cache.
+        num_work_tokens: of the prompt, to be computed.
         reason: in words.
     """
 
     worker: WorkerKey
     predicted_s: float
     work_s: float
+    num_work_tokens: int
     num_cached_tokens: int
     reason: str
 
@@ -123,10 +125,14 @@ class Router:
         """What is assigned to a worker; to be read only."""
         return self._loads.get(worker)
 
-    def least_queued_s(self) -> float | None:
-        """The shortest queue of prefill work, in seconds; None when every worker is full."""
-        least = self._loads.by_queue.least()
-        return self._loads.entries[least].queued_s if least is not None else None
+    @property
+    def num_prefill_workers(self) -> int:
+        """In the prefill pool, full ones included."""
+        return self._loads.num_prefill_workers
+
+    def idlest_prefill(self) -> WorkerLoad | None:
+        """With the shortest queue of prefill work; None when every worker is full."""
+        return self._loads.get(self._loads.by_queue.least())
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """What a worker's load report says that its requests hold."""
@@ -156,16 +162,19 @@ class Router:
     ) -> None:
         """The prompt goes where it was chosen to; "" is no session."""
         entry = self._loads.entries[choice.worker]
-        entry.assign_prefill(request_id, choice.work_s)
+        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens)
         self._prefilling[request_id] = choice.worker
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
         if session:
             self._session(session).prefill = choice.worker
 
-    def assign_decode(self, request_id: str, choice: DecodeChoice, session: str = "") -> None:
+    def assign_decode(
+        self, request_id: str, choice: DecodeChoice, session: str = "", *, urgent: bool = False
+    ) -> None:
+        """The output goes where it was chosen to; others yield to one that is urgent."""
         entry = self._loads.entries[choice.worker]
-        entry.assign_decode(request_id, choice.num_kv_tokens)
+        entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent)
         self._decoding[request_id] = choice.worker
         self._loads.file(entry)
         if session:
@@ -200,7 +209,11 @@ class Router:
     # ---- Choices.
 
     def choose_prefill(
-        self, match: PrefixMatch, num_tokens: int, session: str = ""
+        self,
+        match: PrefixMatch,
+        num_tokens: int,
+        session: str = "",
+        max_chunks_queued: float = math.inf,
     ) -> PrefillChoice | None:
         """The least predicted finish, work counted `work_weight` more; None when all are full.
 
@@ -210,6 +223,8 @@ class Router:
             match: of the prompt.
             num_tokens: of the prompt.
             session: "" for none.
+            max_chunks_queued: a worker with so many steps of prefill work or more takes no other:
+                what waits here can still be ordered.
         """
         config, loads = self._config, self._loads
         last = self._sessions.get(session)
@@ -226,6 +241,8 @@ class Router:
         for worker, num_blocks in candidates.items():
             entry = loads.entries[worker]
             traits = entry.traits
+            if entry.queued_tokens >= max_chunks_queued * traits.chunk_tokens:
+                continue
             # The last token is always computed: the first output token comes from it.
             cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
             cached -= cached % traits.block_size_tokens
@@ -241,7 +258,7 @@ class Router:
             f"{cached} of {num_tokens} tokens cached, {queued_s:.3f} s queued, "
             f"{work_s:.3f} s of work{stays}; best of {len(candidates)} candidates"
         )
-        return PrefillChoice(worker, queued_s + work_s, work_s, cached, reason)
+        return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached, reason)
 
     def choose_decode(
         self,
@@ -251,6 +268,8 @@ class Router:
         *,
         prefill: WorkerKey | None = None,
         session: str = "",
+        max_itl_s: float = math.inf,
+        yields: bool = False,
     ) -> DecodeChoice | None:
         """The least time for the whole output, what is left of the handoff included.
 
@@ -260,6 +279,8 @@ class Router:
             num_output_tokens: expected beyond them (OutputLengths).
             prefill: where the prompt is computed; None: on the decode worker itself.
             session: "" for none.
+            max_itl_s: what a step with this request may take at most, where others run.
+            yields: that counts only beside urgent ones, and for the second that yields there.
 
         Returns:
             None when no worker has room for prompt and expected output.
@@ -282,10 +303,13 @@ class Router:
             entry = loads.entries[worker]
             block_size = entry.traits.block_size_tokens
             needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
-            if needed > entry.free_tokens:
+            # One that needs more than a worker has is the engine's to refuse.
+            if needed > entry.free_tokens and entry.num_decodes:
                 continue
             cached = min(num_blocks * block_size, num_tokens)
             itl_s = entry.itl_with_s(1, needed)
+            if itl_s > max_itl_s and entry.num_decodes and not (yields and entry.may_yield):
+                continue
             cost = itl_s * num_output_tokens + self._begin_s(source, entry, num_tokens - cached)
             if cost < least:
                 least, best = cost, (entry, itl_s, needed, cached)

@@ -14,8 +14,8 @@ from baton.coordinator import events as ev
 from baton.coordinator import metrics
 from baton.coordinator.admin import AdminService
 from baton.coordinator.attach import ClusterService
-from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
 from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit

@@ -39,6 +39,7 @@ class CoreStats:
         handoff_failures: by refusal reason.
         num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
         num_recoveries: attempts lost whose requests went on.
+        num_parked: times that a batch request made room for interactive ones.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class CoreStats:
         self.num_workers_lost = 0
         self.num_workers_unresponsive = 0
         self.num_recoveries = 0
+        self.num_parked = 0
 
     def dispatched(self, request: Request, now: float) -> None:
         lane = self.lanes[request.submission.lane]

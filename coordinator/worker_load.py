@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.coordinator.request import WorkerKey
 
@@ -26,6 +26,7 @@ class WorkerTraits:
         kv_tokens: room of its KV cache.
         block_size_tokens: of its KV cache.
         kv_bytes_per_token: what a handoff moves, all layers and ranks.
+        chunk_tokens: of prompts, computed in one step at most.
     """
 
     latency: Latency
@@ -33,9 +34,10 @@ class WorkerTraits:
     kv_tokens: int
     block_size_tokens: int
     kv_bytes_per_token: int = 0
+    chunk_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        for name in ("kv_tokens", "block_size_tokens"):
+        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
 
@@ -45,7 +47,13 @@ class _Decode:
     """Attributes: num_kv_tokens: reserved; arrived: its prompt is in this worker's KV cache."""
 
     num_kv_tokens: int
-    arrived: bool
+    urgent: bool
+    arrived: bool = False
+
+
+class _Prefill(NamedTuple):
+    work_s: float
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +62,8 @@ class WorkerLoad:
 
     Attributes:
         bit: the worker's mask.
-        queued_s: seconds of prefill work assigned here whose first token has not come.
+        queued_s, queued_tokens: prefill work assigned here whose first token has not come.
+        num_urgent: decodes that others yield to.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
         free_tokens: KV room that nothing here is expected to need.
@@ -64,9 +73,11 @@ class WorkerLoad:
     traits: WorkerTraits
     bit: int
     queued_s: float = 0.0
+    queued_tokens: int = 0
+    num_urgent: int = 0
     reserved_tokens: int = 0
     free_tokens: int = field(init=False)
-    _prefills: dict[str, float] = field(default_factory=dict)
+    _prefills: dict[str, _Prefill] = field(default_factory=dict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
     _arrived_tokens: int = 0
     _outgrown_tokens: int = 0
@@ -82,26 +93,35 @@ class WorkerLoad:
     def num_decodes(self) -> int:
         return len(self._decodes)
 
+    @property
+    def may_yield(self) -> bool:
+        """Whether one more that yields may join however long steps get."""
+        return not self.num_urgent or self.num_urgent == len(self._decodes)
+
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
         """Predicted seconds per decode step with so many more requests and KV tokens."""
         return self.traits.latency.decode_step_s(
             len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
         )
 
-    def assign_prefill(self, request_id: str, work_s: float) -> None:
+    def assign_prefill(self, request_id: str, work_s: float, num_tokens: int) -> None:
         assert request_id not in self._prefills
-        self._prefills[request_id] = work_s
+        self._prefills[request_id] = _Prefill(work_s, num_tokens)
         self.queued_s += work_s
+        self.queued_tokens += num_tokens
 
     def end_prefill(self, request_id: str) -> None:
         """Its first token came, or never will; idempotent."""
-        self._prefills.pop(request_id, None)
+        ended = self._prefills.pop(request_id, None)
+        if ended is not None:
+            self.queued_tokens -= ended.num_tokens
         # Summed again: differences of floats would never come back to 0.
-        self.queued_s = math.fsum(self._prefills.values())
+        self.queued_s = math.fsum(one.work_s for one in self._prefills.values())
 
-    def assign_decode(self, request_id: str, num_kv_tokens: int) -> None:
+    def assign_decode(self, request_id: str, num_kv_tokens: int, *, urgent: bool = False) -> None:
         assert request_id not in self._decodes
-        self._decodes[request_id] = _Decode(num_kv_tokens, arrived=False)
+        self._decodes[request_id] = _Decode(num_kv_tokens, urgent)
+        self.num_urgent += urgent
         self.reserved_tokens += num_kv_tokens
         self.free_tokens -= num_kv_tokens
 
@@ -116,6 +136,7 @@ class WorkerLoad:
         """Idempotent."""
         decode = self._decodes.pop(request_id, None)
         if decode is not None:
+            self.num_urgent -= decode.urgent
             self.reserved_tokens -= decode.num_kv_tokens
             self.free_tokens += decode.num_kv_tokens
             self._arrived_tokens -= decode.num_kv_tokens if decode.arrived else 0
@@ -128,8 +149,10 @@ class WorkerLoad:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
-        assert math.isclose(self.queued_s, sum(self._prefills.values()), abs_tol=1e-9)
-        decodes = self._decodes.values()
+        prefills, decodes = self._prefills.values(), self._decodes.values()
+        assert math.isclose(self.queued_s, sum(one.work_s for one in prefills), abs_tol=1e-9)
+        assert self.queued_tokens == sum(one.num_tokens for one in prefills)
+        assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         taken = self.reserved_tokens + self._outgrown_tokens
         assert self.free_tokens == self.traits.kv_tokens - taken

@@ -27,6 +27,7 @@ class Worker:
         assigned: tokens by request that the coordinator has there: its own count of the load,
             which is ahead of what the worker reports.
         unanswered: of these, in the order they were sent here, those it has said nothing of yet.
+        local: of the unanswered, those whose prompt a decode worker computes itself.
         sending: requests whose KV cache is on its way from here to their decode worker.
         unresponsive: in words, continuing "worker w1 ...": why its requests went elsewhere and it
             gets no new ones, for now; empty when all is well.
@@ -46,12 +47,12 @@ class Worker:
     assigned: dict[str, int] = field(default_factory=dict)
     assigned_tokens: int = 0
     unanswered: dict[str, None] = field(default_factory=dict)
+    local: set[str] = field(default_factory=set)
     sending: set[str] = field(default_factory=set)
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
     alone: str = ""
-    last_dispatch: int = 0
     released: bool = False
 
     @property
@@ -85,8 +86,14 @@ class Worker:
     def answered(self, request_id: str) -> None:
         """The request has an output from here."""
         self.unanswered.pop(request_id, None)
+        self.local.discard(request_id)
         if self.alone == request_id:
             self.alone = ""
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether a decode worker is at work on a prompt."""
+        return bool(self.local)
 
     def computing(self) -> list[str]:
         """Unanswered requests that its engine may have been computing: as many as fit a step."""

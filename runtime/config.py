@@ -109,6 +109,20 @@ class LaneConfig(Section):
         None, description="of one request; also what one gets that names no max_tokens"
     )
     max_running: PositiveInt | None = Field(None, description="dispatched and not ended")
+    ttft_ms: PositiveInt | None = Field(
+        None,
+        description="time to first token wanted of requests that name none; one that is predicted "
+        "to take longer is not admitted",
+    )
+
+
+class InteractiveLaneConfig(LaneConfig):
+    """The lane of people who wait."""
+
+    itl_ms: PositiveInt = Field(
+        100,
+        description="inter-token latency wanted; batch outputs beside interactive ones yield to it",
+    )
 
 
 class BatchLaneConfig(LaneConfig):
@@ -123,7 +137,7 @@ class BatchLaneConfig(LaneConfig):
 class LanesConfig(Section):
     """The order of requests: interactive first, then batch; inside a lane tenants share fairly."""
 
-    interactive: LaneConfig = Field(default_factory=LaneConfig)
+    interactive: InteractiveLaneConfig = Field(default_factory=InteractiveLaneConfig)
     batch: BatchLaneConfig = Field(default_factory=BatchLaneConfig)
     long_prompt_tokens: int = Field(
         0, ge=0, description="interactive prompts longer than this queue with batch; 0: none does"
@@ -156,6 +170,16 @@ class PoolConfig(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="for this pool, over the common engine_args"
+    )
+
+
+class DecodePoolConfig(PoolConfig):
+    """The workers that decode."""
+
+    local_prefill: bool = Field(
+        True,
+        description="whether a decode worker may compute a prompt itself where that is much sooner "
+        "than a prefill worker would, and within itl_ms",
     )
 
 
@@ -303,7 +327,7 @@ class BatonConfig(Section):
         default_factory=dict, description="by name; what one leaves out is tenant_defaults'"
     )
     prefill: PoolConfig = Field(default_factory=PoolConfig)
-    decode: PoolConfig = Field(default_factory=PoolConfig)
+    decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.metrics import registry
 from baton.runtime.config import BatonConfig
 from baton.worker.metrics import WorkerCollector

@@ -15,12 +15,12 @@ import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from baton.coordinator import events as ev
-from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
-from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, parse
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
@@ -40,7 +40,10 @@ CONFIG = CoreConfig(
     handoff_timeout_s=10.0,
     max_prefill_requests=4,
     max_decode_requests=4,
-    lanes=LanesConfig(interactive=LaneConfig(max_queued=8), batch=BatchLaneConfig(max_queued=8)),
+    local_prefill=False,
+    lanes=LanesConfig(
+        interactive=InteractiveLaneConfig(max_queued=8), batch=BatchLaneConfig(max_queued=8)
+    ),
 )
 
 
@@ -259,6 +262,7 @@ def coordinator_config(model_dir):
     def build(lanes=None, **coordinator):
         values = {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "worker_timeout_s": 5.0}
         sections = {"coordinator": {**values, **coordinator}, "lanes": lanes or {}}
+        sections["decode"] = {"local_prefill": False}
         return parse({"model": str(model_dir), **sections}, "test")
 
     return build

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
-from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.request import StreamKey, Submission
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -39,6 +39,7 @@ class Cell:
             "handoff_timeout_s": 10.0,
             "max_prefill_requests": 1,
             "max_decode_requests": 8,
+            "local_prefill": False,
             **changes,
         }
         ids = itertools.count(1)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
-from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 
@@ -17,7 +17,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             lanes = LanesConfig(
-                interactive=LaneConfig(max_queued=8, max_queue_s=20.0),
+                interactive=InteractiveLaneConfig(max_queued=8, max_queue_s=20.0),
                 batch=BatchLaneConfig(max_queued=8, max_queue_s=20.0, max_running=3),
             )
             tenants = {"narrow": TenantConfig(max_concurrent=1), "heavy": TenantConfig(weight=2)}

@@ -7,7 +7,7 @@ import pytest
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
-from baton.runtime.config import LaneConfig, LanesConfig
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -222,7 +222,7 @@ def test_queue_is_served_when_workers_come(new_world):
 
 
 def test_bounds_shed_with_a_time_to_retry(new_world):
-    lanes = LanesConfig(interactive=LaneConfig(max_queued=2))
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=2))
     world = new_world(lanes=lanes, max_running_requests=3)
     first, _second, third = (world.submit() for _ in range(3))
     assert world.kinds(first) == ["Accepted"]

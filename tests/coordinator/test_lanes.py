@@ -20,7 +20,7 @@ from baton.coordinator import events as ev
 from baton.coordinator import tenants as tenants_module
 from baton.coordinator.lanes import LANES, Lanes
 from baton.coordinator.request import Request, StreamKey, Submission
-from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
@@ -56,7 +56,7 @@ def dispatch(lanes: Lanes, limit: int = 10**6) -> list[str]:
 
 
 CONFIG = LanesConfig(
-    interactive=LaneConfig(max_running=6),
+    interactive=InteractiveLaneConfig(max_running=6),
     batch=BatchLaneConfig(max_running=3, share=0.2),
     long_prompt_tokens=50,
 )
@@ -323,7 +323,7 @@ def test_what_a_request_did_not_use_of_its_rate_comes_back(new_world, out):
 
 def test_each_lane_has_its_own_longest_wait(new_world):
     lanes = LanesConfig(
-        interactive=LaneConfig(max_queue_s=5.0), batch=BatchLaneConfig(max_queue_s=15.0)
+        interactive=InteractiveLaneConfig(max_queue_s=5.0), batch=BatchLaneConfig(max_queue_s=15.0)
     )
     world = new_world(lanes=lanes)
     interactive, batch = world.submit(), world.submit(lane=BATCH)

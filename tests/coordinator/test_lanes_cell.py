@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated_cell import Cell
 
-from baton.runtime.config import BatchLaneConfig, LaneConfig, LanesConfig, TenantConfig
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
@@ -15,7 +15,9 @@ def lanes(share: float = 0.05, **changes) -> LanesConfig:
     """Without limits that anything here would meet."""
     free = {"max_queued": 10**6, "max_queue_s": 1e6}
     return LanesConfig(
-        interactive=LaneConfig(**free), batch=BatchLaneConfig(**free, share=share), **changes
+        interactive=InteractiveLaneConfig(**free),
+        batch=BatchLaneConfig(**free, share=share),
+        **changes,
     )
 
 

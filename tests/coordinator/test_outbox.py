@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from baton.coordinator import events as ev
-from baton.coordinator.book import CoreConfig
 from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.shell import Shell

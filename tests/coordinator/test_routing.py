@@ -156,7 +156,7 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     cluster.done("0")
     # Waiting half a second is worth 304 tokens that need not be computed; a minute is not.
     for queued_s, stays in ((0.5, True), (60.0, False)):
-        queued = PrefillChoice(first, queued_s, queued_s, 0, "")
+        queued = PrefillChoice(first, queued_s, queued_s, 1, 0, "")
         cluster.router.assign_prefill("queued", queued, [])
         assert (cluster.send("1", prompt(1), "chat").worker == first) == stays
         cluster.router.release("1")
@@ -169,11 +169,11 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     router.remove_worker(key("a"))
     router.set_pool(key("b"), None)
     assert cluster.send("1", prompt(1)).worker == key("c")
-    assert router.least_queued_s() is None
+    assert router.idlest_prefill() is None
     hashes = block_hashes(prompt(1), BLOCK)
     assert router.choose_prefill(router.match(hashes), 320) is None
     cluster.done("1")
-    assert router.least_queued_s() == 0.0
+    assert router.idlest_prefill().queued_s == 0.0
     router.set_pool(key("b"), Pool.PREFILL)
     cluster.send("2", prompt(1))
     assert cluster.send("3", prompt(1)).worker == key("b")

@@ -109,6 +109,8 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     """From the loss of a worker until tokens flow again."""
     STAGE_NETWORK: _Stage.ValueType  # 9
     """Between processes: what remains of a span after the stages inside it."""
+    STAGE_PARKED: _Stage.ValueType  # 10
+    """A batch request that made room for interactive ones, until its tokens flow again."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """Where a request's time went. Stages are in order of start and do not overlap."""
@@ -131,6 +133,8 @@ STAGE_RECOVERY: Stage.ValueType  # 8
 """From the loss of a worker until tokens flow again."""
 STAGE_NETWORK: Stage.ValueType  # 9
 """Between processes: what remains of a span after the stages inside it."""
+STAGE_PARKED: Stage.ValueType  # 10
+"""A batch request that made room for interactive ones, until its tokens flow again."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final

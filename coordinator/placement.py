@@ -1,0 +1,366 @@
+"""Which request may run now, and where: the router's choices under the lanes' rules.
+
+A prompt goes to a prefill worker and its output to a decode worker, with a handoff between them.
+It runs unsplit, on the decode worker alone, where it cannot be handed over, and where its prompt is
+computed much sooner there without making others wait (conditional disaggregation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.lanes import LANES, lane_config
+from baton.coordinator.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.load_index import Pool
+from baton.coordinator.output_lengths import OutputLengths
+from baton.coordinator.prefix_index import PrefixMatch
+from baton.coordinator.request import Request, Submission, WorkerKey
+from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
+from baton.coordinator.tenants import Lane
+from baton.coordinator.worker_load import WorkerTraits
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.config import LanesConfig
+from baton.runtime.sampling import needs_exact_state
+from baton.v1 import cluster_pb2, common_pb2
+
+_BATCH = common_pb2.LANE_BATCH
+_POOLS = {common_pb2.ROLE_PREFILL: Pool.PREFILL, common_pb2.ROLE_DECODE: Pool.DECODE}
+# Steps of prefill work on one worker, by lane, that let no other prompt of the lane join. The
+# second keeps an engine busy while its answer to the first is on its way; batch goes without, so
+# that an interactive prompt never finds more than one of its steps ahead of it.
+_MAX_CHUNKS_QUEUED = {common_pb2.LANE_INTERACTIVE: 2.0, _BATCH: 1.0}
+# A prompt is computed by the decode worker when that takes this share of the time at most: what it
+# saves must be worth what it costs the outputs there.
+_LOCAL_SHARE = 0.7
+# Batch joins interactive outputs up to this share of their target, and is parked beyond all of it:
+# between the two nothing moves.
+_JOIN_SHARE = 0.9
+
+
+class Placement(NamedTuple):
+    """Where a request runs.
+
+    Attributes:
+        prefill: None: the decode worker computes the prompt.
+        decode: None: nothing is left to decode after the first token.
+    """
+
+    prefill: PrefillChoice | None
+    decode: DecodeChoice | None
+
+    @property
+    def handoff(self) -> bool:
+        """Whether the prefill worker hands its KV cache over to the decode worker."""
+        return self.prefill is not None and self.decode is not None
+
+
+def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
+    """Bytes of a prompt's KV cache, all layers and ranks."""
+    fingerprint = hello.fingerprint
+    num_blocks = -(-num_tokens // _block_size(hello))
+    return (
+        fingerprint.block_bytes * fingerprint.num_layers * (fingerprint.tp_size or 1) * num_blocks
+    )
+
+
+def max_output_tokens(submission: Submission, max_model_len: int) -> int:
+    """How many tokens the whole output can have: max_tokens, or what the context leaves.
+
+    Args:
+        submission: the request.
+        max_model_len: 0 while it is not known; then max_tokens counts, 0 without.
+    """
+    sampling = submission.sampling
+    if not max_model_len:
+        return sampling.max_tokens
+    room = max(0, max_model_len - len(submission.prompt_token_ids))
+    return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
+
+
+def _block_size(hello: cluster_pb2.Hello) -> int:
+    return hello.fingerprint.block_size_tokens or hello.capacity.block_size_tokens or 1
+
+
+@dataclass(frozen=True, slots=True)
+class _KindModel:
+    """A kind's latency as of the latest reports."""
+
+    registry: LatencyRegistry
+    kind: WorkerKind
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return self.registry.model(self.kind).prefill_s(num_tokens)
+
+    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
+        return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)
+
+
+class Placer:
+    """Owns the router, and what is expected of requests that wait.
+
+    Attributes:
+        router: to be read only from outside.
+        crowded: decode workers that were given interactive work since the last `parkable`.
+    """
+
+    def __init__(
+        self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
+    ) -> None:
+        self._config, self._workers, self._latency = config, workers, latency
+        self.router = Router(
+            RoutingConfig(
+                max_prefill_requests=config.max_prefill_requests,
+                max_decode_requests=config.max_decode_requests,
+            )
+        )
+        self._outputs = OutputLengths()
+        # Seconds of prefill work that wait, by request and lane.
+        self._waiting_s: dict[Lane, dict[str, float]] = {lane: {} for lane in LANES}
+        self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
+        self.crowded: set[WorkerKey] = set()
+
+    # ---- Members.
+
+    def attach(self, worker: Worker) -> None:
+        """A worker is there, or is there again; it is filed by `refresh`."""
+        if self.router.load(worker.key) is None:
+            hello = worker.hello
+            block_size = _block_size(hello)
+            traits = WorkerTraits(
+                latency=_KindModel(self._latency, WorkerKind.of(hello)),
+                host_id=hello.host_id,
+                kv_tokens=hello.capacity.kv_tokens or 2**31,
+                block_size_tokens=block_size,
+                kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
+                chunk_tokens=hello.capacity.max_num_batched_tokens or 2048,
+            )
+            self.router.add_worker(worker.key, traits, None)
+        self.refresh(worker)
+
+    def refresh(self, worker: Worker) -> None:
+        """Whether it takes work, and which, may have changed."""
+        if self.router.load(worker.key) is not None:
+            open_to = worker.serving and not worker.alone
+            self.router.set_pool(worker.key, _POOLS.get(worker.role) if open_to else None)
+
+    def detach(self, worker: Worker) -> None:
+        self.router.remove_worker(worker.key)
+        self.crowded.discard(worker.key)
+
+    # ---- Requests.
+
+    def waits(self, request: Request) -> None:
+        """It has joined its lane."""
+        lane, entry = request.submission.lane, self.router.idlest_prefill()
+        work_s = 0.0
+        if entry is not None:
+            match = self.router.match(self._hashes(request))
+            cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
+            work_s = entry.traits.latency.prefill_s(max(1, request.num_prompt_tokens - cached))
+        self._waiting_s[lane][request.id] = work_s
+        self._sum_waiting_s[lane] += work_s
+
+    def leaves(self, request: Request) -> None:
+        """It has left its lane; idempotent."""
+        waiting = self._waiting_s[request.submission.lane]
+        work_s = waiting.pop(request.id, None)
+        if work_s is not None:
+            self._sum_waiting_s[request.submission.lane] -= work_s
+            if not waiting:
+                # Differences of floats would never come back to 0.
+                self._sum_waiting_s[request.submission.lane] = 0.0
+
+    def place(self, request: Request) -> Placement | None:
+        """Picks workers for the request whose turn it is; None when one it needs has no room.
+
+        A worker that gave the request up before gets it again only where there is no other. A
+        suspect gets workers that are at work on nothing but answered requests.
+        """
+        shunned = {key for key in request.avoid if self.router.load(key) is not None}
+        closed = {one.key for one in self._workers if one.unanswered} if request.suspect else set()
+        with self._closed(closed | shunned):
+            found = self._place(request)
+        if found is None and shunned:
+            with self._closed(closed):
+                found = self._place(request)
+        return found
+
+    def assign(self, request: Request, placement: Placement) -> None:
+        session, urgent = request.submission.session_id, request.submission.lane != _BATCH
+        if placement.prefill is not None:
+            self.router.assign_prefill(
+                request.id, placement.prefill, self._hashes(request), session
+            )
+        if placement.decode is not None:
+            self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
+            if urgent:
+                self.crowded.add(placement.decode.worker)
+
+    def ended(self, request: Request) -> None:
+        """Its output came to its natural end."""
+        self._outputs.observe(request.submission.lane, len(request.token_ids))
+
+    # ---- Yielding.
+
+    def must_yield(self, worker: WorkerKey) -> bool:
+        """Whether batch outputs there make interactive ones slower than they may be."""
+        entry, target_s = self.router.load(worker), self._itl_target_s
+        return (
+            entry is not None
+            and 0 < entry.num_urgent < entry.num_decodes - 1
+            and entry.itl_with_s(0, 0) > target_s
+        )
+
+    # ---- Predictions.
+
+    def predicted_ttft_s(self, submission: Submission, hashes: array[int]) -> float | None:
+        """From now on, behind all that goes first; None while no prefill worker is there."""
+        num_workers = self.router.num_prefill_workers
+        if not num_workers:
+            return None
+        num_tokens = len(submission.prompt_token_ids)
+        choice = self.router.choose_prefill(
+            self.router.match(hashes), num_tokens, submission.session_id
+        )
+        if choice is None:
+            return None
+        share = self._config.lanes.batch.share
+        ahead_s = self._sum_waiting_s[common_pb2.LANE_INTERACTIVE] / (1 - share)
+        if submission.lane == _BATCH:
+            ahead_s += self._sum_waiting_s[_BATCH]
+        return choice.predicted_s + ahead_s / num_workers
+
+    # ---- Inside.
+
+    @property
+    def _itl_target_s(self) -> float:
+        return self._config.lanes.interactive.itl_ms / 1e3
+
+    def _hashes(self, request: Request) -> array[int]:
+        if request.hashes is None:
+            request.hashes = self.hashes(request.submission)
+        return request.hashes
+
+    def hashes(self, submission: Submission) -> array[int]:
+        """Of the prompt's blocks; none while no worker has said how large they are."""
+        for worker in self._workers:
+            return block_hashes(submission.prompt_token_ids, _block_size(worker.hello))
+        return array("Q")
+
+    @contextlib.contextmanager
+    def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
+        for key in workers:
+            self.router.set_pool(key, None)
+        try:
+            yield
+        finally:
+            for key in workers:
+                worker = self._workers.get(key)
+                if worker is not None:
+                    self.refresh(worker)
+
+    def _place(self, request: Request) -> Placement | None:
+        submission, lane = request.submission, request.submission.lane
+        match, session = self.router.match(self._hashes(request)), submission.session_id
+        model = self._workers.model
+        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        prefill = self.router.choose_prefill(
+            match, request.num_prompt_tokens, session, _MAX_CHUNKS_QUEUED[lane]
+        )
+        if prefill is not None and most == 1:
+            return Placement(prefill, None)
+        local = self._local(request, match, most, prefill)
+        if local is not None:
+            return Placement(None, local)
+        if prefill is None:
+            return None
+        decode = self._decode(request, match, most, prefill.worker)
+        if decode is None:
+            return None
+        if self._fits(request, prefill.worker, decode.worker):
+            return Placement(prefill, decode)
+        unsplit = self._decode(request, match, most, None)
+        return Placement(None, unsplit) if unsplit is not None else None
+
+    def _decode(
+        self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None
+    ) -> DecodeChoice | None:
+        submission, lane, num_known = (
+            request.submission,
+            request.submission.lane,
+            len(request.token_ids),
+        )
+        yields = lane == _BATCH
+        max_itl_s = math.inf
+        if yields:
+            max_itl_s = self._itl_target_s * _JOIN_SHARE
+        elif submission.slo_itl_s is not None:
+            max_itl_s = submission.slo_itl_s
+        return self.router.choose_decode(
+            match,
+            request.num_prompt_tokens + num_known,
+            self._outputs.expected(lane, most, num_known),
+            prefill=prefill,
+            session=submission.session_id,
+            max_itl_s=max_itl_s,
+            yields=yields,
+        )
+
+    def _local(
+        self, request: Request, match: PrefixMatch, most: int, prefill: PrefillChoice | None
+    ) -> DecodeChoice | None:
+        """The decode worker that computes the prompt itself, where that is the better way."""
+        if not self.router.num_prefill_workers:
+            # Someone waits for the rest of an output: it goes on without a prefill worker.
+            return self._decode(request, match, most, None) if len(request.token_ids) else None
+        if not self._config.local_prefill:
+            return None
+        choice = self._decode(request, match, most, None)
+        if choice is None:
+            return None
+        worker, entry = self._workers.get(choice.worker), self.router.load(choice.worker)
+        if worker is None or entry is None or worker.computes_prompt:
+            return None
+        num_tokens = request.num_prompt_tokens + len(request.token_ids) - choice.num_cached_tokens
+        latency, step_s = entry.traits.latency, entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
+        here_s = step_s + latency.prefill_s(max(1, num_tokens))
+        there_s = prefill.predicted_s if prefill is not None else self._wait_s(request, match)
+        stalls = step_s + latency.prefill_s(max(1, min(num_tokens, entry.traits.chunk_tokens)))
+        if here_s > there_s * _LOCAL_SHARE or (entry.num_urgent and stalls > self._itl_target_s):
+            return None
+        return choice
+
+    def _wait_s(self, request: Request, match: PrefixMatch) -> float:
+        """Until its first token, could it be queued at a prefill worker now."""
+        choice = self.router.choose_prefill(
+            match, request.num_prompt_tokens, request.submission.session_id
+        )
+        return choice.predicted_s if choice is not None else math.inf
+
+    def _fits(self, request: Request, prefill: WorkerKey, decode: WorkerKey) -> bool:
+        """Whether the prompt can be handed over."""
+        sender, receiver = self._workers.get(prefill), self._workers.get(decode)
+        assert sender is not None
+        assert receiver is not None
+        num_bytes = handoff_bytes(sender.hello, request.num_prompt_tokens)
+        exact = needs_exact_state(request.submission.sampling)
+        return (
+            num_bytes <= sender.hello.capacity.max_send_bytes
+            and num_bytes <= receiver.hello.capacity.max_receive_bytes
+            and (receiver.hello.capacity.supports_forced_tokens or not exact)
+        )
+
+
+def lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
+    """The time to first token that a request is to have at most; None: no opinion."""
+    if submission.slo_ttft_s is not None:
+        return submission.slo_ttft_s
+    target_ms = lane_config(config, submission.lane).ttft_ms
+    return target_ms / 1e3 if target_ms else None
