@@ -197,7 +197,7 @@ class RequestBook:
     def prefill_over(self, request: Request) -> None:
         """Nothing more is wanted of the prefill worker but the end of the handoff."""
         request.prefill_done = True
-        self._placer.router.first_token(request.id)
+        self._placer.computed(request)
         self._release(request.prefill, request)
 
     def decoding(self, request: Request, now: float) -> None:
@@ -243,7 +243,8 @@ class RequestBook:
         self.stats.num_recoveries += 1
 
     def park(self, request: Request, now: float) -> None:
-        """A batch request that decodes makes room, and waits for some."""
+        """A batch request that runs makes room, and waits for some."""
+        request.num_parked += 1
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_parked += 1
 
@@ -482,7 +483,7 @@ class RequestBook:
 
     def _let_go(self, request: Request) -> None:
         self.handed_over(request)
-        self._placer.router.release(request.id)
+        self._placer.released(request)
         self._release(request.prefill, request)
         self._release(request.decode, request)
 

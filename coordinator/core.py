@@ -29,6 +29,8 @@ _POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _MAX_REMEMBERED_HANDOFFS = 4096
 # A worker that is stuck for so many times the limit is fenced, so that another can take its place.
 _STUCK_FOR_GOOD = 3
+# A batch request that made room so often is let go on: its cache may not keep what was computed.
+_MAX_PARKED = 8
 
 
 class Core:
@@ -88,6 +90,7 @@ class Core:
         Returns:
             What the shell must do, in order.
         """
+        self.placer.router.now = now
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
@@ -201,6 +204,8 @@ class Core:
             if self._settled(request, now):
                 continue
             placement = self.placer.place(request)
+            if self._made_room(request, placement, now):
+                placement = self.placer.place(request)
             if placement is None:
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
@@ -211,6 +216,15 @@ class Core:
         # What ended on the way made no room on a worker.
         self._book.room_made = False
         self._park(now)
+
+    def _made_room(self, request: Request, placement: Placement | None, now: float) -> bool:
+        """Whether a batch prompt that was being computed has made room."""
+        found = self.placer.prompt_that_yields(request, placement)
+        batch = self._book.get(found) if found is not None else None
+        if batch is None or batch.num_parked >= _MAX_PARKED:
+            return False
+        self._book.park(batch, now)
+        return True
 
     def _park(self, now: float) -> None:
         """Lets batch outputs make room where interactive ones have just been added."""

@@ -27,7 +27,7 @@ class LoadIndex:
         entries: to be read; `add` and `remove` change it.
         open_prefill, open_decode: masks of the workers that take one more request.
         num_prefill_workers: in the prefill pool, full ones included.
-        by_queue: of the prefill pool, by seconds of prefill work.
+        by_queue: of the prefill pool, by when their prefill work is done.
         by_itl, by_room: of the decode pool, by seconds per step and by KV tokens left, negated.
     """
 
@@ -72,7 +72,7 @@ class LoadIndex:
         worker, pool = entry.key, self._pools.get(entry.key)
         if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:
             self.open_prefill |= entry.bit
-            self.by_queue.set(worker, entry.queued_s)
+            self.by_queue.set(worker, entry.free_at)
         elif self.open_prefill & entry.bit:
             self.open_prefill ^= entry.bit
             self.by_queue.remove(worker)

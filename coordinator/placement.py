@@ -125,6 +125,8 @@ class Placer:
         self._waiting_s: dict[Lane, dict[str, float]] = {lane: {} for lane in LANES}
         self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
         self.crowded: set[WorkerKey] = set()
+        # Batch prompts that are being computed by prefill workers.
+        self._batch_prompts: dict[str, WorkerKey] = {}
 
     # ---- Members.
 
@@ -198,10 +200,22 @@ class Placer:
             self.router.assign_prefill(
                 request.id, placement.prefill, self._hashes(request), session
             )
+            if not urgent:
+                self._batch_prompts[request.id] = placement.prefill.worker
         if placement.decode is not None:
             self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
             if urgent:
                 self.crowded.add(placement.decode.worker)
+
+    def computed(self, request: Request) -> None:
+        """Its prompt is."""
+        self._batch_prompts.pop(request.id, None)
+        self.router.first_token(request.id)
+
+    def released(self, request: Request) -> None:
+        """It leaves its workers."""
+        self._batch_prompts.pop(request.id, None)
+        self.router.release(request.id)
 
     def ended(self, request: Request) -> None:
         """Its output came to its natural end."""
@@ -217,6 +231,34 @@ class Placer:
             and 0 < entry.num_urgent < entry.num_decodes - 1
             and entry.itl_with_s(0, 0) > target_s
         )
+
+    def prompt_that_yields(self, request: Request, placement: Placement | None) -> str | None:
+        """The batch prompt that is to make room for an interactive one; None when none need.
+
+        Only where the wait is longer than a step: an engine lets go of a prompt between steps. What
+        it has computed stays in its prefix cache.
+
+        Returns:
+            Its request id.
+        """
+        if request.submission.lane == _BATCH or not self._batch_prompts:
+            return None
+        if placement is not None and placement.prefill is None:
+            return None
+        most, found = 0.0, None
+        for request_id, key in self._batch_prompts.items():
+            entry = self.router.load(key)
+            # With others behind it the room would be theirs.
+            if entry is None or entry.num_prefills != 1:
+                continue
+            left_s = entry.queued_s(self.router.now)
+            if left_s > max(entry.step_s, most):
+                most, found = left_s, request_id
+        if placement is None or placement.prefill is None:
+            return found
+        entry = self.router.load(placement.prefill.worker)
+        wait_s = placement.prefill.predicted_s - placement.prefill.work_s
+        return found if entry is not None and wait_s > entry.step_s else None
 
     # ---- Predictions.
 

@@ -37,7 +37,12 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: _ENDED | {RequestState.PREFILLING},
     # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
     RequestState.PREFILLING: _ENDED
-    | {RequestState.HANDING_OFF, RequestState.DECODING, RequestState.RECOVERING},
+    | {
+        RequestState.HANDING_OFF,
+        RequestState.DECODING,
+        RequestState.RECOVERING,
+        RequestState.PARKED,
+    },
     RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
     RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
     # Waits in its lane for another attempt.
@@ -143,6 +148,7 @@ class Request:
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
+        num_parked: times that it made room.
         num_fruitless: attempts lost since the last new token.
         last_loss: why the last attempt was lost.
         avoid: workers that gave the request up; they get it again only where there is no other.
@@ -169,6 +175,7 @@ class Request:
     decode_timings: cluster_pb2.StageTimings | None = None
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     interruptions: list[Interruption] = field(default_factory=list)
+    num_parked: int = 0
     num_fruitless: int = 0
     last_loss: BatonError | None = None
     avoid: set[WorkerKey] = field(default_factory=set)

@@ -93,10 +93,12 @@ class Router:
 
     Attributes:
         index: where prefixes are; fed by `apply_cache`.
+        now: by the core's clock; set by whoever uses it, before it does.
     """
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
+        self.now = 0.0
         self.index = PrefixIndex()
         self._loads = LoadIndex(config.max_prefill_requests, config.max_decode_requests)
         self._prefilling: dict[str, WorkerKey] = {}
@@ -162,7 +164,7 @@ class Router:
     ) -> None:
         """The prompt goes where it was chosen to; "" is no session."""
         entry = self._loads.entries[choice.worker]
-        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens)
+        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now)
         self._prefilling[request_id] = choice.worker
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
@@ -196,7 +198,7 @@ class Router:
     def _end_prefill(self, request_id: str) -> None:
         self.index.settle(request_id)
         if (entry := self._loads.get(self._prefilling.pop(request_id, None))) is not None:
-            entry.end_prefill(request_id)
+            entry.end_prefill(request_id, self.now)
             self._loads.file(entry)
 
     def _session(self, session: str) -> _Session:
@@ -247,9 +249,10 @@ class Router:
             cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
             cached -= cached % traits.block_size_tokens
             work_s = traits.latency.prefill_s(num_tokens - cached)
-            cost = entry.queued_s + work_s * factor
+            queued_s = entry.queued_s(self.now)
+            cost = queued_s + work_s * factor
             if cost < least:
-                least, best = cost, (worker, entry.queued_s, work_s, cached)
+                least, best = cost, (worker, queued_s, work_s, cached)
         if best is None:
             return None
         worker, queued_s, work_s, cached = best

@@ -62,7 +62,8 @@ class WorkerLoad:
 
     Attributes:
         bit: the worker's mask.
-        queued_s, queued_tokens: prefill work assigned here whose first token has not come.
+        free_at: when the prefill work assigned here is expected to be done.
+        queued_tokens: of prompts assigned here whose first token has not come.
         num_urgent: decodes that others yield to.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
@@ -72,7 +73,7 @@ class WorkerLoad:
     key: WorkerKey
     traits: WorkerTraits
     bit: int
-    queued_s: float = 0.0
+    free_at: float = -math.inf
     queued_tokens: int = 0
     num_urgent: int = 0
     reserved_tokens: int = 0
@@ -94,6 +95,11 @@ class WorkerLoad:
         return len(self._decodes)
 
     @property
+    def step_s(self) -> float:
+        """A whole chunk of a prompt."""
+        return self.traits.latency.prefill_s(self.traits.chunk_tokens)
+
+    @property
     def may_yield(self) -> bool:
         """Whether one more that yields may join however long steps get."""
         return not self.num_urgent or self.num_urgent == len(self._decodes)
@@ -104,19 +110,25 @@ class WorkerLoad:
             len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
         )
 
-    def assign_prefill(self, request_id: str, work_s: float, num_tokens: int) -> None:
+    def queued_s(self, now: float) -> float:
+        """Seconds of prefill work that are left here."""
+        return max(0.0, self.free_at - now)
+
+    def assign_prefill(
+        self, request_id: str, work_s: float, num_tokens: int, now: float = 0.0
+    ) -> None:
         assert request_id not in self._prefills
         self._prefills[request_id] = _Prefill(work_s, num_tokens)
-        self.queued_s += work_s
+        self.free_at = max(self.free_at, now) + work_s
         self.queued_tokens += num_tokens
 
-    def end_prefill(self, request_id: str) -> None:
+    def end_prefill(self, request_id: str, now: float = 0.0) -> None:
         """Its first token came, or never will; idempotent."""
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
             self.queued_tokens -= ended.num_tokens
-        # Summed again: differences of floats would never come back to 0.
-        self.queued_s = math.fsum(one.work_s for one in self._prefills.values())
+            # What is left begins now: whatever was predicted wrongly of this one is over.
+            self.free_at = now + math.fsum(one.work_s for one in self._prefills.values())
 
     def assign_decode(self, request_id: str, num_kv_tokens: int, *, urgent: bool = False) -> None:
         assert request_id not in self._decodes
@@ -150,7 +162,6 @@ class WorkerLoad:
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
         prefills, decodes = self._prefills.values(), self._decodes.values()
-        assert math.isclose(self.queued_s, sum(one.work_s for one in prefills), abs_tol=1e-9)
         assert self.queued_tokens == sum(one.num_tokens for one in prefills)
         assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)

@@ -1,0 +1,467 @@
+"""The coordinator's core with simulated workers, under a virtual clock.
+
+Everything the core decides it decides as in a live cluster; only the workers and their engines are
+simulated here, by the latency model: steps that decode every running request and compute prompt
+chunks within a token budget, as vLLM's do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.coordinator import events as ev
+from baton.coordinator.core import Core
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.request import StreamKey, Submission, WorkerKey
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.errors import BatonError, ResourceExhausted
+from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+_PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+_TOKEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """What a simulated worker is.
+
+    Attributes:
+        model: what its steps cost.
+        noise: standard deviation of a step's duration, relative.
+        delay_s: of every message between it and the coordinator.
+        handoff_s: from the first token until the decode worker has the prompt's KV cache.
+    """
+
+    model: LatencyModel
+    kv_tokens: int = 65536
+    block_size_tokens: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 8192
+    noise: float = 0.02
+    delay_s: float = 0.001
+    handoff_s: float = 0.002
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request as its client saw it.
+
+    Attributes:
+        token_times: when each token came.
+        error: why it failed or was not admitted.
+        ended_at: when its last event came; None while it runs.
+    """
+
+    lane: common_pb2.Lane.ValueType
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    arrived_at: float
+    token_times: list[float] = field(default_factory=list)
+    error: BatonError | None = None
+    ended_at: float | None = None
+
+    @property
+    def shed(self) -> bool:
+        return isinstance(self.error, ResourceExhausted) and not self.token_times
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0] - self.arrived_at
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request in a simulated engine; `num_left`: output tokens it still makes here."""
+
+    spec: cluster_pb2.RequestSpec
+    order: tuple[int, int]
+    num_missing: int
+    num_done: int
+    num_tokens: int
+    num_left: int
+    prefill_only: bool
+    offset: int
+    ready_at: float
+    hashes: Sequence[int]
+    started: bool = False
+
+
+class _Worker:
+    """One simulated worker process; messages both ways take `delay_s`."""
+
+    def __init__(
+        self, cell: VirtualCell, key: WorkerKey, role: common_pb2.Role.ValueType, shape: WorkerShape
+    ) -> None:
+        self.cell, self.key, self.role, self.shape = cell, key, role, shape
+        self.live: dict[tuple[str, int], _Live] = {}
+        self.running: list[_Live] = []
+        self.waiting: list[tuple[tuple[int, int], int, _Live]] = []
+        self.kv_tokens = 0
+        self.num_steps = 0
+        self.samples: deque[cluster_pb2.StepSample] = deque(maxlen=256)
+        self.busy = self.gone = False
+        # Hashes of blocks, the longest unused first.
+        self.cache: OrderedDict[int, None] = OrderedDict()
+
+    # ---- What the coordinator sends.
+
+    def take(self, command: ev.Command) -> None:
+        if self.gone:
+            return
+        if isinstance(command, cluster_pb2.CancelCommand):
+            self._drop((command.request_id, command.attempt))
+        elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
+            self._begin(command)
+
+    def _begin(self, command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand) -> None:
+        spec, cell = command.spec, self.cell
+        prefill_only = isinstance(command, cluster_pb2.PrefillCommand)
+        handed = not prefill_only and command.HasField("handoff")
+        num_known = len(spec.known_token_ids)
+        total = len(spec.prompt_token_ids) + num_known
+        hashes = block_hashes(spec.prompt_token_ids, self.shape.block_size_tokens)
+        num_cached = 0 if handed else self._num_cached(hashes)
+        num_missing = num_known or 1 if handed else total - min(num_cached, total - 1)
+        live = _Live(
+            spec=spec,
+            order=(spec.priority, next(cell.order)),
+            num_missing=num_missing,
+            num_done=total - num_missing,
+            num_tokens=total,
+            num_left=1 if prefill_only else max(1, spec.sampling.max_tokens - num_known),
+            prefill_only=prefill_only,
+            offset=num_known,
+            ready_at=cell.now + (self.shape.handoff_s if handed else 0.0),
+            hashes=hashes,
+        )
+        self.live[spec.request_id, spec.attempt] = live
+        cell.at(live.ready_at, lambda: self._arrive(live))
+
+    def _arrive(self, live: _Live) -> None:
+        if (live.spec.request_id, live.spec.attempt) in self.live:
+            heapq.heappush(self.waiting, (live.order, id(live), live))
+            self._go()
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        live = self.live.pop(key, None)
+        if live is not None and live.started:
+            self.running.remove(live)
+            self.kv_tokens -= live.num_tokens
+            self._keep(live)
+
+    def _num_cached(self, hashes: Sequence[int]) -> int:
+        found = 0
+        for one in hashes:
+            if one not in self.cache:
+                break
+            self.cache.move_to_end(one)
+            found += 1
+        return found * self.shape.block_size_tokens
+
+    def _keep(self, live: _Live) -> None:
+        """Blocks of a request that has left stay until others need the room."""
+        changes = cluster_pb2.CacheEvents()
+        for one in live.hashes[: live.num_done // self.shape.block_size_tokens]:
+            if one not in self.cache:
+                changes.stored.append(one)
+            self.cache[one] = None
+            self.cache.move_to_end(one)
+        while len(self.cache) > self.shape.kv_tokens // self.shape.block_size_tokens:
+            changes.removed.append(self.cache.popitem(last=False)[0])
+        if changes.stored or changes.removed:
+            self.cell.tell(self, ev.WorkerCache(self.key, changes))
+
+    # ---- Its engine.
+
+    def _go(self) -> None:
+        if not self.busy and not self.gone:
+            self._step()
+
+    def _step(self) -> None:
+        self._start_waiting()
+        budget = self.shape.max_num_batched_tokens
+        work: list[tuple[_Live, int]] = []
+        chunks: list[PrefillChunk] = []
+        num_decodes = num_kv = 0
+        for live in self.running:
+            count = min(live.num_missing, budget)
+            if not count:
+                continue
+            budget -= count
+            work.append((live, count))
+            if live.num_missing == 1 and live.num_done:
+                num_decodes += 1
+                num_kv += live.num_tokens
+            else:
+                chunks.append(PrefillChunk(live.num_done, count))
+        if not work:
+            return
+        model, noise = self.shape.model, self.shape.noise
+        took_s = model.step_s(chunks, num_decodes, num_kv)
+        took_s *= max(0.5, self.cell.random.gauss(1.0, noise))
+        self.busy = True
+        sample = cluster_pb2.StepSample(
+            num_prefill_tokens=sum(one.num_tokens for one in chunks),
+            num_decodes=num_decodes,
+            num_kv_tokens=num_kv,
+            prefill_token_squares=sum(
+                (one.num_done_tokens + one.num_tokens) ** 2 - one.num_done_tokens**2
+                for one in chunks
+            ),
+            duration_us=round(took_s * 1e6),
+        )
+        self.cell.at(self.cell.now + took_s, lambda: self._stepped(work, sample))
+
+    def _start_waiting(self) -> None:
+        while self.waiting and len(self.running) < self.shape.max_num_seqs:
+            live = self.waiting[0][2]
+            if (live.spec.request_id, live.spec.attempt) not in self.live:
+                heapq.heappop(self.waiting)
+                continue
+            if self.running and self.kv_tokens + live.num_tokens > self.shape.kv_tokens:
+                return
+            heapq.heappop(self.waiting)
+            live.started = True
+            self.running.append(live)
+            self.kv_tokens += live.num_tokens
+
+    def _stepped(self, work: Sequence[tuple[_Live, int]], sample: cluster_pb2.StepSample) -> None:
+        self.busy = False
+        if self.gone:
+            return
+        self.num_steps += 1
+        self.samples.append(sample)
+        outputs = []
+        for live, count in work:
+            if not live.started or (live.spec.request_id, live.spec.attempt) not in self.live:
+                continue
+            live.num_missing -= count
+            live.num_done += count
+            if not live.num_missing:
+                outputs.append(self._token(live))
+        if outputs:
+            step = cluster_pb2.StepOutputs(step=self.num_steps, outputs=outputs)
+            self.cell.tell(self, ev.WorkerStep(self.key, step))
+        self._go()
+
+    def _token(self, live: _Live) -> cluster_pb2.RequestOutput:
+        output = cluster_pb2.RequestOutput(
+            request_id=live.spec.request_id, attempt=live.spec.attempt
+        )
+        output.delta.offset = live.offset
+        output.delta.token_ids.append(_TOKEN)
+        live.offset, live.num_left = live.offset + 1, live.num_left - 1
+        live.num_tokens, live.num_missing = live.num_tokens + 1, 1
+        self.kv_tokens += 1
+        if not live.num_left:
+            whole = live.offset >= live.spec.sampling.max_tokens
+            output.finished.reason = (
+                common_pb2.FINISH_REASON_LENGTH if whole else common_pb2.FINISH_REASON_UNSPECIFIED
+            )
+            self._drop((live.spec.request_id, live.spec.attempt))
+        return output
+
+    def report(self) -> cluster_pb2.LoadReport:
+        samples, self.samples = list(self.samples), deque(maxlen=256)
+        return cluster_pb2.LoadReport(
+            num_steps=self.num_steps,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_tokens_used=self.kv_tokens,
+            kv_tokens_total=self.shape.kv_tokens,
+            steps=samples,
+        )
+
+
+class VirtualCell:
+    """A coordinator's core and its simulated workers.
+
+    Args:
+        config: of the core.
+        heartbeat_s: between load reports.
+        seed: of everything random here.
+
+    Attributes:
+        now: seconds.
+        outcomes: of every request submitted, in order.
+    """
+
+    def __init__(self, config: CoreConfig, *, heartbeat_s: float = 0.5, seed: int = 0) -> None:
+        self.now = 1000.0
+        self.random = random.Random(seed)
+        self.order = itertools.count()
+        self.outcomes: list[Outcome] = []
+        self.core = Core(config, self.random.randbytes)
+        self._heartbeat_s = heartbeat_s
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._workers: dict[WorkerKey, _Worker] = {}
+        self._by_stream: dict[StreamKey, Outcome] = {}
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Something happens, then."""
+        heapq.heappush(self._agenda, (when, next(self.order), action))
+
+    def run(self, until: float) -> None:
+        """Lets time pass."""
+        while True:
+            due = self.core.next_deadline()
+            when = self._agenda[0][0] if self._agenda else float("inf")
+            if min(when, due if due is not None else when) > until:
+                break
+            if due is not None and due < when:
+                self.now = max(self.now, due)
+                self._post(ev.Tick())
+            else:
+                when, _, action = heapq.heappop(self._agenda)
+                self.now = max(self.now, when)
+                action()
+        self.now = until
+
+    # ---- Workers.
+
+    def add_worker(
+        self, name: str, role: common_pb2.Role.ValueType, shape: WorkerShape, incarnation: int = 1
+    ) -> None:
+        key = (name, incarnation)
+        self._workers[key] = worker = _Worker(self, key, role, shape)
+        self._post(ev.WorkerAttached(_hello(key, role, shape)))
+        self._beat(worker)
+
+    def kill(self, name: str, reason: str = "was killed") -> None:
+        for key, worker in list(self._workers.items()):
+            if key[0] == name:
+                worker.gone = True
+                del self._workers[key]
+                self._post(ev.WorkerLost(name, reason, key[1]))
+
+    def tell(self, worker: _Worker, event: ev.Event) -> None:
+        """A worker's message; it arrives a moment later."""
+
+        def arrive() -> None:
+            if not worker.gone:
+                self._post(event)
+
+        self.at(self.now + worker.shape.delay_s, arrive)
+
+    def _beat(self, worker: _Worker) -> None:
+        if worker.gone:
+            return
+        self._post(ev.WorkerLoad(worker.key, worker.report()))
+        # Workers do not beat in step.
+        self.at(
+            self.now + self._heartbeat_s * self.random.uniform(0.95, 1.05),
+            lambda: self._beat(worker),
+        )
+
+    # ---- Clients.
+
+    def submit(
+        self,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        *,
+        lane: common_pb2.Lane.ValueType = common_pb2.LANE_INTERACTIVE,
+        tenant: str = "default",
+        prompt: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        slo_ttft_s: float | None = None,
+        session_id: str = "",
+    ) -> Outcome:
+        """A request arrives now; prompts share nothing unless they are given."""
+        outcome = Outcome(lane, tenant, num_prompt_tokens, num_output_tokens, self.now)
+        number = len(self.outcomes)
+        self.outcomes.append(outcome)
+        to = StreamKey(1, number)
+        self._by_stream[to] = outcome
+        if prompt is None:
+            # The number in front: no two share a first block.
+            prompt = array("I", [number, *itertools.repeat(1, num_prompt_tokens - 1)])
+        submission = Submission(
+            to=to,
+            request_id=f"r{number}",
+            prompt_token_ids=prompt,
+            sampling=common_pb2.SamplingParams(max_tokens=num_output_tokens),
+            lane=lane,
+            arrived_at=self.now,
+            timeout_s=timeout_s,
+            tenant=tenant,
+            slo_ttft_s=slo_ttft_s,
+            session_id=session_id,
+        )
+        self._post(ev.Submitted(submission))
+        return outcome
+
+    def poisson(self, rate: float, begin: float, end: float, submit: Callable[[], object]) -> None:
+        """Calls back at random moments, `rate` per second on average."""
+        when = begin + self.random.expovariate(rate)
+        while when < end:
+            self.at(when, lambda: (submit(), None)[1])
+            when += self.random.expovariate(rate)
+
+    # ---- Inside.
+
+    def _post(self, event: ev.Event) -> None:
+        for effect in self.core.handle(event, self.now):
+            if isinstance(effect, ev.SendCommand):
+                self._send(effect)
+            elif isinstance(effect, ev.SendDelta):
+                outcome = self._by_stream[effect.to]
+                outcome.token_times += [self.now] * len(effect.delta.token_ids)
+            elif isinstance(effect, ev.SendFinished):
+                self._by_stream.pop(effect.to).ended_at = self.now
+            elif isinstance(effect, ev.SendFailed):
+                outcome = self._by_stream.pop(effect.to)
+                outcome.error, outcome.ended_at = effect.error, self.now
+
+    def _send(self, effect: ev.SendCommand) -> None:
+        worker = self._workers.get(effect.worker)
+        if worker is not None:
+            self.at(self.now + worker.shape.delay_s, lambda: worker.take(effect.command))
+
+
+def _hello(
+    key: WorkerKey, role: common_pb2.Role.ValueType, shape: WorkerShape
+) -> cluster_pb2.Hello:
+    name, incarnation = key
+    return cluster_pb2.Hello(
+        worker_id=name,
+        incarnation=incarnation,
+        role=role,
+        state=cluster_pb2.WORKER_STATE_SERVING,
+        model=common_pb2.ModelDescription(
+            name="simulated", revision="1", max_model_len=shape.max_model_len, vocab_size=2**31
+        ),
+        fingerprint=kv_transfer_pb2.KvFingerprint(
+            model="simulated",
+            num_layers=1,
+            block_size_tokens=shape.block_size_tokens,
+            block_bytes=1024,
+            tp_size=1,
+        ),
+        capacity=cluster_pb2.Capacity(
+            kv_tokens=shape.kv_tokens,
+            block_size_tokens=shape.block_size_tokens,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_send_bytes=2**40,
+            max_receive_bytes=2**40,
+            supports_forced_tokens=True,
+        ),
+        kv_address=f"{name}:1",
+        host_id=name,
+        engine="simulated",
+        engine_version="1",
+    )
