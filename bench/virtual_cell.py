@@ -96,6 +96,7 @@ class _Live:
     offset: int
     ready_at: float
     hashes: Sequence[int]
+    num_in_step: int = 0
     started: bool = False
 
 
@@ -174,7 +175,9 @@ class _Worker:
     def _keep(self, live: _Live) -> None:
         """Blocks of a request that has left stay until others need the room."""
         changes = cluster_pb2.CacheEvents()
-        for one in live.hashes[: live.num_done // self.shape.block_size_tokens]:
+        # A step that has begun computes its blocks, whoever still wants them.
+        num_tokens = live.num_done + live.num_in_step
+        for one in live.hashes[: num_tokens // self.shape.block_size_tokens]:
             if one not in self.cache:
                 changes.stored.append(one)
             self.cache[one] = None
@@ -202,6 +205,7 @@ class _Worker:
                 continue
             budget -= count
             work.append((live, count))
+            live.num_in_step = count
             if live.num_missing == 1 and live.num_done:
                 num_decodes += 1
                 num_kv += live.num_tokens
@@ -248,6 +252,7 @@ class _Worker:
         for live, count in work:
             if not live.started or (live.spec.request_id, live.spec.attempt) not in self.live:
                 continue
+            live.num_in_step = 0
             live.num_missing -= count
             live.num_done += count
             if not live.num_missing:

@@ -90,13 +90,16 @@ def _block_size(hello: cluster_pb2.Hello) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _KindModel:
-    """A kind's latency as of the latest reports."""
+    """A kind's latency as of the latest reports, of a worker that computes prompts in chunks."""
 
     registry: LatencyRegistry
     kind: WorkerKind
+    chunk_tokens: int
 
     def prefill_s(self, num_tokens: int) -> float:
-        return self.registry.model(self.kind).prefill_s(num_tokens)
+        model = self.registry.model(self.kind)
+        num_more_steps = (num_tokens - 1) // self.chunk_tokens
+        return model.prefill_s(num_tokens) + model.prefill_base_s * num_more_steps
 
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
         return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)
@@ -135,13 +138,14 @@ class Placer:
         if self.router.load(worker.key) is None:
             hello = worker.hello
             block_size = _block_size(hello)
+            chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
             traits = WorkerTraits(
-                latency=_KindModel(self._latency, WorkerKind.of(hello)),
+                latency=_KindModel(self._latency, WorkerKind.of(hello), chunk_tokens),
                 host_id=hello.host_id,
                 kv_tokens=hello.capacity.kv_tokens or 2**31,
                 block_size_tokens=block_size,
                 kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
-                chunk_tokens=hello.capacity.max_num_batched_tokens or 2048,
+                chunk_tokens=chunk_tokens,
             )
             self.router.add_worker(worker.key, traits, None)
         self.refresh(worker)
@@ -243,8 +247,14 @@ class Placer:
         """
         if request.submission.lane == _BATCH or not self._batch_prompts:
             return None
-        if placement is not None and placement.prefill is None:
+        if placement is None:
+            # Every worker has as much queued as it may.
+            soonest = self.router.idlest_prefill()
+            wait_s = soonest.queued_s(self.router.now) if soonest is not None else math.inf
+        elif placement.prefill is None:
             return None
+        else:
+            wait_s = placement.prefill.predicted_s - placement.prefill.work_s
         most, found = 0.0, None
         for request_id, key in self._batch_prompts.items():
             entry = self.router.load(key)
@@ -252,13 +262,9 @@ class Placer:
             if entry is None or entry.num_prefills != 1:
                 continue
             left_s = entry.queued_s(self.router.now)
-            if left_s > max(entry.step_s, most):
+            if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
                 most, found = left_s, request_id
-        if placement is None or placement.prefill is None:
-            return found
-        entry = self.router.load(placement.prefill.worker)
-        wait_s = placement.prefill.predicted_s - placement.prefill.work_s
-        return found if entry is not None and wait_s > entry.step_s else None
+        return found
 
     # ---- Predictions.
 
@@ -277,7 +283,10 @@ class Placer:
         ahead_s = self._sum_waiting_s[common_pb2.LANE_INTERACTIVE] / (1 - share)
         if submission.lane == _BATCH:
             ahead_s += self._sum_waiting_s[_BATCH]
-        return choice.predicted_s + ahead_s / num_workers
+        wait_s = choice.predicted_s - choice.work_s + ahead_s / num_workers
+        # Behind others it waits for whole steps.
+        entry = self.router.load(choice.worker)
+        return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
 
     # ---- Inside.
 

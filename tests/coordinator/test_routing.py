@@ -173,7 +173,7 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     hashes = block_hashes(prompt(1), BLOCK)
     assert router.choose_prefill(router.match(hashes), 320) is None
     cluster.done("1")
-    assert router.idlest_prefill().queued_s == 0.0
+    assert router.idlest_prefill().queued_s(router.now) == 0.0
     router.set_pool(key("b"), Pool.PREFILL)
     cluster.send("2", prompt(1))
     assert cluster.send("3", prompt(1)).worker == key("b")
@@ -320,7 +320,11 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
         router.release(request)
     for name in names:
         if (entry := router.load(key(name))) is not None:
-            assert (entry.num_prefills, entry.num_decodes, entry.queued_s) == (0, 0, 0.0)
+            assert (entry.num_prefills, entry.num_decodes, entry.queued_s(router.now)) == (
+                0,
+                0,
+                0.0,
+            )
             assert entry.free_tokens == entry.traits.kv_tokens
     router.check_integrity()
 

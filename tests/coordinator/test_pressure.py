@@ -1,0 +1,193 @@
+"""Floods and overload, under the virtual clock: the core with simulated workers.
+
+Four prefill and four decode workers. A prompt token takes 0.1 ms and a step 5 ms more, so that a
+prefill worker computes some 8,000 tokens/s in chunks of 256.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.virtual_cell import Outcome, VirtualCell, WorkerShape
+from baton.coordinator.core_config import CoreConfig
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
+SHAPE = WorkerShape(MODEL, kv_tokens=200_000, max_num_seqs=128, max_num_batched_tokens=256)
+# Requests/s of 1,000 prompt tokens on average that the prefill workers can take.
+CAPACITY = 32.0
+WARM_UP_S, LASTS_S = 8.0, 32.0
+
+
+def cell(*, local_prefill=False, **interactive) -> VirtualCell:
+    free = {"max_queued": 10**6, "max_queue_s": 3600}
+    values = {
+        "model": "simulated",
+        "coordinator": {"max_running_requests": 10**6},
+        "decode": {"local_prefill": local_prefill},
+        "lanes": {"interactive": free | interactive, "batch": free},
+    }
+    config = CoreConfig.of(parse(values, "test"))
+    made = VirtualCell(config)
+    for index in range(4):
+        made.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
+        made.add_worker(f"d{index}", common_pb2.ROLE_DECODE, SHAPE)
+    return made
+
+
+def offer(
+    made: VirtualCell, rate: float, output: tuple[int, int], lane: int = INTERACTIVE
+) -> tuple[float, float]:
+    """Poisson arrivals; returns the time that counts."""
+    begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
+    made.poisson(
+        rate,
+        made.now,
+        end,
+        lambda: made.submit(
+            made.random.randint(200, 1800), made.random.randint(*output), lane=lane
+        ),
+    )
+    return begin, end
+
+
+def percentile(values: list[float], percent: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(percent / 100 * len(values)))]
+
+
+class Flood:
+    """Interactive load at 30 % of capacity, a batch flood of three times capacity, or both."""
+
+    def __init__(self, *, interactive: bool, flood: bool) -> None:
+        made = cell(itl_ms=16)
+        if interactive:
+            begin, end = offer(made, 0.3 * CAPACITY, (50, 150))
+        if flood:
+            begin, end = offer(made, 3 * CAPACITY, (20, 80), BATCH)
+        made.run(end)
+        self.cell = made
+        self.answered = [
+            one
+            for one in made.outcomes
+            if one.lane == INTERACTIVE and one.arrived_at >= begin and one.token_times
+        ]
+        self.batch_tokens = self._tokens(begin, BATCH)
+        self.tokens = self.batch_tokens + self._tokens(begin, INTERACTIVE)
+
+    def _tokens(self, begin: float, lane: int) -> int:
+        """Computed and generated since then."""
+        return sum(
+            sum(at >= begin for at in one.token_times)
+            + (one.num_prompt_tokens if one.token_times and one.token_times[0] >= begin else 0)
+            for one in self.cell.outcomes
+            if one.lane == lane
+        )
+
+    def ttft_p99_s(self) -> float:
+        return percentile([one.ttft_s for one in self.answered], 99)
+
+    def itl_p99_s(self) -> float:
+        return percentile([gap for one in self.answered for gap in one.gaps_s], 99)
+
+
+def test_a_batch_flood_is_not_felt_by_interactive_load():
+    alone = Flood(interactive=True, flood=False)
+    flood = Flood(interactive=False, flood=True)
+    both = Flood(interactive=True, flood=True)
+    assert min(len(both.answered), len(alone.answered)) > 250
+    assert both.ttft_p99_s() <= 1.25 * alone.ttft_p99_s()
+    assert both.itl_p99_s() <= 1.25 * alone.itl_p99_s()
+    assert both.tokens >= 0.95 * flood.tokens
+    assert both.batch_tokens >= 0.5 * flood.tokens
+    both.cell.core.check_integrity()
+
+
+def met(one: Outcome, ttft_s: float) -> bool:
+    gaps = one.gaps_s
+    return (
+        one.error is None
+        and len(one.token_times) == one.num_output_tokens
+        and one.ttft_s <= ttft_s
+        and sum(gaps) / max(1, len(gaps)) <= 0.05
+    )
+
+
+def test_overload_is_refused_and_costs_nobody_else():
+    goodput = {}
+    for load in (1, 2):
+        made = cell(itl_ms=50, ttft_ms=600)
+        begin, end = offer(made, load * CAPACITY, (50, 150))
+        made.run(end + 10)
+        counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
+        admitted = [one for one in counted if not one.shed]
+        good = [one for one in admitted if met(one, 0.6)]
+        assert len(good) >= 0.99 * len(admitted)
+        goodput[load] = len(good) / LASTS_S
+        shed = [one for one in counted if one.shed]
+        # Refused at once, with a time after which it is worth trying.
+        assert all(one.ended_at == one.arrived_at for one in shed)
+        assert all(0 < one.error.retry_after_s < 30 for one in shed)
+        assert all(one.error.reason == "TOO_LATE" for one in shed)
+        made.core.check_integrity()
+    assert goodput[2] >= 0.95 * goodput[1]
+
+
+def test_what_cannot_be_in_time_is_refused_by_its_deadline_or_its_own_target():
+    made = cell()
+    for _ in range(40):
+        made.submit(1800, 4, lane=BATCH)
+    late = made.submit(1000, 4, lane=BATCH, timeout_s=0.2)
+    assert late.shed
+    wants = made.submit(1000, 4, slo_ttft_s=0.05)
+    assert wants.shed
+    patient = made.submit(1000, 4, slo_ttft_s=5.0)
+    assert not patient.shed
+    made.run(made.now + 60)
+    assert patient.ttft_s <= 5.0
+    assert not any(one.error for one in made.outcomes if one not in (late, wants))
+
+
+@pytest.mark.parametrize("local_prefill", [True, False])
+def test_a_short_prompt_does_not_wait_behind_long_ones(local_prefill):
+    """Prefill workers are busy with long prompts; the decode workers have time."""
+    made = cell(local_prefill=local_prefill)
+    made.run(made.now + 1)
+    for _ in range(4):
+        made.submit(6000, 2)
+    made.run(made.now + 0.02)
+    short = made.submit(64, 8)
+    made.run(made.now + 30)
+    assert (short.ttft_s < 0.1) == local_prefill
+    assert len(short.token_times) == 8
+
+
+def test_neighbours_keep_their_itl_when_a_prompt_is_computed_beside_them():
+    made = cell(local_prefill=True, itl_ms=30)
+    streams = [made.submit(100, 400) for _ in range(8)]
+    made.run(made.now + 1)
+    for _ in range(4):
+        made.submit(6000, 2)
+    made.run(made.now + 0.05)
+    # 64 tokens beside a step fit into 30 ms; 1,000 do not.
+    short, long = made.submit(64, 4), made.submit(1000, 4)
+    made.run(made.now + 60)
+    assert short.ttft_s < 0.1 < long.ttft_s
+    assert max(gap for one in streams for gap in one.gaps_s) < 0.045
+
+
+def test_batch_outputs_make_room_and_come_back_whole():
+    made = cell(itl_ms=12)
+    batch = [made.submit(100, 400, lane=BATCH) for _ in range(120)]
+    made.run(made.now + 2)
+    people = [made.submit(100, 100) for _ in range(8)]
+    made.run(made.now + 60)
+    assert made.core.stats.num_parked > 0
+    assert percentile([gap for one in people for gap in one.gaps_s], 90) < 0.0135
+    for one in batch + people:
+        assert one.error is None
+        assert len(one.token_times) == one.num_output_tokens
+    assert made.core.num_requests == 0
+    made.core.check_integrity()
