@@ -139,8 +139,8 @@ async def test_a_worker_that_wakes_up_feeds_no_stream_and_serves_again(new_clust
             async with asyncio.timeout(SOON_S):
                 while True:
                     requests = await admin.list_requests()
-                    assert len(requests) == len(streams), "they are to outlast all this"
-                    if all(map(found, requests)):
+                    assert not any(one.done() for one in reading), "they are to outlast all this"
+                    if len(requests) == len(streams) and all(map(found, requests)):
                         return
                     await asyncio.sleep(0.05)
 
