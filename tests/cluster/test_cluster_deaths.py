@@ -4,14 +4,18 @@ import asyncio
 import signal
 
 import pytest
+from worker_parts import Remains, family, stopped
 
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.client.errors import UnavailableError
+from baton.v1 import admin_pb2
 
 PROMPT = list(range(5, 305))
+SOON_S = 15.0
 DECODING = {"simulated": {"step_base_ms": 20}}
-# Before a worker whose stream broke is given up.
-DYING = {**DECODING, "coordinator": {"worker_timeout_s": 3}}
+# Until a worker's requests move, and until it is given up.
+DYING = {**DECODING, "coordinator": {"worker_silent_s": 0.6, "worker_timeout_s": 3}}
+POOLS = {"p": "prefill", "d": "decode"}
 
 
 async def decoding(client, **options):
@@ -26,31 +30,71 @@ async def decoding(client, **options):
     raise AssertionError("ended early")
 
 
-@pytest.mark.parametrize("victim", ["p1", "d1"])
-async def test_a_killed_worker_fails_its_requests_and_nothing_is_left(new_cluster, victim):
-    over = {"step_base_ms": 20}
-    if victim == "p1":
-        over["prefill_per_token_ms"] = 20
-    cluster = new_cluster("p1", "d1", **DYING | {"simulated": over})
-    await cluster.serving()
+async def prefilling(client, **options):
+    """A request whose prompt is being computed; its worker is slow enough."""
+    stream = client.generate(PROMPT, **options)
+    await anext(stream)
+    return stream
+
+
+async def worker_of(cluster, stream, pool):
+    """Who has the request, of one pool."""
+    async with AdminClient(cluster.address) as admin:
+        request = await admin.get_request(stream.request_id)
+    return request.prefill_worker_id if pool == "p" else request.decode_worker_id
+
+
+async def completed(stream):
+    async with asyncio.timeout(SOON_S):
+        await stream.complete()
+    return stream.token_ids
+
+
+def sections(pool, **coordinator):
+    """With prompts that take long, where the prefill worker is to die."""
+    simulated = {"step_base_ms": 20} | ({"prefill_per_token_ms": 8} if pool == "p" else {})
+    return {"simulated": simulated, "coordinator": {**DYING["coordinator"], **coordinator}}
+
+
+@pytest.mark.parametrize("other", ["beside it", "in its place", "under its name"])
+@pytest.mark.parametrize("pool", ["p", "d"])
+async def test_a_killed_workers_stream_goes_on_elsewhere(new_cluster, pool, other):
+    names = ["p1", "d1"] + [f"{pool}2"] * (other == "beside it")
+    cluster = new_cluster(*names, **sections(pool))
+    await cluster.serving(len(names))
+    num_tokens = 12 if pool == "p" else 150
     async with BatonClient(cluster.address) as client:
-        if victim == "d1":
-            stream = await decoding(client, max_tokens=900)
-        else:
-            stream = client.generate(PROMPT, max_tokens=900)
-            await anext(stream)
-        children = cluster.process(victim).children(recursive=True)
+        stream = await (prefilling if pool == "p" else decoding)(client, max_tokens=num_tokens)
+        victim = await worker_of(cluster, stream, pool)
+        remains = Remains(cluster.process(victim))
         cluster.signal(victim, signal.SIGKILL)
-        with pytest.raises(UnavailableError, match=victim):
-            async with asyncio.timeout(10):
-                await stream.complete()
         assert await cluster.exit_code(victim) == -signal.SIGKILL
+        dead = () if other == "under its name" else (victim,)
+        if other != "beside it":
+            cluster.start_worker(POOLS[pool], f"{victim}-again" if dead else victim)
+        assert await completed(stream) == cluster.expected(PROMPT, num_tokens)
+        await remains.gone()
+        done = await client.complete([5, 6, 7], max_tokens=5, timeout_s=20)
+        assert done.token_ids == cluster.expected([5, 6, 7], 5)
+    await cluster.nothing_left(dead=dead)
+
+
+@pytest.mark.parametrize("pool", ["p", "d"])
+async def test_a_killed_workers_stream_fails_in_time_without_another(new_cluster, pool):
+    limits = {"worker_silent_s": 0.3, "worker_timeout_s": 0.6, "max_recovery_s": 0.5}
+    cluster = new_cluster("p1", "d1", **sections(pool, **limits))
+    await cluster.serving()
+    victim = f"{pool}1"
+    async with BatonClient(cluster.address) as client:
+        stream = await (prefilling if pool == "p" else decoding)(client, max_tokens=900)
+        cluster.signal(victim, signal.SIGKILL)
+        why = f"no {POOLS[pool]} worker is attached: waited 0.5 s after worker {victim} was gone"
+        with pytest.raises(UnavailableError, match=why):
+            await completed(stream)
+        given = stream.token_ids
+        assert given == cluster.expected(PROMPT, len(given))
         await cluster.nothing_left()
-        async with asyncio.timeout(10):
-            while any(child.is_running() and child.status() != "zombie" for child in children):
-                await asyncio.sleep(0.05)
-        # Another takes its place.
-        cluster.start_worker("prefill" if victim == "p1" else "decode", f"{victim}-again")
+        cluster.start_worker(POOLS[pool], f"{victim}-again")
         await cluster.serving()
         done = await client.complete([5, 6, 7], max_tokens=5, timeout_s=20)
         assert done.token_ids == cluster.expected([5, 6, 7], 5)
@@ -58,17 +102,82 @@ async def test_a_killed_worker_fails_its_requests_and_nothing_is_left(new_cluste
 
 
 async def test_a_worker_that_stands_still_is_lost_and_fenced(new_cluster):
-    cluster = new_cluster("p1", "d1", **DECODING, coordinator={"worker_timeout_s": 1.0})
-    await cluster.serving()
+    limits = {"worker_silent_s": 0.5, "worker_timeout_s": 1.0}
+    cluster = new_cluster("p1", "d1", "d2", **DECODING, coordinator=limits)
+    await cluster.serving(3)
     async with BatonClient(cluster.address) as client:
-        stream = await decoding(client, max_tokens=900)
-        cluster.signal("d1", signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="d1"):
-            async with asyncio.timeout(10):
-                await stream.complete()
-        cluster.signal("d1", signal.SIGCONT)
-        assert await cluster.exit_code("d1") == 1
-        assert "fenced" in cluster.stderr("d1").splitlines()[-1]
+        stream = await decoding(client, max_tokens=150)
+        victim = await worker_of(cluster, stream, "d")
+        cluster.signal(victim, signal.SIGSTOP)
+        assert await completed(stream) == cluster.expected(PROMPT, 150)
+        async with asyncio.timeout(SOON_S):
+            while victim in await attached(cluster):
+                await asyncio.sleep(0.05)
+        cluster.signal(victim, signal.SIGCONT)
+        assert await cluster.exit_code(victim) == 1
+        assert "fenced" in cluster.stderr(victim).splitlines()[-1]
+    await cluster.nothing_left()
+
+
+async def attached(cluster):
+    """Workers by name."""
+    async with AdminClient(cluster.address) as admin:
+        return {worker.worker_id: worker for worker in await admin.list_workers()}
+
+
+async def test_a_worker_that_wakes_up_feeds_no_stream_and_serves_again(new_cluster):
+    """Its requests have moved: it goes on with them, until it reads that they are cancelled."""
+    cluster = new_cluster("p1", "d1", "d2", **DECODING, coordinator={"worker_silent_s": 0.6})
+    await cluster.serving(3)
+    prompts = [[*PROMPT, salt] for salt in range(5, 13)]
+    num_tokens = 400
+    async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
+        streams = [client.generate(prompt, max_tokens=num_tokens) for prompt in prompts]
+        reading = [asyncio.create_task(stream.complete()) for stream in streams]
+
+        async def every(found):
+            async with asyncio.timeout(SOON_S):
+                while True:
+                    requests = await admin.list_requests()
+                    assert not any(one.done() for one in reading), "they are to outlast all this"
+                    if len(requests) == len(streams) and all(map(found, requests)):
+                        return
+                    await asyncio.sleep(0.05)
+
+        def flows(request):
+            decodes = request.state == admin_pb2.REQUEST_STATE_DECODING
+            return decodes and request.completion_tokens > 3
+
+        await every(flows)
+        running = await admin.list_requests()
+        moved = {one.request_id for one in running if one.decode_worker_id == "d1"}
+        assert 0 < len(moved) < len(streams)
+        with stopped(family(cluster.process("d1"))):
+            await every(lambda one: flows(one) and one.decode_worker_id == "d2")
+        async with asyncio.timeout(SOON_S):
+            while True:
+                woken = (await attached(cluster))["d1"]
+                heard_s = woken.silent_for.ToNanoseconds() / 1e9
+                if heard_s < 0.3 and not woken.load.num_running + woken.load.kv_tokens_used:
+                    break
+                await asyncio.sleep(0.05)
+        # Long before it could have ended them by itself.
+        requests = {one.request_id: one for one in await admin.list_requests()}
+        assert len(requests) == len(streams)
+        for request_id, request in requests.items():
+            assert request.attempt == (2 if request_id in moved else 1)
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*reading)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == cluster.expected(prompt, num_tokens)
+            assert answer.text == cluster.vocabulary.tokenizer.decode(list(answer.token_ids))
+        await cluster.nothing_left()
+        # It is as good as before.
+        cluster.signal("d2", signal.SIGTERM)
+        assert await cluster.exit_code("d2") == 0
+        stream = client.generate(PROMPT, max_tokens=12)
+        assert await completed(stream) == cluster.expected(PROMPT, 12)
+        assert await worker_of(cluster, stream, "d") == "d1"
     await cluster.nothing_left()
 
 
@@ -100,12 +209,11 @@ async def test_the_transfer_services_death_ends_its_worker(new_cluster):
     cluster = new_cluster("p1", "d1", **DYING)
     await cluster.serving()
     async with BatonClient(cluster.address) as client:
-        stream = await decoding(client, max_tokens=900)
+        stream = await decoding(client, max_tokens=150)
         for child in cluster.process("d1").children(recursive=True):
             child.kill()
-        with pytest.raises(UnavailableError):
-            async with asyncio.timeout(10):
-                await stream.complete()
         assert await cluster.exit_code("d1") == 1
         assert "transfer service" in cluster.stderr("d1").splitlines()[-1]
+        cluster.start_worker("decode", "d1")
+        assert await completed(stream) == cluster.expected(PROMPT, 150)
     await cluster.nothing_left()

@@ -1,6 +1,7 @@
 """Workers that die or stand still while a handoff is half on its way."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -16,12 +17,14 @@ from worker_parts import (
     transfer_service,
 )
 
-from baton.client import BatonClient, Tokens
+from baton.client import AdminClient, BatonClient, Tokens
 from baton.client.errors import UnavailableError
 
-PROMPT = list(range(5, 305))
+# No two begin alike: the prefix cache has nothing of one that is new.
+PROMPTS = ([salt, *range(5, 305)] for salt in itertools.count(5))
 NUM_TOKENS = 12
 LEASE_S = 1.0
+RECOVERY_S = 0.5
 # The sender waits so much longer than the receiver.
 SENDER_GRACE_S = 5.0
 # For what is noticed at once, with the lease or with a worker's loss.
@@ -29,7 +32,7 @@ SOON_S = 10.0
 TWIN = {"prefill": "decode", "decode": "prefill"}
 RELAY_HOST = "127.0.0.2"
 KV_TRANSFER = {"send_bytes": 2**23, "receive_bytes": 2**23, "idle_timeout_s": LEASE_S}
-# PROMPT takes 1.5 s, and frames leave every 80 ms: a handoff is on its way for long, but never
+# A prompt takes 1.5 s, and frames leave every 80 ms: a handoff is on its way for long, but never
 # without a frame for as long as the lease.
 SLOW = {"prefill_per_token_ms": 5, "max_num_batched_tokens": 64}
 
@@ -77,11 +80,17 @@ class Pair:
     async def released(self, role, within_s):
         await released(self.process(role), within_s)
 
+    async def lost(self, name):
+        """Until the coordinator has given a worker up."""
+        async with AdminClient(self.cluster.address) as admin, asyncio.timeout(SOON_S):
+            while name in {worker.worker_id for worker in await admin.list_workers()}:
+                await asyncio.sleep(0.05)
+
     async def serve_on(self, client):
         """The next request gets the right tokens, by a handoff, and nothing is left of any."""
         await self.complete()
         before = staging(self.process("decode")).handoffs_committed
-        prompt = [6, *PROMPT[:40]]
+        prompt = next(PROMPTS)[:41]
         done = await client.complete(prompt, max_tokens=NUM_TOKENS, timeout_s=20)
         assert done.token_ids == self.cluster.expected(prompt, NUM_TOKENS)
         await self.cluster.nothing_left(dead=self.dead)
@@ -90,7 +99,8 @@ class Pair:
     async def half_received(self, client):
         """A request whose prompt is not computed, and of whose handoff a part has arrived."""
         before = staging(self.process("decode")).bytes_received
-        stream = client.generate(PROMPT, max_tokens=NUM_TOKENS)
+        prompt = next(PROMPTS)
+        stream = client.generate(prompt, max_tokens=NUM_TOKENS)
         await anext(stream)
         deadline = time.monotonic() + SOON_S
         while (seen := staging(self.process("decode"))).bytes_received == before:
@@ -99,12 +109,12 @@ class Pair:
         assert seen.num_receives == 1
         assert seen.receive_bytes_used > seen.bytes_received - before
         assert not stream.token_ids
-        return stream
+        return stream, self.cluster.expected(prompt, NUM_TOKENS)
 
     async def held_up(self, client):
         """A request whose first token is out, and of whose handoff the relay keeps the rest."""
         hold = self.relay.spoil = Hold()
-        prompt = PROMPT[:60]
+        prompt = next(PROMPTS)[:60]
         stream = client.generate(prompt, max_tokens=NUM_TOKENS)
         async for event in stream:
             if isinstance(event, Tokens):
@@ -135,11 +145,14 @@ async def direct(direct_pair):
 
 @pytest.fixture(scope="module")
 def relayed_pair(tmp_path_factory, model):
-    """Frames over gRPC, through a relay; as patient with silence as in earnest."""
+    """Frames over gRPC, through a relay; as patient with silence as in earnest.
+
+    A request does not wait for long for a worker in the place of a dead one: that has no relay yet.
+    """
     with Cluster(
         tmp_path_factory.mktemp("relayed"),
         model,
-        coordinator={"handoff_timeout_s": 2 * LEASE_S},
+        coordinator={"handoff_timeout_s": 2 * LEASE_S, "max_recovery_s": RECOVERY_S},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "transports": ["grpc"], "advertise_host": RELAY_HOST},
     ) as cluster:
@@ -158,24 +171,25 @@ async def relayed(relayed_pair):
 
 
 def killed(pair, role, part):
-    """Kills a part of a worker and starts another; returns what must be gone then."""
+    """Kills a part of a worker; returns what must be gone then."""
     main = pair.process(role)
     remains = Remains(main)
     (main if part == "main process" else transfer_service(main)).kill()
-    pair.start(role)
     return remains
 
 
 @pytest.mark.parametrize("part", ["main process", "transfer service"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-async def test_a_worker_killed_in_mid_prefill_takes_only_its_request(direct, victim, part):
+async def test_a_worker_killed_in_mid_prefill_is_replaced(direct, victim, part):
+    """Its twin lets go of the handoff before there is another."""
     async with BatonClient(direct.cluster.address) as client:
-        stream, name = await direct.half_received(client), direct.names[victim]
+        (stream, expected), name = await direct.half_received(client), direct.names[victim]
         remains = killed(direct, victim, part)
         await direct.released(TWIN[victim], SOON_S)
-        with pytest.raises(UnavailableError, match=name):
-            async with asyncio.timeout(SOON_S):
-                await stream.complete()
+        direct.start(victim)
+        async with asyncio.timeout(SOON_S):
+            await stream.complete()
+        assert stream.token_ids == expected
         await direct.cluster.exit_code(name)
         await remains.gone()
         await direct.serve_on(client)
@@ -202,7 +216,8 @@ async def test_a_decode_worker_killed_after_the_first_token_frees_the_sender(rel
         (stream, _), name = await relayed.held_up(client), relayed.names["decode"]
         remains = killed(relayed, "decode", "transfer service")
         await relayed.released("prefill", SOON_S)
-        with pytest.raises(UnavailableError, match=name):
+        why = f"no decode worker is attached: waited {RECOVERY_S:g} s after worker {name} stopped"
+        with pytest.raises(UnavailableError, match=why):
             async with asyncio.timeout(SOON_S):
                 await stream.complete()
         await relayed.cluster.exit_code(name)
@@ -215,13 +230,13 @@ async def test_a_decode_worker_killed_after_the_first_token_frees_the_sender(rel
 async def test_a_prefill_worker_that_stands_still_in_mid_prefill(direct, part):
     """Its lease at the receiver ends; what it goes on with then is not handed over."""
     async with BatonClient(direct.cluster.address) as client:
-        stream, main = await direct.half_received(client), direct.process("prefill")
+        (stream, expected), main = await direct.half_received(client), direct.process("prefill")
         with stopped(family(main) if part == "worker" else [transfer_service(main)]):
             await direct.released("decode", SOON_S)
             assert not stream.token_ids or part == "transfer service"
         async with asyncio.timeout(SOON_S):
             await stream.complete()
-        assert stream.token_ids == direct.cluster.expected(PROMPT, NUM_TOKENS)
+        assert stream.token_ids == expected
         await direct.serve_on(client)
 
 
@@ -240,13 +255,15 @@ async def test_a_prefill_worker_that_stands_still_after_the_first_token(relayed)
 
 async def test_a_decode_worker_that_stands_still_is_lost_and_frees_the_sender(direct):
     async with BatonClient(direct.cluster.address) as client:
-        stream, name = await direct.half_received(client), direct.names["decode"]
+        (stream, expected), name = await direct.half_received(client), direct.names["decode"]
         remains = Remains(direct.process("decode"))
         with stopped(family(direct.process("decode"))):
-            with pytest.raises(UnavailableError, match=name):
-                async with asyncio.timeout(SOON_S):
-                    await stream.complete()
             await direct.released("prefill", SOON_S)
+            direct.start("decode")
+            async with asyncio.timeout(SOON_S):
+                await stream.complete()
+            assert stream.token_ids == expected
+            await direct.lost(name)
         assert await direct.cluster.exit_code(name) == 1
         assert "fenced" in direct.cluster.stderr(name).splitlines()[-1]
         await remains.gone()

@@ -1,0 +1,286 @@
+"""Streams whose workers and coordinator are killed and stopped: right tokens, pauses, no leaks.
+
+`python -m baton.bench.chaos --help`. Four prefill and four decode workers on the simulated engine,
+each a process with a transfer service of its own, serve 200 streams at a time. Every 3 s a worker
+that serves is killed (-9), and another started in its place, or stopped (SIGSTOP) and continued
+some seconds later. Then the same with the coordinator killed and restarted twice as well. A pool
+always keeps a worker that is left alone: without one, a pause would tell of process starts only.
+
+Every stream is compared token by token with what an undisturbed run gives. Ends with exit code 1
+when a stream failed or differs, or when anything is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from baton.bench import chaos_report
+from baton.bench.chaos_cell import POOLS, Cell, Member
+from baton.bench.chaos_report import Disturbance, Kind, Stream
+from baton.client import BatonClient, Tokens
+from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.runtime import demo_model
+from baton.runtime.errors import RemoteError
+
+SUPERVISE_S = 0.1
+# A stream that takes longer hangs.
+STREAM_TIMEOUT_S = 180.0
+SETTLE_TIMEOUT_S = 30.0
+FENCED = "fenced by the coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run, and what is done to it; times in seconds.
+
+    Attributes:
+        num_streams: at a time; another begins when one ends.
+        duration_s: of the disturbances; streams that run then are read to their end.
+        every_s: a worker is killed or stopped so often.
+        stop_s: how long one is stopped: from, to.
+        num_restarts: of the coordinator, evenly spread.
+        prompt_tokens, output_tokens: from, to.
+        step_ms: of a decode step: ten processes and more share the machine, which is to be busy,
+            not saturated.
+        coordinator: keys of its section that are not the defaults.
+        seed: of victims, streams and times.
+    """
+
+    num_prefill: int = 4
+    num_decode: int = 4
+    num_streams: int = 200
+    duration_s: float = 60.0
+    every_s: float = 3.0
+    stop_s: tuple[float, float] = (0.5, 14.0)
+    num_restarts: int = 0
+    prompt_tokens: tuple[int, int] = (20, 500)
+    output_tokens: tuple[int, int] = (50, 250)
+    step_ms: float = 100.0
+    coordinator: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def config(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "served_model_name": "chaos",
+            "engine": "simulated",
+            "log_level": "warning",
+            "coordinator": dict(self.coordinator),
+            "simulated": {
+                "step_base_ms": self.step_ms,
+                "step_per_request_ms": 0.1,
+                "prefill_base_ms": 10,
+                "prefill_per_token_ms": 0.1,
+                # Room for all streams on one worker: how they share a full one is not the question.
+                "max_num_seqs": 2 * self.num_streams,
+                "kv_tokens": 2**19,
+            },
+            "kv_transfer": {"send_bytes": 2**25, "receive_bytes": 2**25},
+        }
+
+
+class Chaos:
+    """One run of a plan.
+
+    Attributes:
+        streams: in the order of their begin.
+        disturbances: in the order of time.
+        left: what is held or left behind at the end, in words.
+        odd_ends: of workers that ended although nobody killed them and they were not fenced.
+        counters: of all coordinators together.
+        num_replaced: workers that were started in the place of another, by "new id", "same id".
+        busy: share of the machine's cores while it was disturbed.
+    """
+
+    def __init__(self, plan: Plan, cell: Cell, vocabulary: Vocabulary) -> None:
+        self._plan, self._cell, self._vocabulary = plan, cell, vocabulary
+        # One per purpose: how many streams begin does not change who is killed.
+        self._victims, self._prompts = random.Random(plan.seed), random.Random(plan.seed + 1)
+        self._over = False
+        self._begun_at = 0.0
+        self.streams: list[Stream] = []
+        self.disturbances: list[Disturbance] = []
+        self.left: list[str] = []
+        self.odd_ends: list[str] = []
+        self.counters: Counter[str] = Counter()
+        self.num_replaced: Counter[str] = Counter()
+        self.busy = 0.0
+
+    async def run(self) -> None:
+        """From the workers' start until everything is free, or should be."""
+        plan, cell = self._plan, self._cell
+        for pool, count in zip(POOLS, (plan.num_prefill, plan.num_decode), strict=True):
+            for _ in range(count):
+                cell.start_worker(pool)
+        await cell.all_serve()
+        async with BatonClient(cell.address) as client, asyncio.TaskGroup() as group:
+            supervising = group.create_task(self._supervise())
+            self._begun_at = time.monotonic()
+            reading = [
+                group.create_task(self._read(client, number)) for number in range(plan.num_streams)
+            ]
+            psutil.cpu_percent()
+            async with asyncio.TaskGroup() as disturbing:
+                disturbing.create_task(self._disturb_workers(disturbing))
+                disturbing.create_task(self._restart_coordinators())
+                await self._until(plan.duration_s)
+                self.busy = psutil.cpu_percent() / 100
+            self._over = True
+            await asyncio.gather(*reading)
+            await cell.all_serve()
+            self.left += await cell.settled(SETTLE_TIMEOUT_S)
+            self.counters = cell.counted + await cell.counters()
+            supervising.cancel()
+
+    # ---- Streams
+
+    async def _read(self, client: BatonClient, number: int) -> None:
+        """One stream after another; the first ones begin one by one before anything happens."""
+        source, plan = self._prompts, self._plan
+        await self._until(number / plan.num_streams * plan.every_s * 2 / 3)
+        while not self._over:
+            prompt = [source.randint(5, 400) for _ in range(source.randint(*plan.prompt_tokens))]
+            stream = Stream(prompt, source.randint(*plan.output_tokens), time.monotonic())
+            self.streams.append(stream)
+            await self._follow(client, stream)
+
+    async def _follow(self, client: BatonClient, stream: Stream) -> None:
+        expected = expected_tokens(self._vocabulary, stream.prompt, stream.num_tokens)
+        reason = ""
+        try:
+            async with client.generate(
+                stream.prompt, max_tokens=stream.num_tokens, timeout_s=STREAM_TIMEOUT_S
+            ) as reading:
+                async for event in reading:
+                    if isinstance(event, Tokens):
+                        stream.add(event, time.monotonic())
+                    else:
+                        reason = getattr(event, "reason", "")
+        except RemoteError as error:
+            stream.error = str(error)
+        stream.num_resumes = reading.num_resumes
+        text = self._vocabulary.tokenizer.decode(expected)
+        stream.right = (stream.token_ids, stream.text, reason) == (expected, text, "length")
+
+    # ---- Disturbances
+
+    async def _until(self, after_s: float) -> None:
+        await asyncio.sleep(self._begun_at + after_s - time.monotonic())
+
+    async def _disturb_workers(self, group: asyncio.TaskGroup) -> None:
+        plan, source = self._plan, self._victims
+        for number in range(1, round(plan.duration_s / plan.every_s)):
+            await self._until(number * plan.every_s)
+            victim = source.choice(await self._possible_victims())
+            is_kill, stop_s = source.random() < 0.5, source.uniform(*plan.stop_s)
+            kind = Kind.WORKER_KILLED if is_kill else Kind.WORKER_STOPPED
+            disturbance = Disturbance(kind, victim.pool, time.monotonic())
+            self.disturbances.append(disturbance)
+            if is_kill:
+                victim.kill()
+            else:
+                victim.stop()
+                group.create_task(self._go_on(victim, disturbance, stop_s))
+
+    async def _go_on(self, victim: Member, disturbance: Disturbance, stop_s: float) -> None:
+        await asyncio.sleep(stop_s)
+        victim.go_on()
+        disturbance.lasted_s = stop_s
+
+    async def _possible_victims(self) -> list[Member]:
+        """Those that serve, of pools in which another does, as soon as there are any."""
+        while True:
+            serving = await self._cell.serving()
+            found = [one for pool in serving.values() if len(pool) > 1 for one in pool]
+            if found:
+                return sorted(found, key=lambda member: member.worker_id)
+            await asyncio.sleep(SUPERVISE_S)
+
+    async def _restart_coordinators(self) -> None:
+        plan = self._plan
+        for number in range(plan.num_restarts):
+            # Between two of the others.
+            share = (number + 1) / (plan.num_restarts + 1)
+            await self._until((round(share * plan.duration_s / plan.every_s) + 0.5) * plan.every_s)
+            disturbance = Disturbance(Kind.COORDINATOR_KILLED, "", time.monotonic())
+            self.disturbances.append(disturbance)
+            await self._cell.kill_coordinator()
+            self._cell.start_coordinator()
+            await self._cell.listening()
+            disturbance.lasted_s = time.monotonic() - disturbance.at
+
+    async def _supervise(self) -> None:
+        """Starts a worker in the place of each that has ended: under its name, or a new one."""
+        while True:
+            for member in [one for one in self._cell.members.values() if not one.lives]:
+                fenced = FENCED in self._cell.last_line(member.worker_id)
+                if not member.killed and not fenced:
+                    last = self._cell.last_line(member.worker_id)
+                    self.odd_ends.append(f"{member.worker_id}: {member.popen.returncode}: {last}")
+                same = self._victims.random() < 0.5
+                del self._cell.members[member.worker_id]
+                self._cell.start_worker(member.pool, member.worker_id if same else "")
+                self.num_replaced["same id" if same else "new id"] += 1
+            await asyncio.sleep(SUPERVISE_S)
+
+
+async def run(plan: Plan, directory: Path, model: str) -> Chaos:
+    """Runs a plan in an empty directory."""
+    async with Cell(directory, plan.config(model)) as cell:
+        chaos = Chaos(plan, cell, Vocabulary.load(model))
+        try:
+            await chaos.run()
+        except BaseException:
+            print(cell.last_words(), file=sys.stderr)
+            raise
+    chaos.left += await asyncio.to_thread(cell.remains)
+    return chaos
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=200, help="at a time")
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="60 streams, 30 s")
+    parser.add_argument("--json", type=Path, default=Path("bench/results/chaos.json"))
+    arguments = parser.parse_args()
+    num_streams = 60 if arguments.quick else arguments.streams
+    duration_s = 30.0 if arguments.quick else arguments.duration_s
+    # gRPC's own account of connections to dead processes.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    model = demo_model.ensure("demo", weights=False)
+    results: dict[str, Any] = {}
+    for name, num_restarts in (("workers", 0), ("workers and coordinator", 2)):
+        plan = Plan(
+            num_streams=num_streams,
+            duration_s=duration_s,
+            num_restarts=num_restarts,
+            seed=arguments.seed,
+        )
+        with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+            chaos = asyncio.run(run(plan, Path(directory), model))
+        results[name] = chaos_report.figures(chaos)
+        chaos_report.show(name, results[name])
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"figures in {arguments.json}")
+    return 0 if all(one["correct"] for one in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What became of the streams of bench/chaos.py: pauses by what caused them, faults, leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from baton.bench import stats
+from baton.bench.stats import Reach
+from baton.client import Tokens
+
+if TYPE_CHECKING:
+    from baton.bench.chaos import Chaos
+
+# Shorter ones are no pauses.
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 3.0
+# What a kill does shows for a while: until it is noticed, and its streams flow elsewhere.
+AFTERMATH_S = 4.0
+PERCENTS = (50.0, 90.0, 99.0)
+
+
+class Kind(StrEnum):
+    """What is done to a process."""
+
+    WORKER_KILLED = "worker killed"
+    WORKER_STOPPED = "worker stopped"
+    COORDINATOR_KILLED = "coordinator killed"
+
+
+@dataclass(slots=True)
+class Disturbance:
+    """Of one process.
+
+    Attributes:
+        pool: of the worker.
+        at: monotonic, in seconds, as are all times here.
+        lasted_s: until a stopped one went on, or another coordinator listened.
+    """
+
+    kind: Kind
+    pool: str
+    at: float
+    lasted_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two events of a stream; the first begins when it was submitted."""
+
+    begin: float
+    end: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request and what came of it.
+
+    Attributes:
+        times: of its events with tokens.
+        right: it ended with exactly the tokens and the text of an undisturbed run.
+    """
+
+    prompt: list[int]
+    num_tokens: int
+    begun_at: float
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+    right: bool = False
+    num_resumes: int = 0
+
+    def add(self, event: Tokens, at: float) -> None:
+        self.token_ids += event.token_ids
+        self.text += event.text
+        self.times.append(at)
+
+    def gaps(self) -> list[Gap]:
+        begins = [self.begun_at, *self.times]
+        return [Gap(begin, end) for begin, end in zip(begins, self.times, strict=False)]
+
+
+def cause_of(gap: Gap, disturbances: Sequence[Disturbance]) -> Disturbance | None:
+    """The disturbance that began nearest to the gap's begin, of those that it may be due to."""
+    possible = [
+        one
+        for one in disturbances
+        if one.at <= gap.end and gap.begin <= one.at + one.lasted_s + AFTERMATH_S
+    ]
+    return min(possible, key=lambda one: abs(one.at - gap.begin), default=None)
+
+
+def pauses_by_kind(
+    streams: Sequence[Stream], disturbances: Sequence[Disturbance]
+) -> dict[str, list[float]]:
+    """The longest pause in each stream that had one of that kind, in seconds; "": of none."""
+    found: dict[str, list[float]] = {kind: [] for kind in ("", *Kind)}
+    for stream in streams:
+        longest: dict[str, float] = {}
+        for gap in stream.gaps():
+            if gap.length_s >= PAUSE_S:
+                cause = cause_of(gap, disturbances)
+                kind = cause.kind if cause is not None else ""
+                longest[kind] = max(longest.get(kind, 0.0), gap.length_s)
+        for kind, length_s in longest.items():
+            found[kind].append(length_s)
+    return found
+
+
+def figures(chaos: Chaos) -> dict[str, Any]:
+    """Everything that is reported, for JSON."""
+    streams = chaos.streams
+    wrong = [one for one in streams if not one.right]
+    by_kind = pauses_by_kind(streams, chaos.disturbances)
+    longest = [max(gap.length_s for gap in one.gaps()) for one in streams if one.times]
+    of_workers = by_kind[Kind.WORKER_KILLED] + by_kind[Kind.WORKER_STOPPED]
+    faults = [
+        Reach("streams that failed", sum(bool(one.error) for one in streams), 0),
+        Reach("streams with other tokens", sum(not one.error for one in wrong), 0),
+        Reach("workers that ended by themselves", len(chaos.odd_ends), 0),
+        Reach("things left behind", len(chaos.left), 0),
+    ]
+    pauses = [
+        Reach("longest pause, worker lost", max(of_workers, default=0), LONGEST_PAUSE_S, " s")
+    ]
+    if of_coordinator := by_kind[Kind.COORDINATOR_KILLED]:
+        what = "longest pause, coordinator lost"
+        pauses.append(Reach(what, max(of_coordinator), LONGEST_PAUSE_S, " s"))
+    return {
+        "correct": all(one.reached for one in faults),
+        "num_streams": len(streams),
+        "num_tokens": sum(len(one.token_ids) for one in streams),
+        "num_resumes": sum(one.num_resumes for one in streams),
+        "busy": chaos.busy,
+        "counters": dict(chaos.counters),
+        "replaced": dict(chaos.num_replaced),
+        "disturbances": [asdict(one) for one in chaos.disturbances],
+        "longest_gap_s": _percentiles(longest),
+        "pauses": {
+            kind: {
+                "num_disturbances": sum(one.kind == kind for one in chaos.disturbances),
+                "num_streams": len(lengths),
+                "num_over_limit": sum(length > LONGEST_PAUSE_S for length in lengths),
+                **_percentiles(lengths),
+            }
+            for kind, lengths in by_kind.items()
+        },
+        "errors": [one.error for one in wrong if one.error],
+        "odd_ends": chaos.odd_ends,
+        "left": chaos.left,
+        "reaches": [asdict(one) | {"reached": one.reached} for one in faults + pauses],
+    }
+
+
+def show(name: str, results: dict[str, Any]) -> None:
+    rows = [
+        [
+            kind or "nothing of these",
+            str(each["num_disturbances"] or ""),
+            str(each["num_streams"]),
+            *_shown(each),
+            str(each["num_over_limit"]),
+        ]
+        for kind, each in results["pauses"].items()
+        if each["num_disturbances"] or each["num_streams"]
+    ]
+    gaps = _shown(results["longest_gap_s"])
+    rows.append(["longest gap in each stream", "", str(results["num_streams"]), *gaps, ""])
+    counters = ", ".join(f"{what} {n}" for what, n in results["counters"].items())
+    title = (
+        f"Disturbed: {name}; {results['num_streams']} streams, {results['num_tokens']} tokens, "
+        f"{results['num_resumes']} resumed by the client, cores {results['busy']:.0%} busy\n"
+        f"{counters}, replaced {results['replaced']}; pauses are gaps of {PAUSE_S:g} s and more"
+    )
+    over = f"over {LONGEST_PAUSE_S:g} s"
+    header = ["pause because of", "times", "streams", "p50 s", "p90 s", "p99 s", "max s", over]
+    stats.print_table(title, header, rows)
+    for line in [*results["errors"], *results["odd_ends"], *results["left"]][:20]:
+        print(line)
+    stats.print_reaches(
+        [Reach(one["what"], one["seen"], one["limit"], one["unit"]) for one in results["reaches"]]
+    )
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {
+        f"p{percent:g}": stats.percentile(values, percent) if values else None
+        for percent in PERCENTS
+    }
+    return found | {"max": max(values, default=None)}
+
+
+def _shown(percentiles: dict[str, Any]) -> list[str]:
+    names = [*(f"p{percent:g}" for percent in PERCENTS), "max"]
+    return ["" if percentiles[name] is None else f"{percentiles[name]:.2f}" for name in names]
