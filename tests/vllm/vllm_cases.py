@@ -26,7 +26,10 @@ JSON_SCHEMA = (
 )
 
 # Some 150 tokens.
-LIST_SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},"minItems":60,"maxItems":60}'
+LIST_SCHEMA = (
+    '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},'
+    '"minItems":60,"maxItems":60}'
+)
 
 Case = dict[str, Any]
 
