@@ -71,6 +71,10 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         "enable_log_requests": False,
         **engine_args,
     }
+    if args.get("enable_prefix_caching") is not False:
+        # Collected, and taken by the connector; vLLM need not publish them.
+        events = {"enable_kv_cache_events": True, "publisher": "null"}
+        args.setdefault("kv_events_config", events)
     if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
         # vLLM would take most of the machine's memory, and so would the next worker on it.
         args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES

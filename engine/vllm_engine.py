@@ -34,6 +34,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
 from baton.engine.base import (
+    CacheChange,
     EngineDead,
     EngineInfo,
     EngineLoad,
@@ -48,6 +49,7 @@ from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_a
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
+from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -259,18 +261,21 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died: {error}") from error
         self._num_steps += 1
+        step = EngineStep()
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
-            self._sample(outputs.scheduler_stats, outputs.timestamp)
+            told = self._stats.kv_connector_stats or {}
+            self._sample(told.get(STEP_WORK), outputs.timestamp)
+            if (change := told.get(CACHE_CHANGE)) is not None:
+                step.cache = CacheChange(**change)
         if not outputs.outputs:
-            return EngineStep()
+            return step
         for output in outputs.outputs:
             self._before_processing(output)
         for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
             outputs.outputs.remove(output)
             await self._retry(self._by_internal_id[output.request_id])
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
-        step = EngineStep()
         for made in processed.request_outputs:
             live = self._by_internal_id.get(made.request_id)
             output = self._engine_output(live, made, outputs.timestamp) if live else None
@@ -361,12 +366,14 @@ class VllmEngine:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output
 
-    def _sample(self, stats: SchedulerStats, timestamp: float) -> None:
+    def _sample(self, work: Sequence[Any] | None, timestamp: float) -> None:
         """Takes down what a step cost that ended at `timestamp`.
 
-        Steps that load handoffs are left out by the connector: their time is the copies'.
+        Args:
+            work: see STEP_WORK. Steps that load handoffs are left out by the connector: their time
+                is the copies'.
+            timestamp: by time.monotonic.
         """
-        work = (stats.kv_connector_stats or {}).get(STEP_WORK)
         if work is not None:
             scheduled_at, num_prefill_tokens, squares, num_decodes, num_kv_tokens = work
             # It may have been scheduled while the one before it ran.

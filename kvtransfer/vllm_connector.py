@@ -22,11 +22,17 @@ import multiprocessing
 import signal
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -37,6 +43,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.control import Claim, EnginePort, checksum, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Copy, Filled, Notifier, NotifierThread
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
@@ -110,7 +117,7 @@ class StepMetadata(KVConnectorMetadata):
 
 
 class StepStats(KVConnectorStats):
-    """What a step computed, on its way to Baton's engine among vLLM's own statistics."""
+    """What a step computed and cached, on its way to Baton's engine among vLLM's statistics."""
 
     def is_empty(self) -> bool:
         return not self.data
@@ -152,6 +159,7 @@ class _SchedulerHalf:
         # finishes them in order. None for a step whose time is not the model's.
         self._counter = StepCounter()
         self._works: deque[list[float] | None] = deque()
+        self._cached = CachedBlocks(layout.block_size_tokens)
         port.subscribe()
 
     def add(self, request: Request) -> None:
@@ -226,9 +234,30 @@ class _SchedulerHalf:
         self._works.append(None if metadata.loads else work)
         return metadata
 
-    def finish_step(self) -> list[float] | None:
-        """What the oldest unfinished step computed; None when it loaded handoffs, or nothing."""
-        return self._works.popleft() if self._works else None
+    def finish_step(self, events: Sequence[KVCacheEvent]) -> dict[str, Any]:
+        """What the oldest unfinished step has to tell Baton's engine.
+
+        Nothing of its work when it loaded handoffs, or computed nothing.
+
+        Args:
+            events: of the prefix cache since the last step.
+        """
+        for event in events:
+            match event:
+                case BlockStored(group_idx=0):
+                    self._cached.stored(
+                        event.parent_block_hash,
+                        event.block_hashes,
+                        event.token_ids,
+                        event.extra_keys,
+                    )
+                case BlockRemoved(group_idx=0):
+                    self._cached.removed(event.block_hashes)
+                case AllBlocksCleared():
+                    self._cached.cleared()
+        work = self._works.popleft() if self._works else None
+        told = {STEP_WORK: work, CACHE_CHANGE: self._cached.take()}
+        return {name: value for name, value in told.items() if value is not None}
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
         if not self._sends:
@@ -552,6 +581,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._layout = KvLayout(**extra["layout"])
         self._port = EnginePort(extra["socket"])
         self._scheduler: _SchedulerHalf | None = None
+        self._cache_events: list[KVCacheEvent] = []
         self._ranks: _RankHalf | None = None
         # An engine core outlives a killed worker otherwise, and ranks a killed engine core; told to
         # end, it may wait for ever for a rank that is dead.
@@ -644,14 +674,25 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         # Asked of both halves; the scheduler's once for each step, when it has finished.
-        work = self._scheduler.finish_step() if self._scheduler is not None else None
-        return StepStats({STEP_WORK: work}) if work is not None else None
+        if self._scheduler is None:
+            return None
+        self._cache_events = self._known_cache_manager.take_events()
+        return StepStats(self._scheduler.finish_step(self._cache_events))
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # Asked next. vLLM publishes them if it was told to (kv_events_config), as if nobody had
+        # taken them.
+        return self._cache_events
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         invalid = connector_output.invalid_block_ids
         if untrusted := self._scheduler_half.untrusted_block_ids(invalid):
-            assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
-            self._kv_cache_manager.evict_blocks(untrusted)
+            self._known_cache_manager.evict_blocks(untrusted)
+
+    @property
+    def _known_cache_manager(self) -> KVCacheManager:
+        assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
+        return self._kv_cache_manager
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -46,7 +46,8 @@ def reference(model: str) -> list[cases.Case]:
         + cases.prefix_cases()
         + cases.sampling_cases()
         + cases.chunked_seed_cases()
-        + cases.fault_cases(),
+        + cases.fault_cases()
+        + cases.killed_cases(),
         "stop_candidates": cases.stop_candidates(),
     }
     with tempfile.NamedTemporaryFile("r", suffix=".json") as output:

@@ -12,7 +12,8 @@ import json
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from baton.engine.base import (
 )
 from baton.engine.vllm_engine import VllmEngine
 from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import KvTransferConfig
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2, kv_transfer_pb2
 
 ENGINE_ARGS = {
@@ -38,7 +41,8 @@ ENGINE_ARGS = {
     "max_num_batched_tokens": cases.CHUNK,
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 8 * 2**20,
+    # 64 blocks: the cases overflow them several times.
+    "kv_cache_memory_bytes": 2**20,
 }
 STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
 # Four ranks may share two cores, and the first steps of a process are its slowest.
@@ -52,6 +56,9 @@ class Side:
         self.engine, self.info, self.transfer = engine, info, transfer
         self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._committed: dict[bytes, asyncio.Event] = {}
+        # What its steps said of its prefix cache.
+        self._cached: set[int] = set()
+        self.num_evicted = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -60,8 +67,23 @@ class Side:
 
     async def _read_steps(self) -> None:
         while True:
-            for output in (await self.engine.next_step()).outputs:
+            step = await self.engine.next_step()
+            if step.cache is not None:
+                assert not step.cache.cleared
+                assert self._cached.issuperset(step.cache.removed)
+                assert self._cached.isdisjoint(step.cache.stored)
+                self._cached.difference_update(step.cache.removed)
+                self._cached.update(step.cache.stored)
+                self.num_evicted += len(step.cache.removed)
+            for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
+
+    def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many first tokens of a prompt it would take from its cache, by what it said."""
+        block_size = self.info.layout.block_size_tokens
+        # The last token is always computed.
+        hashes = block_hashes(token_ids[:-1], block_size)
+        return block_size * sum(1 for _ in takewhile(self._cached.__contains__, hashes))
 
     async def _read_events(self) -> None:
         while True:
@@ -128,6 +150,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         handoff_id, decode.transfer.address, num_blocks, len(prompt), TIMEOUT_S
     )
     send = SendHandoff(handoff_id, offset, len(prompt))
+    said_by_prefill = prefill.num_cached_tokens(prompt)
     first, computed = await prefill.finish(
         EngineRequest(f"{name}-p", prompt, sampling, prefill_only=True, send=send)
     )
@@ -135,6 +158,10 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(decode, rank, num_blocks)
     receive = ReceiveHandoff(handoff_id, len(prompt), TIMEOUT_S)
+    # Forced tokens are no part of what a request begins with.
+    said_by_decode = decode.num_cached_tokens(
+        prompt if needs_exact_state(sampling) else prompt + first
+    )
     rest, loaded = await decode.finish(
         EngineRequest(f"{name}-d", prompt, sampling, known_token_ids=first, receive=receive)
     )
@@ -144,6 +171,8 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         "num_cached_by_prefill": computed.num_cached_tokens,
         "num_cached_by_decode": loaded.num_cached_tokens,
         "num_loaded": loaded.num_handoff_tokens,
+        "said_by_prefill": said_by_prefill,
+        "said_by_decode": said_by_decode,
     }
 
 
@@ -191,6 +220,7 @@ async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         "left": left,
         "segments": segments,
         "num_kv_heads": num_kv_heads,
+        "num_evicted": [prefill.num_evicted, decode.num_evicted],
     }
 
 

@@ -50,6 +50,14 @@ def one_by_one() -> list[cases.Case]:
             }
             for rank in range(RANKS)
         ),
+        # Of some of these prompts the first blocks are still cached, of some none, of some all.
+        *(
+            cases.greedy(f"spoiled-{rank}-again", cases.prompt(230, 60 + rank), 8)
+            for rank in (0, 1)
+        ),
+        *(cases.greedy(f"length-{n}-again", cases.prompt(n, 50), 12) for n in reversed(LENGTHS)),
+        cases.greedy("long-again", long, 4),
+        cases.greedy("long-at-once-again", long, 4),
     ]
 
 
@@ -146,6 +154,19 @@ def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> Non
     assert results["shared"]["num_cached_by_decode"] == 0
     assert results["shared"]["num_loaded"] == SHARED + 50
     assert results["again"]["num_cached_by_decode"] >= SHARED
+
+
+def test_what_is_cached_is_what_the_engines_said(
+    made: tuple[dict[str, Any], list[cases.Case]], results: Results
+) -> None:
+    alone = [results[case["name"]] for case in one_by_one() if case["sampling"]["max_tokens"] > 1]
+    for side in ("prefill", "decode"):
+        said = {result["name"]: result[f"said_by_{side}"] for result in alone}
+        assert said == {result["name"]: result[f"num_cached_by_{side}"] for result in alone}
+        # Nothing, what others pushed out in part, and all of it.
+        whole = 17 * cases.BLOCK_SIZE
+        assert said["spoiled-0"] == 0 < said["long-again"] < whole == said["long-at-once-again"]
+    assert min(made[0]["num_evicted"]) > 0
 
 
 def test_nothing_is_left(made: tuple[dict[str, Any], list[cases.Case]]) -> None:

@@ -25,6 +25,12 @@ JSON_SCHEMA = (
     '"additionalProperties":false}'
 )
 
+# Some 150 tokens.
+LIST_SCHEMA = (
+    '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},'
+    '"minItems":60,"maxItems":60}'
+)
+
 Case = dict[str, Any]
 
 
@@ -136,6 +142,18 @@ def fault_cases() -> list[Case]:
             greedy(f"hit-{index}", prompt(5 * BLOCK_SIZE, 8000) + more, 8)
             for index, more in enumerate(([], prompt(70, 8001)))
         ),
+    ]
+
+
+def killed_cases() -> list[Case]:
+    """Long outputs, of tests that kill the worker in mid-stream: continued as prompt and known
+    tokens, and with the known tokens forced."""
+    seeded = {"temperature": 1.0, "seed": 8}
+    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+    return [
+        greedy("killed-greedy", prompt(40, 9500), 200, ignore_eos=True),
+        greedy("killed-seeded", prompt(40, 9501), 200, ignore_eos=True, **seeded, **penalties),
+        greedy("killed-grammar", prompt(40, 9502), 200, json_schema=LIST_SCHEMA, **seeded),
     ]
 
 

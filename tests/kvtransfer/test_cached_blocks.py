@@ -1,0 +1,121 @@
+"""What vLLM's cache events say, in Baton's hashes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kvtransfer.cached_blocks import CachedBlocks
+from baton.runtime.block_hashes import block_hashes
+
+BLOCK_SIZE = 4
+PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE))
+HASHES = list(block_hashes(PROMPT, BLOCK_SIZE))
+
+
+def changed(**lists: list[int]) -> dict[str, object]:
+    return {"stored": [], "removed": [], "cleared": False, **lists}
+
+
+def with_prompt() -> CachedBlocks:
+    cached = CachedBlocks(BLOCK_SIZE)
+    cached.stored(None, [b"a", b"b"], PROMPT[: 2 * BLOCK_SIZE], None)
+    return cached
+
+
+def test_blocks_are_named_by_their_whole_prefix():
+    cached = with_prompt()
+    assert cached.take() == changed(stored=HASHES[:2])
+    cached.stored(b"b", [b"c", b"d"], PROMPT[2 * BLOCK_SIZE :], [None, None])
+    assert cached.take() == changed(stored=HASHES[2:])
+    cached.removed([b"d", b"c"])
+    assert cached.take() == changed(removed=[HASHES[3], HASHES[2]])
+    assert cached.take() is None
+
+
+def test_a_block_cached_twice_goes_with_its_last_copy():
+    cached = with_prompt()
+    cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
+    cached.take()
+    cached.removed([b"a"])
+    assert cached.take() is None
+    cached.removed([b"a"])
+    assert cached.take() == changed(removed=HASHES[:1])
+
+
+def test_blocks_of_more_than_tokens_and_what_follows_them_are_left_out():
+    cached = CachedBlocks(BLOCK_SIZE)
+    extra_keys = [None, (("image", 3),), None]
+    cached.stored(None, [b"a", b"b", b"c"], PROMPT[: 3 * BLOCK_SIZE], extra_keys)
+    assert cached.take() == changed(stored=HASHES[:1])
+    cached.stored(b"c", [b"d"], PROMPT[3 * BLOCK_SIZE :], None)
+    cached.removed([b"d", b"c", b"b"])
+    assert cached.take() is None
+
+
+def test_parts_of_blocks_are_left_out():
+    cached = with_prompt()
+    cached.take()
+    cached.stored(b"b", [b"half"], PROMPT[2 * BLOCK_SIZE : 2 * BLOCK_SIZE + 2], None)
+    assert cached.take() is None
+
+
+def test_what_comes_and_goes_between_is_not_told():
+    cached = with_prompt()
+    cached.removed([b"b", b"a"])
+    assert cached.take() is None
+    cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
+    cached.cleared()
+    assert cached.take() == {"stored": [], "removed": [], "cleared": True}
+    cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
+    assert cached.take() == changed(stored=HASHES[:1])
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("store"), st.integers(0, 2), st.integers(1, 4)),
+            st.tuples(st.just("remove"), st.integers(0, 30)),
+            st.sampled_from([("clear",), ("take",)]),
+        ),
+        max_size=40,
+    )
+)
+def test_whoever_applies_every_change_knows_the_cache(steps: list[tuple]) -> None:
+    """A pool of blocks that tells of every one, and removes them in any order."""
+    cached, pool, known = CachedBlocks(BLOCK_SIZE), Counter[int](), set[int]()
+    prompts = [PROMPT, [*PROMPT[:6], *PROMPT[:10]], PROMPT[::-1]]
+
+    def take() -> None:
+        if (change := cached.take()) is not None:
+            assert known.isdisjoint(change["stored"]) or change["cleared"]
+            if change["cleared"]:
+                known.clear()
+            assert known.issuperset(change["removed"])
+            known.difference_update(change["removed"])
+            known.update(change["stored"])
+
+    for step in steps:
+        match step:
+            case ("store", prompt, num_blocks):
+                hashes = list(block_hashes(prompts[prompt], BLOCK_SIZE))
+                # vLLM's hashes are other ones.
+                first = next((i for i in range(num_blocks) if not pool[hashes[i]]), 0)
+                parent = -hashes[first - 1] if first else None
+                tokens = prompts[prompt][first * BLOCK_SIZE : num_blocks * BLOCK_SIZE]
+                stored = hashes[first:num_blocks]
+                cached.stored(parent, [-each for each in stored], tokens, None)
+                pool.update(stored)
+            case ("remove", index) if pool:
+                block = sorted(pool)[index % len(pool)]
+                cached.removed([-block])
+                pool -= Counter([block])
+            case ("clear",):
+                cached.cleared()
+                pool.clear()
+            case ("take",):
+                take()
+    take()
+    assert known == set(pool)
