@@ -309,7 +309,7 @@ class VirtualCell:
         self.random = random.Random(seed)
         self.order = itertools.count()
         self.outcomes: list[Outcome] = []
-        self.core = Core(config, self.random.randbytes)
+        self.core = Core(config, random.Random(seed).randbytes)
         self._heartbeat_s = heartbeat_s
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._workers: dict[WorkerKey, _Worker] = {}

@@ -229,7 +229,7 @@ class Core:
     def _park(self, now: float) -> None:
         """Lets batch outputs make room where interactive ones have just been added."""
         while self.placer.crowded:
-            key = self.placer.crowded.pop()
+            key, _ = self.placer.crowded.popitem()
             worker = self.workers.get(key)
             while worker is not None and self.placer.must_yield(key):
                 batch = [

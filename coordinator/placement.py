@@ -127,7 +127,7 @@ class Placer:
         # Seconds of prefill work that wait, by request and lane.
         self._waiting_s: dict[Lane, dict[str, float]] = {lane: {} for lane in LANES}
         self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
-        self.crowded: set[WorkerKey] = set()
+        self.crowded: dict[WorkerKey, None] = {}
         # Batch prompts that are being computed by prefill workers.
         self._batch_prompts: dict[str, WorkerKey] = {}
 
@@ -158,7 +158,7 @@ class Placer:
 
     def detach(self, worker: Worker) -> None:
         self.router.remove_worker(worker.key)
-        self.crowded.discard(worker.key)
+        self.crowded.pop(worker.key, None)
 
     # ---- Requests.
 
@@ -209,7 +209,7 @@ class Placer:
         if placement.decode is not None:
             self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
             if urgent:
-                self.crowded.add(placement.decode.worker)
+                self.crowded[placement.decode.worker] = None
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""

@@ -6,9 +6,12 @@ prefill worker computes some 8,000 tokens/s in chunks of 256.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from baton.bench.virtual_cell import Outcome, VirtualCell, WorkerShape
+from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
@@ -176,6 +179,36 @@ def test_neighbours_keep_their_itl_when_a_prompt_is_computed_beside_them():
     made.run(made.now + 60)
     assert short.ttft_s < 0.1 < long.ttft_s
     assert max(gap for one in streams for gap in one.gaps_s) < 0.045
+
+
+def test_a_recorded_run_replays_to_the_same_effects(monkeypatch):
+    recorded: list[tuple[object, float, str]] = []
+    handle = Core.handle
+
+    def record(core, event, now):
+        effects = handle(core, event, now)
+        # As text: later events change messages that were handed out.
+        recorded.append((copy.deepcopy(event), now, repr(effects)))
+        return effects
+
+    made = cell(local_prefill=True, itl_ms=12, ttft_ms=800)
+    config = made.core._config
+    monkeypatch.setattr(Core, "handle", record)
+    made = VirtualCell(config, seed=7)
+    for index in range(3):
+        made.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
+        made.add_worker(f"d{index}", common_pb2.ROLE_DECODE, SHAPE)
+    offer(made, CAPACITY, (10, 40))
+    offer(made, CAPACITY, (10, 80), BATCH)
+    made.at(made.now + 2, lambda: made.kill("d1"))
+    made.at(made.now + 3, lambda: made.kill("p1"))
+    made.run(made.now + 6)
+    monkeypatch.undo()
+    assert made.core.stats.num_recoveries > 0
+    assert made.core.stats.num_parked > 0
+    again = VirtualCell(config, seed=7).core
+    for event, now, effects in recorded:
+        assert repr(again.handle(event, now)) == effects
 
 
 def test_batch_outputs_make_room_and_come_back_whole():
