@@ -149,6 +149,8 @@ def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> It
         "coordinator": {"listen": f"127.0.0.1:{port}", "metrics_listen": metrics},
         # As `baton up` does: off the core that prefills.
         "kv_transfer": {"cpus": [int(cores[1])]},
+        # Every prompt is handed over.
+        "decode": {"local_prefill": False},
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = Path(directory) / "baton.yaml"
