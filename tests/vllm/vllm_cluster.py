@@ -51,6 +51,8 @@ CONFIG = {
     "decode": {
         "engine_args": {"kv_cache_memory_bytes": 8 * 2**20},
         "max_requests_per_worker": MAX_DECODES,
+        # Every prompt is handed over.
+        "local_prefill": False,
     },
     "kv_transfer": {
         "send_bytes": SEND_BYTES,
