@@ -86,6 +86,7 @@ class Core:
         Returns:
             What the shell must do, in order.
         """
+        self._excuse(now)
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
@@ -458,6 +459,20 @@ class Core:
         self._book.room_made = True
 
     # ---- Time
+
+    def _excuse(self, now: float) -> None:
+        """Forgives the workers a silence that was the coordinator's own.
+
+        A process that stood still (stopped, starved, a paused machine) finds timers long overdue
+        and what the workers said meanwhile unread.
+        """
+        due = self._timers.next()
+        if due is None or now - due < self._config.worker_silent_s / 2:
+            return
+        for worker in self.workers:
+            worker.heard_at = now
+            worker.progressed_at = min(now, worker.progressed_at + now - due)
+            self._watch(worker, now)
 
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer of a worker's silence."""
