@@ -252,8 +252,8 @@ class Core:
         """Why a request waited for too long."""
         waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
         waited = f"waited {waited_s:g} s"
-        if request.last_loss is not None:
-            waited = f"waited {self._config.max_recovery_s:g} s after {request.last_loss}"
+        if request.losses:
+            waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
         empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
