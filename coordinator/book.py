@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from google.rpc import code_pb2
 
@@ -38,6 +38,14 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
     if wanted.HasField("prompt_logprobs"):
         sampling.prompt_logprobs = wanted.prompt_logprobs
     return sampling
+
+
+def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
+    """Of the last one's code; says them all, since each may have had another cause."""
+    last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
+    told = "; ".join(map(str, losses))
+    last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
+    return errors.from_message(last)
 
 
 class RequestBook:
@@ -230,13 +238,13 @@ class RequestBook:
         Args:
             request: dispatched.
             worker: whose part of it is lost.
-            error: why, naming the worker; the request's own when it is lost too often in a row.
+            error: why, naming the worker. The request's own, when it is lost too often in a row, is
+                of the last one's code.
             now: by the core's clock.
         """
-        request.num_fruitless += 1
-        request.last_loss = error
-        if request.num_fruitless >= self._config.max_lost_attempts:
-            self.fail(request, error, now)
+        request.losses.append(error)
+        if len(request.losses) >= self._config.max_lost_attempts:
+            self.fail(request, _lost_too_often(request.losses), now)
             return
         request.avoid.add(worker)
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)

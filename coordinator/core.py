@@ -91,6 +91,7 @@ class Core:
             What the shell must do, in order.
         """
         self.placer.router.now = now
+        self._excuse(now)
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
@@ -282,8 +283,8 @@ class Core:
         """Why a request waited for too long."""
         waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
         waited = f"waited {waited_s:g} s"
-        if request.last_loss is not None:
-            waited = f"waited {self._config.max_recovery_s:g} s after {request.last_loss}"
+        if request.losses:
+            waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
         empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
@@ -499,6 +500,20 @@ class Core:
         self._book.room_made = True
 
     # ---- Time
+
+    def _excuse(self, now: float) -> None:
+        """Forgives the workers a silence that was the coordinator's own.
+
+        A process that stood still (stopped, starved, a paused machine) finds timers long overdue
+        and what the workers said meanwhile unread.
+        """
+        due = self._timers.next()
+        if due is None or now - due < self._config.worker_silent_s / 2:
+            return
+        for worker in self.workers:
+            worker.heard_at = now
+            worker.progressed_at = min(now, worker.progressed_at + now - due)
+            self._watch(worker, now)
 
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer of a worker's silence."""

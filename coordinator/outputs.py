@@ -148,7 +148,7 @@ def _deliver(
             request.first_token_at = now
             lane.ttft.observe(now - request.submission.arrived_at)
         request.last_token_at = now
-        request.num_fruitless, request.suspect = 0, False
+        request.losses, request.suspect = [], False
         if request.interruptions and request.interruptions[-1].ended_at is None:
             request.interruptions[-1].ended_at = now
         book.lanes.served(request, num_tokens)

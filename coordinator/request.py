@@ -149,8 +149,7 @@ class Request:
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
         num_parked: times that it made room.
-        num_fruitless: attempts lost since the last new token.
-        last_loss: why the last attempt was lost.
+        losses: why attempts were lost, since the last new token.
         avoid: workers that gave the request up; they get it again only where there is no other.
         suspect: a worker died while it computed nothing but this request and others like it.
     """
@@ -176,8 +175,7 @@ class Request:
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     interruptions: list[Interruption] = field(default_factory=list)
     num_parked: int = 0
-    num_fruitless: int = 0
-    last_loss: BatonError | None = None
+    losses: list[BatonError] = field(default_factory=list)
     avoid: set[WorkerKey] = field(default_factory=set)
     suspect: bool = False
     dispatched_at: float | None = None

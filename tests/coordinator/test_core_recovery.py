@@ -164,6 +164,29 @@ def test_a_silent_worker_without_another_is_waited_for(world, out):
     assert world.core.request("r2").prefill == ("p2", 1)
 
 
+@pytest.mark.parametrize("stood_still_s", [3.0, 25.0, 100.0])
+def test_a_coordinator_that_stood_still_blames_no_worker(two, stood_still_s, out):
+    to = two.submit()
+    ((prefiller, _),) = prefills(two)
+    load = cluster_pb2.LoadReport(num_steps=1, num_running=1)
+    two.handle(ev.WorkerLoad((prefiller, 1), load))
+    two.now += stood_still_s
+    # Timers come first; what the workers said meanwhile is read after them.
+    two.handle(ev.Tick())
+    two.handle(ev.WorkerLoad((prefiller, 1), load))
+    silent_but(two)
+    assert two.core.request("r1").attempt == 1
+    assert len(list(two.core.workers)) == 4
+    assert all(worker.serving for worker in two.core.workers)
+    two.step(prefiller, out("r1", [7], finish=0))
+    assert two.tokens(to) == [7]
+    # Whoever is silent from then on is noticed as ever.
+    for _ in range(6):
+        two.after(0.4)
+        silent_but(two, "d", "d2")
+    assert two.core.request("r1").attempt == 2
+
+
 def test_a_stuck_engine_is_told_by_its_steps(two):
     two.submit()
     ((prefiller, _),) = prefills(two)
@@ -204,7 +227,10 @@ def test_attempts_without_progress_are_bounded(world, out):
         world.step("d", failed)
     assert world.tokens(to) == [7, 11, 12, 13]
     assert world.last(to).error.code == 13
-    assert "no kernel" in str(world.last(to).error)
+    told = "; ".join(["no kernel"] * 4)
+    assert str(world.last(to).error) == (
+        f"4 attempts in a row were lost without a new token: {told}"
+    )
     assert world.core.request("r1").attempt == 6
 
 
