@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -79,7 +80,7 @@ class Search:
 
     @property
     def next_rate(self) -> float:
-        return (self.low * self.high) ** 0.5
+        return math.sqrt(self.low * self.high)
 
     def add(self, rate: float, share: float) -> None:
         self.tried[rate] = share

@@ -239,8 +239,9 @@ class Placer:
     def prompt_that_yields(self, request: Request, placement: Placement | None) -> str | None:
         """The batch prompt that is to make room for an interactive one; None when none need.
 
-        Only where the wait is longer than a step: an engine lets go of a prompt between steps. What
-        it has computed stays in its prefix cache.
+        Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
+        only where what it has computed stays in a prefix cache: computing it once more would cost
+        those behind it more than is won.
 
         Returns:
             Its request id.
@@ -257,9 +258,11 @@ class Placer:
             wait_s = placement.prefill.predicted_s - placement.prefill.work_s
         most, found = 0.0, None
         for request_id, key in self._batch_prompts.items():
-            entry = self.router.load(key)
+            entry, worker = self.router.load(key), self._workers.get(key)
             # With others behind it the room would be theirs.
             if entry is None or entry.num_prefills != 1:
+                continue
+            if worker is None or not worker.hello.capacity.keeps_prefixes:
                 continue
             left_s = entry.queued_s(self.router.now)
             if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
