@@ -210,3 +210,15 @@ def test_a_long_batch_prompt_comes_through_beside_short_ones(prefix_caching):
     assert long.ttft_s < 1.2
     assert (made.core.stats.num_parked > 0) == prefix_caching
     assert (max(one.ttft_s for one in shorts) < 0.1) == prefix_caching
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_admission_knows_that_a_batch_prompt_makes_room(prefix_caching):
+    made = cell(num_pairs=1, shape=replace(SHAPE, prefix_caching=prefix_caching))
+    made.run(made.now + 1)
+    made.submit(6000, 2, lane=BATCH)
+    made.run(made.now + 0.05)
+    urgent = made.submit(64, 2, slo_ttft_s=0.2)
+    made.run(made.now + 10)
+    assert urgent.shed == (not prefix_caching)
+    assert urgent.shed or urgent.ttft_s <= 0.2
