@@ -61,6 +61,7 @@ SPIN_S = 1.5
 # The share of requests that the highest rate keeps within the SLO.
 KEPT_SHARE = 0.9
 
+SHARES = ("met_share", "shed_share", "short_met_share", "long_met_share")
 LEAST_GOODPUT, LEAST_RATE = 1.4, 1.3
 MOST = {"itl_p99_ms": 0.4, "ttft_p50_ms": 1.1, "ttft_p90_ms": 1.1, "ttft_p99_ms": 1.1}
 
@@ -83,6 +84,7 @@ class Search:
         return math.sqrt(self.low * self.high)
 
     def add(self, rate: float, share: float) -> None:
+        """Takes in what a run at `next_rate` gave."""
         self.tried[rate] = share
         if share >= KEPT_SHARE:
             self.low = rate
@@ -110,10 +112,13 @@ class Results:
         return medians(self.summaries(system))
 
     def ratios(self) -> dict[str, float]:
-        """Baton's over round robin's of the same pair, medians."""
+        """Baton's over round robin's of the same pair, medians; but for shares."""
         pairs = zip(self.summaries(BATON), self.summaries(ROBIN), strict=True)
         return medians(
-            [{name: stats.ratio(own[name], base[name]) for name in own} for own, base in pairs]
+            [
+                {name: stats.ratio(own[name], base[name]) for name in own if name not in SHARES}
+                for own, base in pairs
+            ]
         )
 
 
@@ -226,7 +231,8 @@ def show(results: Results) -> None:
     medians_of = {name: results.medians(name) for name in (ROBIN, BATON)}
     rows = [[name, *(shown(at, one[at]) for at in COLUMNS)] for name, one in medians_of.items()]
     ratios = results.ratios()
-    rows.append(["  x round robin", *(f"{ratios[at]:.2f}" for at in COLUMNS)])
+    over = ("" if at in SHARES else f"{ratios[at]:.2f}" for at in COLUMNS)
+    rows.append(["  x round robin", *over])
     count = len(results.pairs[0][BATON])
     title = (
         f"{results.rate:g} requests/s, {count} requests, medians of {len(results.pairs)} pairs "
