@@ -242,7 +242,9 @@ async def baton(
     model: str, cores: tuple[str, str], max_tokens: int
 ) -> AsyncIterator[tuple[systems.Baton, AskBaton]]:
     """A fresh coordinator with a fresh pair, ready and never asked."""
-    with systems.baton(model, ENGINE_ARGS, cores) as cluster:
+    # Every prompt is handed over.
+    settings = {"decode": {"local_prefill": False}}
+    with systems.baton(model, ENGINE_ARGS, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
             await client.wait_ready(READY_TIMEOUT_S)
             yield cluster, AskBaton(client, max_tokens)

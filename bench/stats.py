@@ -40,20 +40,22 @@ def worst(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A figure beside what it must not exceed."""
+    """A figure beside what it must not exceed, or must not fall short of."""
 
     what: str
     seen: float
     limit: float
     unit: str = ""
+    at_least: bool = False
 
     @property
     def reached(self) -> bool:
-        return self.seen <= self.limit
+        return self.seen >= self.limit if self.at_least else self.seen <= self.limit
 
     def row(self) -> list[str]:
         seen, limit = (f"{value:.4g}{self.unit}" for value in (self.seen, self.limit))
-        return [self.what, seen, f"at most {limit}", "yes" if self.reached else "no"]
+        bound = "at least" if self.at_least else "at most"
+        return [self.what, seen, f"{bound} {limit}", "yes" if self.reached else "no"]
 
 
 def print_reaches(reaches: Sequence[Reach]) -> None:

@@ -13,6 +13,7 @@ import aiohttp
 
 from baton.client.client import BatonClient
 from baton.client.events import Finished, LatencyBudget, Tokens
+from baton.client.request import LaneName
 
 REQUEST_TIMEOUT_S = 300.0
 
@@ -107,11 +108,14 @@ async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> 
     return [answers[index] for index in range(len(prompts))]
 
 
-async def through_baton(client: BatonClient, prompt: Prompt, max_tokens: int) -> Timed:
+async def through_baton(
+    client: BatonClient, prompt: Prompt, max_tokens: int, lane: LaneName = "interactive"
+) -> Timed:
     timed, start = Timed(), time.perf_counter()
     stream = client.generate(
         prompt,
         max_tokens=max_tokens,
+        lane=lane,
         temperature=0,
         ignore_eos=True,
         timeout_s=REQUEST_TIMEOUT_S,

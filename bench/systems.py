@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,20 @@ def plain_vllm(model: str, engine_args: dict[str, Any], cores: str) -> Iterator[
     with _starting_vllm(model, engine_args, cores) as server:
         _wait_http(server)
         yield server
+
+
+@contextlib.contextmanager
+def plain_pair(
+    model: str, engine_args: dict[str, Any], cores: tuple[str, str]
+) -> Iterator[tuple[Process, Process]]:
+    """Two vLLM OpenAI servers that know nothing of each other, each on its core."""
+    with contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(_starting_vllm(model, engine_args, core)) for core in cores
+        )
+        _wait_http(one)
+        _wait_http(other)
+        yield one, other
 
 
 @contextlib.contextmanager
@@ -138,8 +152,17 @@ class Baton:
 
 
 @contextlib.contextmanager
-def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> Iterator[Baton]:
-    """One coordinator, one prefill and one decode worker."""
+def baton(
+    model: str,
+    engine_args: dict[str, Any],
+    cores: tuple[str, str],
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[Baton]:
+    """One coordinator, one prefill and one decode worker.
+
+    Args:
+        settings: whole sections of the configuration, beside these.
+    """
     port, metrics = free_port(), f"127.0.0.1:{free_port()}"
     config = {
         "model": model,
@@ -149,8 +172,7 @@ def baton(model: str, engine_args: dict[str, Any], cores: tuple[str, str]) -> It
         "coordinator": {"listen": f"127.0.0.1:{port}", "metrics_listen": metrics},
         # As `baton up` does: off the core that prefills.
         "kv_transfer": {"cpus": [int(cores[1])]},
-        # Every prompt is handed over.
-        "decode": {"local_prefill": False},
+        **(settings or {}),
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = Path(directory) / "baton.yaml"
@@ -243,4 +265,6 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if value is True:
         return [flag]
+    if value is False:
+        return [f"--no-{flag.removeprefix('--')}"]
     return [flag, str(value)]

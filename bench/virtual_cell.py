@@ -37,6 +37,7 @@ class WorkerShape:
         noise: standard deviation of a step's duration, relative.
         delay_s: of every message between it and the coordinator.
         handoff_s: from the first token until the decode worker has the prompt's KV cache.
+        prefix_caching: whether computed blocks stay for equal prefixes.
     """
 
     model: LatencyModel
@@ -48,6 +49,7 @@ class WorkerShape:
     noise: float = 0.02
     delay_s: float = 0.001
     handoff_s: float = 0.002
+    prefix_caching: bool = True
 
 
 @dataclass(slots=True)
@@ -174,6 +176,8 @@ class _Worker:
 
     def _keep(self, live: _Live) -> None:
         """Blocks of a request that has left stay until others need the room."""
+        if not self.shape.prefix_caching:
+            return
         changes = cluster_pb2.CacheEvents()
         # A step that has begun computes its blocks, whoever still wants them.
         num_tokens = live.num_done + live.num_in_step
@@ -464,6 +468,7 @@ def _hello(
             max_send_bytes=2**40,
             max_receive_bytes=2**40,
             supports_forced_tokens=True,
+            keeps_prefixes=shape.prefix_caching,
         ),
         kv_address=f"{name}:1",
         host_id=name,

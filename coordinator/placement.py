@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from baton.coordinator.prefix_index import PrefixMatch
 from baton.coordinator.request import Request, Submission, WorkerKey
 from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
 from baton.coordinator.tenants import Lane
-from baton.coordinator.worker_load import WorkerTraits
+from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import LanesConfig
@@ -130,6 +131,7 @@ class Placer:
         self.crowded: dict[WorkerKey, None] = {}
         # Batch prompts that are being computed by prefill workers.
         self._batch_prompts: dict[str, WorkerKey] = {}
+        self._num_batch_prompts: Counter[WorkerKey] = Counter()
 
     # ---- Members.
 
@@ -206,6 +208,7 @@ class Placer:
             )
             if not urgent:
                 self._batch_prompts[request.id] = placement.prefill.worker
+                self._num_batch_prompts[placement.prefill.worker] += 1
         if placement.decode is not None:
             self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
             if urgent:
@@ -213,12 +216,12 @@ class Placer:
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""
-        self._batch_prompts.pop(request.id, None)
+        self._batch_prompt_over(request)
         self.router.first_token(request.id)
 
     def released(self, request: Request) -> None:
         """It leaves its workers."""
-        self._batch_prompts.pop(request.id, None)
+        self._batch_prompt_over(request)
         self.router.release(request.id)
 
     def ended(self, request: Request) -> None:
@@ -239,8 +242,9 @@ class Placer:
     def prompt_that_yields(self, request: Request, placement: Placement | None) -> str | None:
         """The batch prompt that is to make room for an interactive one; None when none need.
 
-        Only where the wait is longer than a step: an engine lets go of a prompt between steps. What
-        it has computed stays in its prefix cache.
+        Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
+        only where what it has computed stays in a prefix cache: computing it once more would cost
+        those behind it more than is won.
 
         Returns:
             Its request id.
@@ -257,9 +261,8 @@ class Placer:
             wait_s = placement.prefill.predicted_s - placement.prefill.work_s
         most, found = 0.0, None
         for request_id, key in self._batch_prompts.items():
-            entry = self.router.load(key)
-            # With others behind it the room would be theirs.
-            if entry is None or entry.num_prefills != 1:
+            entry, worker = self.router.load(key), self._workers.get(key)
+            if entry is None or not self._gives_way(entry, worker):
                 continue
             left_s = entry.queued_s(self.router.now)
             if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
@@ -283,12 +286,35 @@ class Placer:
         ahead_s = self._sum_waiting_s[common_pb2.LANE_INTERACTIVE] / (1 - share)
         if submission.lane == _BATCH:
             ahead_s += self._sum_waiting_s[_BATCH]
-        wait_s = choice.predicted_s - choice.work_s + ahead_s / num_workers
+        wait_s = choice.predicted_s - choice.work_s
+        entry, worker = self.router.load(choice.worker), self._workers.get(choice.worker)
+        if submission.lane != _BATCH and entry is not None and self._gives_way(entry, worker):
+            wait_s = min(wait_s, entry.step_s)
+        wait_s += ahead_s / num_workers
         # Behind others it waits for whole steps.
-        entry = self.router.load(choice.worker)
         return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
 
     # ---- Inside.
+
+    def _batch_prompt_over(self, request: Request) -> None:
+        """Idempotent."""
+        worker = self._batch_prompts.pop(request.id, None)
+        if worker is not None:
+            self._num_batch_prompts[worker] -= 1
+            if not self._num_batch_prompts[worker]:
+                del self._num_batch_prompts[worker]
+
+    def _gives_way(self, entry: WorkerLoad, worker: Worker | None) -> bool:
+        """Whether all that a prefill worker has is a batch prompt that can make room.
+
+        With others behind it the room would be theirs.
+        """
+        return (
+            worker is not None
+            and worker.hello.capacity.keeps_prefixes
+            and entry.num_prefills == 1
+            and self._num_batch_prompts[entry.key] == 1
+        )
 
     @property
     def _itl_target_s(self) -> float:

@@ -206,6 +206,7 @@ class EngineInfo:
         layout: of its KV cache; what handoffs to and from it look like.
         max_num_batched_tokens: tokens of one step at most: the prefill chunk.
         supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
+        keeps_prefixes: whether computed blocks stay for equal prefixes.
     """
 
     engine: str
@@ -217,6 +218,7 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     supports_forced_tokens: bool
+    keeps_prefixes: bool
 
 
 class Engine(Protocol):

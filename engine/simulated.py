@@ -132,6 +132,7 @@ class SimulatedEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_forced_tokens=True,
+            keeps_prefixes=settings.prefix_caching,
         )
 
     async def submit(self, request: EngineRequest) -> None:

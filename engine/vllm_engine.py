@@ -162,6 +162,7 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
+            keeps_prefixes=bool(config.cache_config.enable_prefix_caching),
         )
 
     async def submit(self, request: EngineRequest) -> None:

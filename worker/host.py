@@ -86,6 +86,7 @@ class WorkerHost:
                 max_send_bytes=self._transfer.send_bytes,
                 max_receive_bytes=self._transfer.receive_bytes,
                 supports_forced_tokens=info.supports_forced_tokens,
+                keeps_prefixes=info.keeps_prefixes,
             ),
             kv_address=self._transfer.address,
             host_id=self._host_id,

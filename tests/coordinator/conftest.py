@@ -77,6 +77,7 @@ def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
             max_send_bytes=2**20,
             max_receive_bytes=2**20,
             supports_forced_tokens=True,
+            keeps_prefixes=True,
         ),
         kv_address=f"{name}.test:1",
         engine="scripted",

@@ -7,6 +7,7 @@ prefill worker computes some 8,000 tokens/s in chunks of 256.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ CAPACITY = 32.0
 WARM_UP_S, LASTS_S = 8.0, 32.0
 
 
-def cell(*, local_prefill=False, **interactive) -> VirtualCell:
+def cell(*, num_pairs=4, shape=SHAPE, local_prefill=False, **interactive) -> VirtualCell:
     free = {"max_queued": 10**6, "max_queue_s": 3600}
     values = {
         "model": "simulated",
@@ -35,9 +36,9 @@ def cell(*, local_prefill=False, **interactive) -> VirtualCell:
     }
     config = CoreConfig.of(parse(values, "test"))
     made = VirtualCell(config)
-    for index in range(4):
-        made.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
-        made.add_worker(f"d{index}", common_pb2.ROLE_DECODE, SHAPE)
+    for index in range(num_pairs):
+        made.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, shape)
+        made.add_worker(f"d{index}", common_pb2.ROLE_DECODE, shape)
     return made
 
 
@@ -224,3 +225,32 @@ def test_batch_outputs_make_room_and_come_back_whole():
         assert len(one.token_times) == one.num_output_tokens
     assert made.core.num_requests == 0
     made.core.check_integrity()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_long_batch_prompt_comes_through_beside_short_ones(prefix_caching):
+    """It makes room only where what was computed of it stays; else it would begin ever again."""
+    made = cell(num_pairs=1, shape=replace(SHAPE, prefix_caching=prefix_caching))
+    made.run(made.now + 1)
+    # 0.7 s of work.
+    long = made.submit(6000, 2, lane=BATCH)
+    shorts = []
+    for _ in range(20):
+        made.run(made.now + 0.2)
+        shorts.append(made.submit(64, 2))
+    made.run(made.now + 10)
+    assert long.ttft_s < 1.2
+    assert (made.core.stats.num_parked > 0) == prefix_caching
+    assert (max(one.ttft_s for one in shorts) < 0.1) == prefix_caching
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_admission_knows_that_a_batch_prompt_makes_room(prefix_caching):
+    made = cell(num_pairs=1, shape=replace(SHAPE, prefix_caching=prefix_caching))
+    made.run(made.now + 1)
+    made.submit(6000, 2, lane=BATCH)
+    made.run(made.now + 0.05)
+    urgent = made.submit(64, 2, slo_ttft_s=0.2)
+    made.run(made.now + 10)
+    assert urgent.shed == (not prefix_caching)
+    assert urgent.shed or urgent.ttft_s <= 0.2

@@ -291,6 +291,7 @@ class Capacity(_message.Message):
     MAX_SEND_BYTES_FIELD_NUMBER: _builtins.int
     MAX_RECEIVE_BYTES_FIELD_NUMBER: _builtins.int
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -304,6 +305,8 @@ class Capacity(_message.Message):
     """False with speculative decoding, which rejects custom logits processors: requests that would
     need forced tokens run unsplit.
     """
+    keeps_prefixes: _builtins.bool
+    """Prefix caching: what a prompt has computed is not lost when it is cancelled."""
     def __init__(
         self,
         *,
@@ -314,10 +317,11 @@ class Capacity(_message.Message):
         max_send_bytes: _builtins.int = ...,
         max_receive_bytes: _builtins.int = ...,
         supports_forced_tokens: _builtins.bool = ...,
+        keeps_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,142 @@
+"""Short and long prompts mixed, arriving at random whatever is still running: an open loop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.bench import stats
+from baton.bench.streams import Prompt, Timed
+
+# Token ids of the demo tokenizer, special ones left out.
+TOKEN_IDS = range(5, 430)
+LONG_SHARE = 0.25
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to count: time to first token, and the mean of its gaps."""
+
+    ttft_s: float = 1.0
+    itl_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the two kinds of requests."""
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+SHORT, LONG = Kind("short", 64, 64), Kind("long", 1500, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to be sent; `at_s` from the beginning of the run."""
+
+    at_s: float
+    kind: Kind
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Attributes: timed: None: refused."""
+
+    arrival: Arrival
+    timed: Timed | None
+
+    def met(self, slo: Slo) -> bool:
+        timed = self.timed
+        if timed is None or len(timed.times_s) < self.arrival.kind.output_tokens:
+            return False
+        gaps = timed.gaps_s
+        return timed.ttft_s <= slo.ttft_s and sum(gaps) / len(gaps) <= slo.itl_s
+
+
+# Raises what a run cannot go on with; None: the request was refused.
+Ask: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
+
+
+def arrivals(seed: str, rate: float, count: int) -> list[Arrival]:
+    """Poisson arrivals; of another rate the same requests, closer together.
+
+    Args:
+        seed: of times, kinds and prompts.
+        rate: requests/s.
+        count: of requests.
+    """
+    source, at, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += source.expovariate(1.0)
+        kind = LONG if source.random() < LONG_SHARE else SHORT
+        prompt = source.choices(TOKEN_IDS, k=kind.prompt_tokens)
+        made.append(Arrival(at / rate, kind, prompt))
+    return made
+
+
+async def open_loop(ask: Ask, load: Sequence[Arrival]) -> list[Answer]:
+    """Every request sent at its time; the answers in the order of the arrivals."""
+    began = time.perf_counter()
+
+    async def answer(arrival: Arrival) -> Answer:
+        await asyncio.sleep(began + arrival.at_s - time.perf_counter())
+        return Answer(arrival, await ask(arrival))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(answer(arrival)) for arrival in load]
+    return [task.result() for task in tasks]
+
+
+def share_met(answers: Sequence[Answer], slo: Slo) -> float:
+    """Of all that arrived."""
+    return sum(one.met(slo) for one in answers) / len(answers)
+
+
+def summary(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
+    """Milliseconds, shares of all that arrived, and goodput in requests/s."""
+    timed = [one.timed for one in answers if one.timed is not None]
+    gaps = [gap for one in timed for gap in one.gaps_s]
+    share = share_met(answers, slo)
+    span_s = answers[-1].arrival.at_s
+    made = {
+        "goodput_per_s": share * len(answers) / span_s,
+        "met_share": share,
+        "shed_share": 1 - len(timed) / len(answers),
+        **{f"itl_p{at}_ms": stats.percentile(gaps, at) * 1e3 for at in PERCENTILES},
+        **_ttfts("ttft", timed),
+    }
+    for kind in (SHORT, LONG):
+        of_kind = [one for one in answers if one.arrival.kind == kind]
+        made[f"{kind.name}_met_share"] = share_met(of_kind, slo) if of_kind else float("nan")
+        made |= _ttfts(f"{kind.name}_ttft", [one.timed for one in of_kind if one.timed])
+    made |= {
+        f"e2e_p{at}_ms": stats.percentile([one.e2e_s for one in timed], at) * 1e3 for at in (50, 99)
+    }
+    return made
+
+
+def _ttfts(name: str, timed: Sequence[Timed]) -> dict[str, float]:
+    values = [one.ttft_s for one in timed]
+    return {f"{name}_p{at}_ms": stats.percentile(values, at) * 1e3 for at in PERCENTILES}
+
+
+def stages(answers: Sequence[Answer]) -> Iterator[tuple[str, str, list[float]]]:
+    """Where Baton's requests spent their time: kind, stage, and milliseconds of each request."""
+    for kind in (SHORT, LONG):
+        found: dict[str, list[float]] = {}
+        for one in answers:
+            if one.arrival.kind != kind or one.timed is None or one.timed.budget is None:
+                continue
+            for stage in dict.fromkeys(entry.stage for entry in one.timed.budget.stages):
+                found.setdefault(stage, []).append(one.timed.stage_s(stage) * 1e3)
+        for stage, values in found.items():
+            yield kind.name, stage, values

@@ -1,0 +1,334 @@
+"""Why disaggregate: one prefill and one decode worker against two plain vLLM servers.
+
+`make bench`, or `python -m baton.bench.why --help`. Both systems have the same two cores and get
+the same requests at the same times, one after the other, in an order that changes with each pair.
+The plain servers are asked in turn (round robin); Baton has a coordinator with lanes, admission and
+conditional disaggregation. A request counts when its first token comes within 1 s and the mean of
+its gaps is at most 50 ms; one that is refused does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.bench import mixed_load, stats, streams, systems
+from baton.bench.mixed_load import LONG, Answer, Arrival, Ask, Slo
+from baton.bench.stats import Reach
+from baton.bench.streams import Timed
+from baton.client import errors
+from baton.client.client import BatonClient
+from baton.client.request import LaneName
+from baton.runtime import demo_model
+
+MODEL = "demo-88m"
+ENGINE_ARGS = {
+    "dtype": "bfloat16",
+    "block_size": 32,
+    "max_model_len": demo_model.SHAPES[MODEL].max_model_len,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 512 * 2**20,
+    "enable_prefix_caching": False,
+}
+ROBIN, BATON = "round robin", "Baton"
+SLO = Slo()
+# The configuration of whoever has that SLO, for all requests.
+SETTINGS = {
+    "lanes": {
+        "interactive": {"ttft_ms": round(SLO.ttft_s * 1e3), "itl_ms": round(SLO.itl_s * 1e3)},
+        "batch": {"ttft_ms": round(SLO.ttft_s * 1e3)},
+    },
+    "decode": {"local_prefill": True},
+}
+READY_TIMEOUT_S = 300.0
+# A vLLM rank spins for a second after its last step; the next system's turn begins after that.
+SPIN_S = 1.5
+# The share of requests that the highest rate keeps within the SLO.
+KEPT_SHARE = 0.9
+
+SHARES = ("met_share", "shed_share", "short_met_share", "long_met_share")
+LEAST_GOODPUT, LEAST_RATE = 1.4, 1.3
+MOST = {"itl_p99_ms": 0.4, "ttft_p50_ms": 1.1, "ttft_p90_ms": 1.1, "ttft_p99_ms": 1.1}
+
+
+@dataclass(slots=True)
+class Search:
+    """The highest rate that keeps enough requests within the SLO, by bisection of its logarithm.
+
+    Attributes:
+        low, high: requests/s: the rate is between the two, as far as it is known.
+        tried: share of requests that met the SLO, by rate.
+    """
+
+    low: float
+    high: float
+    tried: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def next_rate(self) -> float:
+        return math.sqrt(self.low * self.high)
+
+    def add(self, rate: float, share: float) -> None:
+        """Takes in what a run at `next_rate` gave."""
+        self.tried[rate] = share
+        if share >= KEPT_SHARE:
+            self.low = rate
+        else:
+            self.high = rate
+
+
+@dataclass(slots=True)
+class Results:
+    """All that a run has seen.
+
+    Attributes:
+        pairs: answers by system.
+        searches: by system; empty when none was made.
+    """
+
+    rate: float
+    pairs: list[dict[str, list[Answer]]] = field(default_factory=list)
+    searches: dict[str, Search] = field(default_factory=dict)
+
+    def summaries(self, system: str) -> list[dict[str, float]]:
+        return [mixed_load.summary(pair[system], SLO) for pair in self.pairs]
+
+    def medians(self, system: str) -> dict[str, float]:
+        return medians(self.summaries(system))
+
+    def ratios(self) -> dict[str, float]:
+        """Baton's over round robin's of the same pair, medians; but for shares."""
+        pairs = zip(self.summaries(BATON), self.summaries(ROBIN), strict=True)
+        return medians(
+            [
+                {name: stats.ratio(own[name], base[name]) for name in own if name not in SHARES}
+                for own, base in pairs
+            ]
+        )
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: stats.median([row[name] for row in rows]) for name in rows[0]}
+
+
+async def run(arguments: argparse.Namespace) -> Results:
+    results = Results(arguments.rate)
+    async with both() as asks:
+        for name, ask in asks.items():
+            load = mixed_load.arrivals("warm up", arguments.rate, arguments.warm_up)
+            await turn(name, ask, load, "warm-up")
+        for index in range(arguments.pairs):
+            load = mixed_load.arrivals(f"pair {index}", arguments.rate, arguments.requests)
+            order = list(asks) if index % 2 == 0 else list(reversed(asks))
+            results.pairs.append(
+                {name: await turn(name, asks[name], load, f"pair {index}") for name in order}
+            )
+        if arguments.search:
+            await search(results, asks, arguments)
+    return results
+
+
+@contextlib.asynccontextmanager
+async def both() -> AsyncIterator[dict[str, Ask]]:
+    """Both systems started; whichever has no turn has nothing to do."""
+    model = demo_model.ensure(MODEL)
+    cores = sorted(os.sched_getaffinity(0))
+    pair_cores = str(cores[0]), str(cores[1 % len(cores)])
+    timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
+    with (
+        systems.plain_pair(model, ENGINE_ARGS, pair_cores) as servers,
+        systems.baton(model, ENGINE_ARGS, pair_cores, SETTINGS) as cluster,
+    ):
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            BatonClient(cluster.coordinator.address) as client,
+        ):
+            await client.wait_ready(READY_TIMEOUT_S)
+            in_turn = itertools.cycle(server.address for server in servers)
+
+            async def ask_robin(arrival: Arrival) -> Timed | None:
+                max_tokens = arrival.kind.output_tokens
+                return await streams.through_vllm(http, next(in_turn), arrival.prompt, max_tokens)
+
+            async def ask_baton(arrival: Arrival) -> Timed | None:
+                kind = arrival.kind
+                lane: LaneName = "batch" if kind == LONG else "interactive"
+                try:
+                    return await streams.through_baton(
+                        client, arrival.prompt, kind.output_tokens, lane
+                    )
+                except errors.ResourceExhaustedError:
+                    return None
+
+            yield {ROBIN: ask_robin, BATON: ask_baton}
+
+
+async def turn(name: str, ask: Ask, load: list[Arrival], what: str) -> list[Answer]:
+    await asyncio.sleep(SPIN_S)
+    began = time.monotonic()
+    answers = await mixed_load.open_loop(ask, load)
+    spent_s, share = time.monotonic() - began, mixed_load.share_met(answers, SLO)
+    line = f"{what}, {name}: {len(load)} requests in {spent_s:.0f} s, {share * 100:.0f} % within"
+    print(line, file=sys.stderr, flush=True)
+    return answers
+
+
+async def search(results: Results, asks: Mapping[str, Ask], arguments: argparse.Namespace) -> None:
+    """Both systems at once, step by step: what changes on the machine meets both."""
+    results.searches = {name: Search(*arguments.search_rates) for name in asks}
+    for _ in range(arguments.search_steps):
+        for name, ask in asks.items():
+            one = results.searches[name]
+            rate = one.next_rate
+            load = mixed_load.arrivals("search", rate, arguments.search_requests)
+            answers = await turn(name, ask, load, f"{rate:.2f} requests/s")
+            one.add(rate, mixed_load.share_met(answers, SLO))
+
+
+def reaches(results: Results) -> Iterator[Reach]:
+    ratios = results.ratios()
+    what = "goodput / round robin's"
+    yield Reach(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
+    for name, most in MOST.items():
+        yield Reach(f"{COLUMNS[name]} / round robin's", ratios[name], most, " x")
+    if results.searches:
+        what = f"highest rate with {KEPT_SHARE * 100:.0f} % within the SLO / round robin's"
+        ratio = stats.ratio(results.searches[BATON].low, results.searches[ROBIN].low)
+        yield Reach(what, ratio, LEAST_RATE, " x", at_least=True)
+
+
+COLUMNS = {
+    "goodput_per_s": "goodput/s",
+    "met_share": "within",
+    "shed_share": "refused",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "ITL p99",
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p90_ms": "TTFT p90",
+    "ttft_p99_ms": "TTFT p99",
+    "e2e_p50_ms": "E2E p50",
+    "e2e_p99_ms": "E2E p99",
+}
+BY_KIND = {"met_share": "within", **{f"ttft_p{at}_ms": f"TTFT p{at}" for at in (50, 90, 99)}}
+
+
+def show(results: Results) -> None:
+    medians_of = {name: results.medians(name) for name in (ROBIN, BATON)}
+    rows = [[name, *(shown(at, one[at]) for at in COLUMNS)] for name, one in medians_of.items()]
+    ratios = results.ratios()
+    over = ("" if at in SHARES else f"{ratios[at]:.2f}" for at in COLUMNS)
+    rows.append(["  x round robin", *over])
+    count = len(results.pairs[0][BATON])
+    title = (
+        f"{results.rate:g} requests/s, {count} requests, medians of {len(results.pairs)} pairs "
+        "(ms; ratios are medians of the pairs' own)"
+    )
+    stats.print_table(title, ["system", *COLUMNS.values()], rows)
+    rows = [
+        [name, kind, *(shown(at, one[f"{kind}_{at}"]) for at in BY_KIND)]
+        for name, one in medians_of.items()
+        for kind in ("short", "long")
+    ]
+    stats.print_table("By kind, ms", ["system", "kind", *BY_KIND.values()], rows)
+    answers = [one for pair in results.pairs for one in pair[BATON]]
+    rows = [
+        [kind, stage, *(f"{stats.percentile(values, at):.1f}" for at in (50, 90, 99))]
+        for kind, stage, values in mixed_load.stages(answers)
+    ]
+    stats.print_table("Where Baton's time went, ms", ["kind", "stage", "p50", "p90", "p99"], rows)
+    rows = [
+        [name, f"{rate:.2f}", f"{share * 100:.0f} %"]
+        for name, one in results.searches.items()
+        for rate, share in sorted(one.tried.items())
+    ]
+    if rows:
+        stats.print_table("Rates tried", ["system", "requests/s", "within"], rows)
+    stats.print_reaches(list(reaches(results)))
+
+
+def shown(column: str, value: float) -> str:
+    if column.endswith("_share"):
+        return f"{value * 100:.1f} %"
+    return f"{value:.2f}" if column == "goodput_per_s" else f"{value:.0f}"
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "engine_args": ENGINE_ARGS,
+        "settings": SETTINGS,
+        "rate": results.rate,
+        "pairs": [
+            {name: mixed_load.summary(answers, SLO) for name, answers in pair.items()}
+            for pair in results.pairs
+        ],
+        "medians": {name: results.medians(name) for name in (ROBIN, BATON)},
+        "ratios": results.ratios(),
+        "searches": {name: one.tried for name, one in results.searches.items()},
+        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(results)],
+    }
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one pair of 60 requests, no search")
+    parser.add_argument("--pairs", type=int, help="of runs; 5 unless told (1 with --quick)")
+    parser.add_argument("--requests", type=int, help="of each run; 300 unless told (60)")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
+    parser.add_argument("--warm-up", type=int, default=24, help="requests before the first pair")
+    parser.add_argument(
+        "--search",
+        action=argparse.BooleanOptionalAction,
+        help="for the highest rate within the SLO; on unless --quick",
+    )
+    parser.add_argument("--search-requests", type=int, default=120, help="at each rate")
+    parser.add_argument("--search-steps", type=int, default=5)
+    parser.add_argument("--search-rates", type=float, nargs=2, default=[0.5, 6.0])
+    parser.add_argument("--json", type=Path, default=Path("bench/results/why.json"))
+    arguments = parser.parse_args()
+    if arguments.pairs is None:
+        arguments.pairs = 1 if arguments.quick else 5
+    if arguments.requests is None:
+        arguments.requests = 60 if arguments.quick else 300
+    if arguments.search is None:
+        arguments.search = not arguments.quick
+    for name in ("pairs", "requests", "warm_up", "search_requests", "search_steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: must be at least 1")
+    if not arguments.rate > 0:
+        parser.error("--rate: must be more than 0")
+    low, high = arguments.search_rates
+    if not 0 < low < high:
+        parser.error("--search-rates: must be two rates above 0, the lower one first")
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    results = asyncio.run(run(arguments))
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(as_json(results), indent=2) + "\n")
+    show(results)
+    print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
