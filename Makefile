@@ -49,6 +49,7 @@ bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.why $(WHY_ARGS)
 	$(BIN)/python -m baton.bench.transport $(TRANSPORT_ARGS)
 	$(BIN)/python -m baton.bench.soak $(SOAK_ARGS)
+	$(BIN)/python -m baton.bench.chaos $(CHAOS_ARGS)
 
 proto: $(DEV)
 	$(BIN)/python proto/generate.py

@@ -41,9 +41,9 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
 
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
-    """Of the last one's code; says them all, since each may have had another cause."""
+    """Of the last one's code; says every cause once, since they may differ."""
     last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
-    told = "; ".join(map(str, losses))
+    told = "; ".join(dict.fromkeys(map(str, losses)))
     last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
     return errors.from_message(last)
 
@@ -238,8 +238,13 @@ class RequestBook:
         Args:
             request: dispatched.
             worker: whose part of it is lost.
+        <<<<<<< HEAD
             error: why, naming the worker. The request's own, when it is lost too often in a row, is
                 of the last one's code.
+        =======
+            error: why, naming the worker. A request that is lost too often in a row fails with the
+                code of the last one, and says every cause.
+        >>>>>>> wt/chaos
             now: by the core's clock.
         """
         request.losses.append(error)
