@@ -238,13 +238,8 @@ class RequestBook:
         Args:
             request: dispatched.
             worker: whose part of it is lost.
-        <<<<<<< HEAD
-            error: why, naming the worker. The request's own, when it is lost too often in a row, is
-                of the last one's code.
-        =======
             error: why, naming the worker. A request that is lost too often in a row fails with the
                 code of the last one, and says every cause.
-        >>>>>>> wt/chaos
             now: by the core's clock.
         """
         request.losses.append(error)
