@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -103,7 +104,9 @@ class Chaos:
         odd_ends: of workers that ended although nobody killed them and they were not fenced.
         counters: of all coordinators together.
         num_replaced: workers that were started in the place of another, by "new id", "same id".
-        busy: share of the machine's cores while it was disturbed.
+        busy: share of the machine's cores while it was disturbed, whoever used them.
+        own_busy: share that these processes used, from the first's start to the last's end;
+            transfer services of killed workers are not in it.
     """
 
     def __init__(self, plan: Plan, cell: Cell, vocabulary: Vocabulary) -> None:
@@ -118,7 +121,7 @@ class Chaos:
         self.odd_ends: list[str] = []
         self.counters: Counter[str] = Counter()
         self.num_replaced: Counter[str] = Counter()
-        self.busy = 0.0
+        self.busy = self.own_busy = 0.0
 
     async def run(self) -> None:
         """From the workers' start until everything is free, or should be."""
@@ -240,6 +243,7 @@ class Chaos:
 
 async def run(plan: Plan, directory: Path, model: str) -> Chaos:
     """Runs a plan in an empty directory."""
+    begun_at, used_s = time.monotonic(), _used_s()
     async with Cell(directory, plan.config(model)) as cell:
         chaos = Chaos(plan, cell, Vocabulary.load(model))
         try:
@@ -247,8 +251,18 @@ async def run(plan: Plan, directory: Path, model: str) -> Chaos:
         except BaseException:
             print(cell.last_words(), file=sys.stderr)
             raise
+    cores_s = (time.monotonic() - begun_at) * len(os.sched_getaffinity(0))
+    chaos.own_busy = (_used_s() - used_s) / cores_s
     chaos.left += await asyncio.to_thread(cell.remains)
     return chaos
+
+
+def _used_s() -> float:
+    """CPU time of this process and of those below it that have ended."""
+    found = [
+        resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
+    return sum(one.ru_utime + one.ru_stime for one in found)
 
 
 def main() -> int:

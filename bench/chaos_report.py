@@ -139,6 +139,7 @@ def figures(chaos: Chaos) -> dict[str, Any]:
         "num_tokens": sum(len(one.token_ids) for one in streams),
         "num_resumes": sum(one.num_resumes for one in streams),
         "busy": chaos.busy,
+        "own_busy": chaos.own_busy,
         "counters": dict(chaos.counters),
         "replaced": dict(chaos.num_replaced),
         "disturbances": [asdict(one) for one in chaos.disturbances],
@@ -176,7 +177,8 @@ def show(name: str, results: dict[str, Any]) -> None:
     counters = ", ".join(f"{what} {n}" for what, n in results["counters"].items())
     title = (
         f"Disturbed: {name}; {results['num_streams']} streams, {results['num_tokens']} tokens, "
-        f"{results['num_resumes']} resumed by the client, cores {results['busy']:.0%} busy\n"
+        f"{results['num_resumes']} resumed by the client, cores {results['busy']:.0%} busy, "
+        f"{results['own_busy']:.0%} with this\n"
         f"{counters}, replaced {results['replaced']}; pauses are gaps of {PAUSE_S:g} s and more"
     )
     over = f"over {LONGEST_PAUSE_S:g} s"
