@@ -119,6 +119,8 @@ class RequestBook:
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
+        # Of the event that is being handled, in `out` unless empty.
+        self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
         self.room_made = False
         self.closing = False
 
@@ -136,6 +138,10 @@ class RequestBook:
 
     def all(self) -> list[Request]:
         return list(self._requests.values())
+
+    def take_effects(self) -> list[ev.Effect]:
+        effects, self.out, self._deltas = self.out, [], []
+        return effects
 
     # ---- In
 
@@ -240,6 +246,12 @@ class RequestBook:
         if request.decoding_at is None:
             request.decoding_at = now
         self.handed_over(request)
+
+    def send_delta(self, request: Request, delta: common_pb2.TokenDelta) -> None:
+        """Tokens for the client: one effect for all that an event brings."""
+        if not self._deltas:
+            self.out.append(ev.SendDeltas(self._deltas))
+        self._deltas.append((request.submission.to, delta))
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""

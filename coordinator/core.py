@@ -15,7 +15,7 @@ from baton.coordinator.book import CoreConfig, RequestBook
 from baton.coordinator.dispatch import place
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
-from baton.coordinator.outputs import apply_output
+from baton.coordinator.outputs import apply_step
 from baton.coordinator.request import EndedRequest, Request, WorkerKey
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
@@ -91,8 +91,7 @@ class Core:
             self._dispatch(now)
         if self._draining:
             self._release_drained()
-        effects, self._book.out = self._book.out, []
-        return effects
+        return self._book.take_effects()
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None while nothing is timed."""
@@ -289,7 +288,7 @@ class Core:
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive = ""
         self._watch(worker, now)
-        self._book.out.append(ev.WelcomeWorker(key, worker.role))
+        self._book.out.append(ev.WelcomeWorker(worker.key, worker.role))
         self._book.room_made = True
 
     def _heard(self, key: WorkerKey, now: float) -> Worker | None:
@@ -323,8 +322,7 @@ class Core:
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         if self._heard(event.worker, now) is None:
             return
-        for output in event.step.outputs:
-            apply_output(self._book, event.worker, output, now)
+        apply_step(self._book, event.worker, event.step, now)
 
     def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
         report = event.report

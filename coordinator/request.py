@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.coordinator.gaps import Gaps
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
@@ -138,6 +137,8 @@ class Request:
         num_fruitless: attempts lost since the last new token.
         last_loss: why the last attempt was lost.
         avoid: workers that gave the request up; they get it again only where there is no other.
+        gaps_us: between its tokens, as many as there are tokens: a list of numbers that nobody else
+            holds costs least.
         suspect: a worker died while it computed nothing but this request and others like it.
     """
 
@@ -167,7 +168,7 @@ class Request:
     first_token_at: float | None = None
     decoding_at: float | None = None
     last_token_at: float | None = None
-    gaps: Gaps = field(default_factory=Gaps)
+    gaps_us: array[int] = field(default_factory=lambda: array("I"))
 
     @property
     def id(self) -> str:
