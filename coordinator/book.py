@@ -253,6 +253,11 @@ class RequestBook:
             self.out.append(ev.SendDeltas(self._deltas))
         self._deltas.append((request.submission.to, delta))
 
+    def charge(self, request: Request) -> None:
+        """Its tenant pays for the tokens that have come since the last time."""
+        self.lanes.served(request, request.num_uncharged)
+        request.num_uncharged = 0
+
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""
         found = self._workers.get(worker)
@@ -374,6 +379,7 @@ class RequestBook:
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
+        self.charge(request)
         self.lanes.ended(request, now)
         self._timers.cancel(request.id)
         self._let_go(request)

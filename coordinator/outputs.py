@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
 from baton.coordinator.request import Request, RequestState, WorkerKey
 from baton.runtime import errors
@@ -17,16 +16,15 @@ _THE_REQUESTS_OWN = (
     code_pb2.UNIMPLEMENTED,
     code_pb2.DEADLINE_EXCEEDED,
 )
+# A tenant is charged for so many tokens of a request at a time.
+_CHARGE_TOKENS = 16
 # What an array of 4-byte numbers holds: over an hour.
 _MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class _Step:
-    """One engine step of a worker; what its outputs have in common is counted once.
-
-    Its cost per token is the coordinator's.
-    """
+    """One engine step of a worker; what its outputs have in common is counted once."""
 
     __slots__ = ("_gaps", "_num_tokens", "book", "now", "worker")
 
@@ -55,7 +53,9 @@ class _Step:
             request.num_fruitless, request.suspect = 0, False
             if request.interruptions[-1].ended_at is None:
                 request.interruptions[-1].ended_at = now
-        self.book.lanes.served(request, num_tokens)
+        request.num_uncharged += num_tokens
+        if request.num_uncharged >= _CHARGE_TOKENS:
+            self.book.charge(request)
         self._num_tokens += num_tokens
 
     def count(self) -> None:
@@ -69,7 +69,7 @@ class _Step:
 def apply_step(
     book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
-    """Applies what one engine step produced.
+    """Applies what one engine step produced. What it costs per token is the coordinator's cost.
 
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.
@@ -79,13 +79,11 @@ def apply_step(
         request = book.get(output.request_id)
         if request is None or output.attempt != request.attempt:
             continue
-        if worker == request.prefill:
+        if worker == request.decode and (request.prefill is None or request.prefill_done):
+            _decode_output(step, request, output)
+        elif worker == request.prefill:
             book.answered(request, worker)
             _prefill_output(step, request, output)
-        elif worker == request.decode and (request.prefill is None or request.prefill_done):
-            if request.state is not RequestState.DECODING:
-                book.answered(request, worker)
-            _decode_output(step, request, output)
     step.count()
 
 
@@ -120,18 +118,17 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
 
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    book, worker, now = step.book, step.worker, step.now
-    if request.decode_timings is None and output.HasField("timings"):
-        request.decode_timings = _copied(output.timings)
-        if request.prefill is None:
-            book.lanes.cached(request, output.timings.num_cached_tokens)
     end = output.WhichOneof("end")
+    if request.state is not RequestState.DECODING:
+        _first_decode_output(step, request, output)
+    if end is None:
+        _deliver(step, request, output)
+        return
+    book, worker, now = step.book, step.worker, step.now
     if end == "failed":
         _failed(book, request, worker, output.failed, now)
         return
-    if request.state is not RequestState.DECODING:
-        book.decoding(request, now)
-    if not _deliver(step, request, output) or end is None:
+    if not _deliver(step, request, output):
         return
     finished = output.finished
     if finished.prompt_logprobs:
@@ -144,6 +141,17 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
     else:
         error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
         book.recover(request, worker, error, now)
+
+
+def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    book = step.book
+    book.answered(request, step.worker)
+    if request.decode_timings is None and output.HasField("timings"):
+        request.decode_timings = _copied(output.timings)
+        if request.prefill is None:
+            book.lanes.cached(request, output.timings.num_cached_tokens)
+    if not output.HasField("failed"):
+        book.decoding(request, step.now)
 
 
 def _deliver(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> bool:

@@ -29,6 +29,9 @@ class RequestState(Enum):
     RECOVERING = admin_pb2.REQUEST_STATE_RECOVERING
     PARKED = admin_pb2.REQUEST_STATE_PARKED
 
+    # Enum's own hashes the name, in Python; members are compared by identity anyway.
+    __hash__ = object.__hash__
+
 
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
@@ -60,18 +63,11 @@ class StateLimits:
 
     queued_s: float = math.inf
     recovering_s: float = math.inf
-    prefilling_s: float = math.inf
-    handing_off_s: float = math.inf
-    decoding_s: float = math.inf
 
     def of(self, state: RequestState) -> float:
-        return {
-            RequestState.QUEUED: self.queued_s,
-            RequestState.RECOVERING: self.recovering_s,
-            RequestState.PREFILLING: self.prefilling_s,
-            RequestState.HANDING_OFF: self.handing_off_s,
-            RequestState.DECODING: self.decoding_s,
-        }.get(state, math.inf)
+        if state is RequestState.QUEUED:
+            return self.queued_s
+        return self.recovering_s if state is RequestState.RECOVERING else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +133,9 @@ class Request:
         num_fruitless: attempts lost since the last new token.
         last_loss: why the last attempt was lost.
         avoid: workers that gave the request up; they get it again only where there is no other.
-        gaps_us: between its tokens, as many as there are tokens: a list of numbers that nobody else
-            holds costs least.
         suspect: a worker died while it computed nothing but this request and others like it.
+        num_uncharged: tokens that its tenant has not been charged for yet.
+        gaps_us: microseconds between its tokens.
     """
 
     submission: Submission
@@ -168,6 +164,7 @@ class Request:
     first_token_at: float | None = None
     decoding_at: float | None = None
     last_token_at: float | None = None
+    num_uncharged: int = 0
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
 
     @property
