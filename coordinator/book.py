@@ -220,7 +220,8 @@ class RequestBook:
                 worker.last_dispatch = self._num_dispatches
         if placement.prefill is not None:
             placement.prefill.sent(request.id, alone=request.suspect)
-            command = cluster_pb2.PrefillCommand(spec=self._spec(request, now))
+            command = cluster_pb2.PrefillCommand()
+            self._specify(command.spec, request, now)
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
             if placement.handoff:
@@ -443,7 +444,8 @@ class RequestBook:
         assert request.decode is not None
         assert worker is not None, "with its decode worker an attempt is lost"
         worker.sent(request.id, alone=request.suspect)
-        command = cluster_pb2.DecodeCommand(spec=self._spec(request, now))
+        command = cluster_pb2.DecodeCommand()
+        self._specify(command.spec, request, now)
         command.spec.known_token_ids.extend(request.token_ids)
         command.spec.known_text_chars = request.text_chars
         if request.handoff_id:
@@ -473,20 +475,21 @@ class RequestBook:
         if worker is not None and worker.release(request.id):
             self.room_made = True
 
-    def _spec(self, request: Request, now: float) -> cluster_pb2.RequestSpec:
-        submission = request.submission
-        spec = cluster_pb2.RequestSpec(
-            request_id=request.id,
-            attempt=request.attempt,
-            prompt_token_ids=submission.prompt_token_ids,
-            sampling=submission.sampling,
-            lane=submission.lane,
-            # Smaller first: when KV runs out, the engine's victim is a batch request.
-            priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
-            traceparent=submission.traceparent,
-        )
+    def _specify(self, spec: cluster_pb2.RequestSpec, request: Request, now: float) -> None:
+        if request.spec is None:
+            submission = request.submission
+            request.spec = cluster_pb2.RequestSpec(
+                request_id=request.id,
+                prompt_token_ids=submission.prompt_token_ids,
+                sampling=submission.sampling,
+                lane=submission.lane,
+                # Smaller first: when KV runs out, the engine's victim is a batch request.
+                priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+                traceparent=submission.traceparent,
+            )
+        spec.CopyFrom(request.spec)
+        spec.attempt = request.attempt
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
-        return spec
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
         decoder = self._workers.get(request.decode)
