@@ -195,6 +195,24 @@ def baton(
 
 
 @contextlib.contextmanager
+def coordinator(config: dict[str, Any]) -> Iterator[Process]:
+    """A coordinator alone, on a free port: the caller brings workers and clients."""
+    address = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "baton.yaml"
+        path.write_text(yaml.safe_dump({**config, "coordinator": {"listen": address}}))
+        with module("baton.cli.main", ["coordinator", "--config", str(path)]) as process:
+            yield Process(process.popen, address, process.log)
+
+
+@contextlib.contextmanager
+def module(name: str, arguments: list[str]) -> Iterator[Process]:
+    """A program of this package."""
+    with _running([sys.executable, "-m", name, *arguments], {}) as (popen, log):
+        yield Process(popen, "", log)
+
+
+@contextlib.contextmanager
 def _running(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:

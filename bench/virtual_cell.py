@@ -426,9 +426,9 @@ class VirtualCell:
         for effect in self.core.handle(event, self.now):
             if isinstance(effect, ev.SendCommand):
                 self._send(effect)
-            elif isinstance(effect, ev.SendDelta):
-                outcome = self._by_stream[effect.to]
-                outcome.token_times += [self.now] * len(effect.delta.token_ids)
+            elif isinstance(effect, ev.SendDeltas):
+                for to, delta in effect.deltas:
+                    self._by_stream[to].token_times += [self.now] * len(delta.token_ids)
             elif isinstance(effect, ev.SendFinished):
                 self._by_stream.pop(effect.to).ended_at = self.now
             elif isinstance(effect, ev.SendFailed):

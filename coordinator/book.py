@@ -82,6 +82,8 @@ class RequestBook:
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
+        # Of the event that is being handled, in `out` unless empty.
+        self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
         self.room_made = False
         self.closing = False
 
@@ -99,6 +101,10 @@ class RequestBook:
 
     def all(self) -> list[Request]:
         return list(self._requests.values())
+
+    def take_effects(self) -> list[ev.Effect]:
+        effects, self.out, self._deltas = self.out, [], []
+        return effects
 
     # ---- In
 
@@ -186,7 +192,8 @@ class RequestBook:
         prefiller = self._workers.get(request.prefill)
         if prefiller is not None:
             self._sent(request, prefiller)
-            command = cluster_pb2.PrefillCommand(spec=self._spec(request, now))
+            command = cluster_pb2.PrefillCommand()
+            self._specify(command.spec, request, now)
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
             if placement.handoff:
@@ -213,6 +220,17 @@ class RequestBook:
         if request.decoding_at is None:
             request.decoding_at = now
         self.handed_over(request)
+
+    def send_delta(self, request: Request, delta: common_pb2.TokenDelta) -> None:
+        """Tokens for the client: one effect for all that an event brings."""
+        if not self._deltas:
+            self.out.append(ev.SendDeltas(self._deltas))
+        self._deltas.append((request.submission.to, delta))
+
+    def charge(self, request: Request) -> None:
+        """Its tenant pays for the tokens that have come since the last time."""
+        self.lanes.served(request, request.num_uncharged)
+        request.num_uncharged = 0
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""
@@ -337,6 +355,7 @@ class RequestBook:
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
+        self.charge(request)
         self.lanes.ended(request, now)
         self._placer.leaves(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
@@ -404,7 +423,8 @@ class RequestBook:
         assert request.decode is not None
         assert worker is not None, "with its decode worker an attempt is lost"
         self._sent(request, worker)
-        command = cluster_pb2.DecodeCommand(spec=self._spec(request, now))
+        command = cluster_pb2.DecodeCommand()
+        self._specify(command.spec, request, now)
         command.spec.known_token_ids.extend(request.token_ids)
         command.spec.known_text_chars = request.text_chars
         if request.handoff_id:
@@ -500,20 +520,21 @@ class RequestBook:
         if worker is not None and worker.release(request.id):
             self.room_made = True
 
-    def _spec(self, request: Request, now: float) -> cluster_pb2.RequestSpec:
-        submission = request.submission
-        spec = cluster_pb2.RequestSpec(
-            request_id=request.id,
-            attempt=request.attempt_number,
-            prompt_token_ids=submission.prompt_token_ids,
-            sampling=submission.sampling,
-            lane=submission.lane,
-            # Smaller first: when KV runs out, the engine's victim is a batch request.
-            priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
-            traceparent=submission.traceparent,
-        )
+    def _specify(self, spec: cluster_pb2.RequestSpec, request: Request, now: float) -> None:
+        if request.spec is None:
+            submission = request.submission
+            request.spec = cluster_pb2.RequestSpec(
+                request_id=request.id,
+                prompt_token_ids=submission.prompt_token_ids,
+                sampling=submission.sampling,
+                lane=submission.lane,
+                # Smaller first: when KV runs out, the engine's victim is a batch request.
+                priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+                traceparent=submission.traceparent,
+            )
+        spec.CopyFrom(request.spec)
+        spec.attempt = request.attempt_number
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
-        return spec
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
         decoder = self._workers.get(request.decode)

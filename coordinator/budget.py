@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TypeAlias
 
+from baton.coordinator.gaps import median_us
 from baton.coordinator.request import Request
 from baton.v1 import common_pb2
 
@@ -72,8 +73,8 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
         stages=_with_recoveries(ledger, request, total_us),
         ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
         total_us=total_us,
-        itl_p50_us=request.gaps.p50_us,
-        itl_max_us=request.gaps.max_us,
+        itl_p50_us=median_us(request.gaps_us),
+        itl_max_us=max(request.gaps_us, default=0),
     )
 
 

@@ -15,7 +15,7 @@ from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
-from baton.coordinator.outputs import apply_output
+from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placement, Placer
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
 from baton.coordinator.stats import CoreStats
@@ -97,8 +97,7 @@ class Core:
             self._dispatch(now)
         if self._draining:
             self._release_drained()
-        effects, self._book.out = self._book.out, []
-        return effects
+        return self._book.take_effects()
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None while nothing is timed."""
@@ -322,7 +321,7 @@ class Core:
         worker.unresponsive = ""
         self._watch(worker, now)
         self.placer.attach(worker)
-        self._book.out.append(ev.WelcomeWorker(key, worker.role))
+        self._book.out.append(ev.WelcomeWorker(worker.key, worker.role))
         self._book.room_made = True
 
     def _heard(self, key: WorkerKey, now: float) -> Worker | None:
@@ -358,8 +357,7 @@ class Core:
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         if self._heard(event.worker, now) is None:
             return
-        for output in event.step.outputs:
-            apply_output(self._book, event.worker, output, now)
+        apply_step(self._book, event.worker, event.step, now)
 
     def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
         report = event.report

@@ -184,11 +184,10 @@ class SendAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class SendDelta:
-    """Its message now belongs to the stream, which may merge later ones into it."""
+class SendDeltas:
+    """All tokens that one event brought: parts of the worker's message, to be copied."""
 
-    to: StreamKey
-    delta: common_pb2.TokenDelta
+    deltas: list[tuple[StreamKey, common_pb2.TokenDelta]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +256,7 @@ class FenceWorker:
 
 Effect = (
     SendAccepted
-    | SendDelta
+    | SendDeltas
     | SendFinished
     | SendFailed
     | SendCommand

@@ -10,6 +10,7 @@ import grpc
 from baton.coordinator import events as ev
 from baton.coordinator.intake import Intake
 from baton.coordinator.request import StreamKey
+from baton.coordinator.session_events import encoded, generate_events
 from baton.coordinator.shell import ClientSession, Shell
 from baton.coordinator.stall import StallGuard, slow_reader
 from baton.runtime.config import CoordinatorConfig
@@ -74,18 +75,9 @@ async def _write_one(session: ClientSession, guard: StallGuard) -> None:
         taken = await session.outbox.take()
         if session.slow:
             raise slow_reader()
-        for one in taken:
-            payload = one.payload
-            if isinstance(payload, BatonError):
-                raise payload
-            if isinstance(payload, common_pb2.TokenDelta):
-                event = inference_pb2.GenerateEvent(delta=payload)
-            elif isinstance(payload, inference_pb2.Accepted):
-                event = inference_pb2.GenerateEvent(accepted=payload)
-            else:
-                event = inference_pb2.GenerateEvent(finished=payload)
+        for event in generate_events(taken):
             await guard.write(event)
-            if isinstance(payload, inference_pb2.Finished):
+            if event.HasField("finished"):
                 return
 
 
@@ -193,9 +185,8 @@ class _SessionCall:
             if session.slow:
                 raise slow_reader()
             if taken:
-                events = [one.session_event() for one in taken]
-                await self._guard.write(inference_pb2.SessionEvents(events=events))
+                await self._guard.write(inference_pb2.SessionEvents.FromString(encoded(taken)))
             if reader.done():
                 reader.result()
-                if not session.live and not len(session.outbox):
+                if not session.live and session.outbox.empty:
                     return

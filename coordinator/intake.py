@@ -121,7 +121,9 @@ class Intake:
                 prompt = await self._tokenizer.prompt_token_ids(request)
             finally:
                 self._num_pending[lane] -= 1
-            check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
+            if not request.HasField("tokens"):
+                # A tokenizer may know tokens that the model does not.
+                check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
         check_lengths(request, len(prompt), limits)
         check_lane(request, len(prompt), lane_limits, lane_name(lane))
         timeouts = [deadline_s] if deadline_s is not None else []

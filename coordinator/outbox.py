@@ -3,73 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
+from baton.coordinator.session_events import Entry, coalesced
 from baton.runtime.errors import BatonError, to_message
 from baton.v1 import common_pb2, inference_pb2
 
 # Of one stream's tokens that wait for the reader, and of everything that waits.
 MAX_STREAM_BYTES = 1 * 2**20
 MAX_SESSION_BYTES = 64 * 2**20
-# What an event takes beside its payload, about.
-_EVENT_BYTES = 512
-# One message; a client's own limit is several times that.
+# What an entry takes beside its bytes, about.
+_ENTRY_BYTES = 128
+# When so much waits, the reader lags: a stream's tokens become one entry, and are counted.
+_SEGMENT_BYTES = 512 * 2**10
+# One message, about; a client's own limit is several times that.
 _MAX_BATCH_BYTES = 2 * 2**20
-
-Payload = inference_pb2.Accepted | common_pb2.TokenDelta | inference_pb2.Finished | BatonError
 
 
 @dataclass(slots=True)
-class Pending:
-    """One event of one stream, not written yet."""
+class _Segment:
+    """Entries in order, and what they take; once sealed, also what each stream's tokens take."""
 
-    stream: int
-    payload: Payload
-    num_bytes: int
-
-    def session_event(self) -> inference_pb2.SessionEvent:
-        payload = self.payload
-        if isinstance(payload, common_pb2.TokenDelta):
-            return inference_pb2.SessionEvent(stream=self.stream, delta=payload)
-        if isinstance(payload, inference_pb2.Accepted):
-            return inference_pb2.SessionEvent(stream=self.stream, accepted=payload)
-        if isinstance(payload, inference_pb2.Finished):
-            return inference_pb2.SessionEvent(stream=self.stream, finished=payload)
-        return inference_pb2.SessionEvent(stream=self.stream, failed=to_message(payload))
+    entries: list[Entry] = field(default_factory=list)
+    num_bytes: int = 0
+    stream_bytes: Counter[int] = field(default_factory=Counter)
 
 
 class Outbox:
-    """Events in order; while they wait, a stream's token deltas grow into one.
+    """Events in order; while many wait, a stream's token deltas grow into one.
 
     Everything that one worker message gave the session is here before its writer runs, so it
-    leaves as one batch.
+    leaves as one batch. Tokens are kept as bytes: a part of a worker's message would keep all of it
+    in memory for as long as the client takes to read it.
 
     Args:
         max_stream_bytes: of one stream's waiting tokens.
         max_bytes: of everything waiting.
+
+    Attributes:
+        slow_streams: held more than they may when `push_delta` last looked: their readers are too
+            slow.
     """
 
     def __init__(
         self, max_stream_bytes: int = MAX_STREAM_BYTES, max_bytes: int = MAX_SESSION_BYTES
     ) -> None:
         self._max_stream_bytes, self._max_bytes = max_stream_bytes, max_bytes
-        self._pending: deque[Pending] = deque()
-        self._deltas: dict[int, Pending] = {}
-        self._num_bytes = 0
+        self._sealed: deque[_Segment] = deque()
+        self._growing = _Segment()
+        self._sealed_bytes = 0
+        self._stream_bytes: Counter[int] = Counter()
         self._posted = asyncio.Event()
+        self.slow_streams: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    @property
+    def empty(self) -> bool:
+        return not self._sealed and not self._growing.entries
 
     @property
     def num_bytes(self) -> int:
-        return self._num_bytes
+        return self._sealed_bytes + self._growing.num_bytes
 
     @property
     def overfull(self) -> bool:
         """Whether the session as a whole holds more than it may."""
-        return self._num_bytes > self._max_bytes
+        return self.num_bytes > self._max_bytes
 
     def wake(self) -> None:
         """Lets `take` return, with nothing if need be."""
@@ -79,56 +78,77 @@ class Outbox:
         """Adds tokens; they follow all that the stream was given before.
 
         Returns:
-            False when the stream now holds more than it may: its reader is too slow.
+            Whether so much has come to wait that `slow_streams` and `overfull` want a look.
         """
-        num_bytes = delta.ByteSize()
-        self._num_bytes += num_bytes
-        waiting = self._deltas.get(stream)
-        if waiting is None:
-            self._deltas[stream] = waiting = Pending(stream, delta, num_bytes)
-            self._pending.append(waiting)
+        data, growing = delta.SerializeToString(), self._growing
+        if not growing.entries:
             self._posted.set()
-        else:
-            merged = waiting.payload
-            assert isinstance(merged, common_pb2.TokenDelta)
-            merged.token_ids.extend(delta.token_ids)
-            merged.text += delta.text
-            merged.logprobs.extend(delta.logprobs)
-            waiting.num_bytes += num_bytes
-        return waiting.num_bytes <= self._max_stream_bytes
+        growing.entries.append((stream, data))
+        growing.num_bytes += len(data) + _ENTRY_BYTES
+        if growing.num_bytes <= _SEGMENT_BYTES:
+            return False
+        self._seal()
+        return True
 
     def push(
         self, stream: int, payload: inference_pb2.Accepted | inference_pb2.Finished | BatonError
     ) -> None:
         """Adds an event other than tokens."""
-        self._deltas.pop(stream, None)
-        num_bytes = _EVENT_BYTES
-        num_bytes += len(str(payload)) if isinstance(payload, BatonError) else payload.ByteSize()
-        self._num_bytes += num_bytes
-        self._pending.append(Pending(stream, payload, num_bytes))
+        if isinstance(payload, BatonError):
+            event = inference_pb2.SessionEvent(stream=stream, failed=to_message(payload))
+        elif isinstance(payload, inference_pb2.Accepted):
+            event = inference_pb2.SessionEvent(stream=stream, accepted=payload)
+        else:
+            event = inference_pb2.SessionEvent(stream=stream, finished=payload)
+        self._growing.entries.append((stream, event))
+        self._growing.num_bytes += event.ByteSize() + _ENTRY_BYTES
         self._posted.set()
 
     def clear(self) -> None:
         """Gives up what waits; `take` returns with nothing."""
-        self._pending.clear()
-        self._deltas.clear()
-        self._num_bytes = 0
+        self._sealed.clear()
+        self._stream_bytes.clear()
+        self._sealed_bytes, self._growing = 0, _Segment()
         self._posted.set()
 
-    async def take(self) -> list[Pending]:
+    async def take(self) -> list[Entry]:
         """Waits for events and takes out as many, oldest first, as one message may hold."""
         await self._posted.wait()
-        taken: list[Pending] = []
+        taken: list[Entry] = []
         num_bytes = 0
-        while self._pending:
-            num_bytes += self._pending[0].num_bytes
-            if taken and num_bytes > _MAX_BATCH_BYTES:
-                break
-            one = self._pending.popleft()
-            if self._deltas.get(one.stream) is one:
-                del self._deltas[one.stream]
-            self._num_bytes -= one.num_bytes
-            taken.append(one)
-        if not self._pending:
+        while self._sealed and (
+            not taken or num_bytes + self._sealed[0].num_bytes <= _MAX_BATCH_BYTES
+        ):
+            segment = self._sealed.popleft()
+            taken += segment.entries
+            num_bytes += segment.num_bytes
+            self._sealed_bytes -= segment.num_bytes
+            self._stream_bytes -= segment.stream_bytes
+        if not self._sealed and (
+            not taken or num_bytes + self._growing.num_bytes <= _MAX_BATCH_BYTES
+        ):
+            taken += self._growing.entries
+            self._growing = _Segment()
+        if self.empty:
             self._posted.clear()
         return taken
+
+    def _seal(self) -> None:
+        """Nothing is added to the growing segment any more."""
+        segment, self._growing = self._growing, _Segment()
+        segment.entries = coalesced(segment.entries)
+        segment.num_bytes = 0
+        for stream, payload in segment.entries:
+            if isinstance(payload, bytes):
+                segment.stream_bytes[stream] += len(payload)
+                segment.num_bytes += len(payload) + _ENTRY_BYTES
+            else:
+                segment.num_bytes += payload.ByteSize() + _ENTRY_BYTES
+        self._sealed.append(segment)
+        self._sealed_bytes += segment.num_bytes
+        self._stream_bytes += segment.stream_bytes
+        self.slow_streams = [
+            stream
+            for stream in segment.stream_bytes
+            if self._stream_bytes[stream] > self._max_stream_bytes
+        ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
 from baton.coordinator.request import Request, RequestState, WorkerKey
 from baton.runtime import errors
@@ -17,35 +16,79 @@ _THE_REQUESTS_OWN = (
     code_pb2.UNIMPLEMENTED,
     code_pb2.DEADLINE_EXCEEDED,
 )
+# A tenant is charged for so many tokens of a request at a time.
+_CHARGE_TOKENS = 16
+# What an array of 4-byte numbers holds: over an hour.
+_MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
-def apply_output(
-    book: RequestBook, worker: WorkerKey, output: cluster_pb2.RequestOutput, now: float
+class _Step:
+    """One engine step of a worker; what its outputs have in common is counted once."""
+
+    __slots__ = ("_gaps", "_num_tokens", "book", "now", "worker")
+
+    def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
+        self.book, self.worker, self.now = book, worker, now
+        self._num_tokens = 0
+        # By lane and time of the last token, which most requests of a worker share: the gap in
+        # microseconds, and how many there are.
+        self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
+
+    def served(self, request: Request, num_tokens: int) -> None:
+        """The request has so many tokens more."""
+        now, lane, last_at = self.now, request.submission.lane, request.last_token_at
+        if last_at is None:
+            request.first_token_at = now
+            self.book.stats.lanes[lane].ttft.observe(now - request.submission.arrived_at)
+        else:
+            gap = self._gaps.get((lane, last_at))
+            if gap is None:
+                gap_us = min(round((now - last_at) * 1e6), _MAX_GAP_US)
+                gap = self._gaps[lane, last_at] = [gap_us, 0]
+            gap[1] += 1
+            request.gaps_us.append(gap[0])
+        request.last_token_at = now
+        if request.interruptions:
+            request.losses, request.suspect = [], False
+            if request.interruptions[-1].ended_at is None:
+                request.interruptions[-1].ended_at = now
+        request.num_uncharged += num_tokens
+        if request.num_uncharged >= _CHARGE_TOKENS:
+            self.book.charge(request)
+        self._num_tokens += num_tokens
+
+    def count(self) -> None:
+        """Puts the sums where they belong."""
+        stats = self.book.stats
+        stats.num_output_tokens += self._num_tokens
+        for (lane, last_at), (_, count) in self._gaps.items():
+            stats.lanes[lane].itl.observe(self.now - last_at, count)
+
+
+def apply_step(
+    book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
-    """Applies one request's share of one engine step.
+    """Applies what one engine step produced. What it costs per token is the coordinator's cost.
 
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.
     """
-    request = book.get(output.request_id)
-    if request is None or output.attempt != request.attempt_number:
-        return
-    if worker == request.prefill:
-        book.answered(request, worker)
-        _prefill_output(book, request, worker, output, now)
-    elif worker == request.decode and (request.prefill is None or request.prefill_done):
-        book.answered(request, worker)
-        _decode_output(book, request, worker, output, now)
+    step = _Step(book, worker, now)
+    for output in outputs.outputs:
+        request = book.get(output.request_id)
+        if request is None or output.attempt != request.attempt_number:
+            continue
+        if worker == request.decode and (request.prefill is None or request.prefill_done):
+            _decode_output(step, request, output)
+        elif worker == request.prefill:
+            book.answered(request, worker)
+            _prefill_output(step, request, output)
+    step.count()
 
 
-def _prefill_output(
-    book: RequestBook,
-    request: Request,
-    worker: WorkerKey,
-    output: cluster_pb2.RequestOutput,
-    now: float,
-) -> None:
+def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    book, worker, now = step.book, step.worker, step.now
     if output.HasField("finished") and output.finished.prompt_logprobs:
         request.prompt_logprobs = list(output.finished.prompt_logprobs)
     if request.prefill_done:
@@ -60,7 +103,7 @@ def _prefill_output(
         # Only the prompt's KV cache was wanted.
         book.begin_decode(request, now)
         return
-    if not _deliver(book, request, worker, output, now):
+    if not _deliver(step, request, output):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
         book.prefill_over(request)
@@ -74,60 +117,57 @@ def _prefill_output(
         book.recover(request, worker, error, now)
 
 
-def _decode_output(
-    book: RequestBook,
-    request: Request,
-    worker: WorkerKey,
-    output: cluster_pb2.RequestOutput,
-    now: float,
-) -> None:
-    if output.HasField("timings") and request.decode_timings is None:
+def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    end = output.WhichOneof("end")
+    if request.state is not RequestState.DECODING:
+        _first_decode_output(step, request, output)
+    if end is None:
+        _deliver(step, request, output)
+        return
+    book, worker, now = step.book, step.worker, step.now
+    if end == "failed":
+        _failed(book, request, worker, output.failed, now)
+        return
+    if not _deliver(step, request, output):
+        return
+    finished = output.finished
+    if finished.prompt_logprobs:
+        request.prompt_logprobs = list(finished.prompt_logprobs)
+    if finished.reason in _NATURAL_ENDS:
+        book.finish(request, finished.reason, finished.stop, now)
+    elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
+        aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
+        book.recover(request, worker, aborted, now)
+    else:
+        error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
+        book.recover(request, worker, error, now)
+
+
+def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    book = step.book
+    book.answered(request, step.worker)
+    if request.decode_timings is None and output.HasField("timings"):
         request.decode_timings = _copied(output.timings)
         if request.prefill is None:
             book.lanes.cached(request, output.timings.num_cached_tokens)
-    if output.HasField("failed"):
-        _failed(book, request, worker, output.failed, now)
-        return
-    if request.state is not RequestState.DECODING:
-        book.decoding(request, now)
-    if not _deliver(book, request, worker, output, now):
-        return
-    if output.HasField("finished"):
-        finished = output.finished
-        if finished.prompt_logprobs:
-            request.prompt_logprobs = list(finished.prompt_logprobs)
-        if finished.reason in _NATURAL_ENDS:
-            book.finish(request, finished.reason, finished.stop, now)
-        elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
-            aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
-            book.recover(request, worker, aborted, now)
-        else:
-            error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
-            book.recover(request, worker, error, now)
+    if not output.HasField("failed"):
+        book.decoding(request, step.now)
 
 
-def _deliver(
-    book: RequestBook,
-    request: Request,
-    worker: WorkerKey,
-    output: cluster_pb2.RequestOutput,
-    now: float,
-) -> bool:
+def _deliver(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> bool:
     """Sends an output's tokens on, each exactly once; False when the attempt is lost instead."""
-    if not output.HasField("delta"):
-        return True
     delta = output.delta
-    expected, num_tokens = len(request.token_ids), len(delta.token_ids)
-    if delta.offset > expected:
-        error = errors.Internal(
-            f"worker {worker[0]} sent tokens from {delta.offset}; {expected} are known: "
-            f"{delta.offset - expected} are lost"
-        )
-        book.recover(request, worker, error, now)
-        return False
-    overlap = expected - delta.offset
-    if overlap:
-        if overlap >= num_tokens:
+    expected = len(request.token_ids)
+    if delta.offset != expected:
+        if delta.offset > expected:
+            error = errors.Internal(
+                f"worker {step.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            )
+            step.book.recover(request, step.worker, error, step.now)
+            return False
+        overlap = expected - delta.offset
+        if overlap >= len(delta.token_ids):
             return True
         # The text is new all the same: a worker leaves out text that was sent.
         delta = common_pb2.TokenDelta(
@@ -136,27 +176,18 @@ def _deliver(
             text=delta.text,
             logprobs=delta.logprobs[overlap:],
         )
-        num_tokens -= overlap
-    if num_tokens:
-        request.token_ids.extend(delta.token_ids)
-        lane = book.stats.lanes[request.submission.lane]
-        if request.last_token_at is not None:
-            gap_s = now - request.last_token_at
-            request.gaps.add(round(gap_s * 1e6))
-            lane.itl.observe(gap_s)
-        else:
-            request.first_token_at = now
-            lane.ttft.observe(now - request.submission.arrived_at)
-        request.last_token_at = now
-        request.losses, request.suspect = [], False
-        if request.interruptions and request.interruptions[-1].ended_at is None:
-            request.interruptions[-1].ended_at = now
-        book.lanes.served(request, num_tokens)
-        book.stats.num_output_tokens += num_tokens
-    elif not delta.text:
+    token_ids, text = delta.token_ids, delta.text
+    num_tokens = len(token_ids)
+    if num_tokens == 1:
+        request.token_ids.append(token_ids[0])
+    elif num_tokens:
+        request.token_ids.extend(token_ids)
+    elif not text:
         return True
-    request.text_chars += len(delta.text)
-    book.out.append(ev.SendDelta(request.submission.to, delta))
+    if num_tokens:
+        step.served(request, num_tokens)
+    request.text_chars += len(text)
+    step.book.send_delta(request, delta)
     return True
 
 

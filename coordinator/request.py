@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.coordinator.gaps import Gaps
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
@@ -29,6 +28,9 @@ class RequestState(Enum):
     CANCELLED = admin_pb2.REQUEST_STATE_CANCELLED
     RECOVERING = admin_pb2.REQUEST_STATE_RECOVERING
     PARKED = admin_pb2.REQUEST_STATE_PARKED
+
+    # Enum's own hashes the name, in Python; members are compared by identity anyway.
+    __hash__ = object.__hash__
 
 
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
@@ -66,18 +68,11 @@ class StateLimits:
 
     queued_s: float = math.inf
     recovering_s: float = math.inf
-    prefilling_s: float = math.inf
-    handing_off_s: float = math.inf
-    decoding_s: float = math.inf
 
     def of(self, state: RequestState) -> float:
-        return {
-            RequestState.QUEUED: self.queued_s,
-            RequestState.RECOVERING: self.recovering_s,
-            RequestState.PREFILLING: self.prefilling_s,
-            RequestState.HANDING_OFF: self.handing_off_s,
-            RequestState.DECODING: self.decoding_s,
-        }.get(state, math.inf)
+        if state is RequestState.QUEUED:
+            return self.queued_s
+        return self.recovering_s if state is RequestState.RECOVERING else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +139,8 @@ class Request:
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
         prefill_done: the prefill worker's part of this attempt is over.
+        spec: what its commands have in common, once there was one: a long prompt is made into a
+            message slowly, and copied fast.
         handoff_id: of this attempt; empty when nothing is handed over.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
@@ -152,6 +149,8 @@ class Request:
         losses: why attempts were lost, since the last new token.
         avoid: workers that gave the request up; they get it again only where there is no other.
         suspect: a worker died while it computed nothing but this request and others like it.
+        num_uncharged: tokens that its tenant has not been charged for yet.
+        gaps_us: microseconds between its tokens.
     """
 
     submission: Submission
@@ -168,6 +167,7 @@ class Request:
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
     prefill_done: bool = False
+    spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
@@ -182,7 +182,8 @@ class Request:
     first_token_at: float | None = None
     decoding_at: float | None = None
     last_token_at: float | None = None
-    gaps: Gaps = field(default_factory=Gaps)
+    num_uncharged: int = 0
+    gaps_us: array[int] = field(default_factory=lambda: array("I"))
 
     @property
     def id(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -195,6 +196,9 @@ async def serve(
             running in either case.
     """
     stop = stop if stop is not None else stop_requested()
+    # Collections of what lives as long as the process would be pauses of its streams.
+    gc.collect()
+    gc.freeze()
     async with Coordinator(config, launched=launch) as coordinator:
         addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
         _log.info("listening", extra=addresses)

@@ -14,7 +14,7 @@ from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import StreamKey, WorkerKey
 from baton.coordinator.stall import slow_reader
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, inference_pb2
@@ -68,7 +68,7 @@ class Shell:
         self._watchers: list[Callable[[], None]] = []
         self._appliers: dict[type, Callable[..., None]] = {
             ev.SendAccepted: self._send_accepted,
-            ev.SendDelta: self._send_delta,
+            ev.SendDeltas: self._send_deltas,
             ev.SendFinished: self._send_finished,
             ev.SendFailed: self._send_failed,
             ev.SendCommand: self._send_command,
@@ -179,13 +179,15 @@ class Shell:
             session.outbox.push(effect.to.stream, accepted)
             self._bound(session)
 
-    def _send_delta(self, effect: ev.SendDelta) -> None:
-        session = self._sessions.get(effect.to.session)
-        if session is None:
-            return
-        if not session.outbox.push_delta(effect.to.stream, effect.delta):
-            self._follow_ups.append(ev.StreamFailed(effect.to, slow_reader()))
-        self._bound(session)
+    def _send_deltas(self, effect: ev.SendDeltas) -> None:
+        sessions = self._sessions
+        for to, delta in effect.deltas:
+            session = sessions.get(to.session)
+            if session is not None and session.outbox.push_delta(to.stream, delta):
+                for stream in session.outbox.slow_streams:
+                    slow = StreamKey(session.number, stream)
+                    self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))
+                self._bound(session)
 
     def _bound(self, session: ClientSession) -> None:
         """Gives a session up when more waits for its reader than may."""

@@ -22,6 +22,7 @@ class Worker:
 
     Attributes:
         hello: as it introduced itself last.
+        key: one object, which requests and the shell refer to.
         connected: whether its stream is up.
         heard_at: when it last gave a sign of life, by the core's clock.
         assigned: tokens by request that the coordinator has there: its own count of the load,
@@ -42,6 +43,7 @@ class Worker:
     state: cluster_pb2.WorkerState.ValueType
     attached_at: float
     heard_at: float
+    key: WorkerKey = field(init=False)
     connected: bool = True
     load: cluster_pb2.LoadReport | None = None
     assigned: dict[str, int] = field(default_factory=dict)
@@ -55,13 +57,12 @@ class Worker:
     alone: str = ""
     released: bool = False
 
-    @property
-    def id(self) -> str:
-        return self.hello.worker_id
+    def __post_init__(self) -> None:
+        self.key = self.hello.worker_id, self.hello.incarnation
 
     @property
-    def key(self) -> WorkerKey:
-        return self.hello.worker_id, self.hello.incarnation
+    def id(self) -> str:
+        return self.key[0]
 
     @property
     def serving(self) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -90,6 +91,13 @@ def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
     return message
 
 
+class SendDelta(NamedTuple):
+    """One stream's part of SendDeltas."""
+
+    to: StreamKey
+    delta: common_pb2.TokenDelta
+
+
 class World:
     """A core, a clock, and everything the core asked for, sorted by whom it is for."""
 
@@ -105,7 +113,10 @@ class World:
     def handle(self, event) -> list:
         effects = self.core.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, ev.SendCommand):
+            if isinstance(effect, ev.SendDeltas):
+                for to, delta in effect.deltas:
+                    self.sent[to].append(SendDelta(to, delta))
+            elif isinstance(effect, ev.SendCommand):
                 self.commands[effect.worker[0]].append(effect.command)
             elif hasattr(effect, "to"):
                 self.sent[effect.to].append(effect)
@@ -156,7 +167,7 @@ class World:
         return [type(effect).__name__.removeprefix("Send") for effect in self.sent[to]]
 
     def tokens(self, to: StreamKey) -> list[int]:
-        deltas = [one.delta for one in self.sent[to] if isinstance(one, ev.SendDelta)]
+        deltas = [one.delta for one in self.sent[to] if isinstance(one, SendDelta)]
         return [token for delta in deltas for token in delta.token_ids]
 
     def last(self, to: StreamKey):

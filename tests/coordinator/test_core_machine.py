@@ -104,7 +104,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             for to, effects in self.world.sent.items():
                 offset = None
                 for effect in effects:
-                    if isinstance(effect, ev.SendDelta) and effect.delta.token_ids:
+                    if hasattr(effect, "delta") and effect.delta.token_ids:
                         assert offset in (None, effect.delta.offset)
                         offset = effect.delta.offset + len(effect.delta.token_ids)
                         assert list(effect.delta.token_ids) == list(

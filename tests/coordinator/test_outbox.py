@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+from google.rpc import error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, Submission
+from baton.coordinator.session_events import coalesced, encoded
 from baton.coordinator.shell import Shell
 from baton.coordinator.stall import StallGuard
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import ResourceExhausted
+from baton.runtime.errors import ResourceExhausted, to_message
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
 
@@ -29,38 +35,117 @@ def delta(offset: int, count: int = 1) -> common_pb2.TokenDelta:
     )
 
 
-async def test_deltas_of_a_stream_that_wait_become_one():
+def batch(taken) -> list[inference_pb2.SessionEvent]:
+    return list(inference_pb2.SessionEvents.FromString(encoded(taken)).events)
+
+
+EVENTS = {
+    "accepted": inference_pb2.Accepted(request_id="r", prompt_tokens=3),
+    "finished": inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP, stop="x"),
+    "failed": ResourceExhausted("later", reason="QUEUE_FULL", retry_after_s=1.0),
+}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**32 - 1),
+            st.one_of(
+                st.sampled_from(list(EVENTS.values())), st.builds(delta, st.integers(0, 300))
+            ),
+        )
+    )
+)
+async def test_what_is_taken_is_what_was_pushed(pushed):
+    outbox, wanted = Outbox(), []
+    for stream, payload in pushed:
+        if isinstance(payload, common_pb2.TokenDelta):
+            outbox.push_delta(stream, payload)
+            wanted.append(inference_pb2.SessionEvent(stream=stream, delta=payload))
+        else:
+            outbox.push(stream, payload)
+            kind = next(name for name, one in EVENTS.items() if one is payload)
+            what = to_message(payload) if kind == "failed" else payload
+            wanted.append(inference_pb2.SessionEvent(stream=stream, **{kind: what}))
+    assert not pushed or batch(await outbox.take()) == wanted
+    assert outbox.empty
+    assert outbox.num_bytes == 0
+
+
+async def test_a_part_of_a_workers_message_is_not_kept():
     outbox = Outbox()
-    outbox.push(1, inference_pb2.Accepted(request_id="r"))
-    for offset in range(100):
-        assert outbox.push_delta(1, delta(offset))
-        assert outbox.push_delta(2, delta(offset))
-    outbox.push(1, inference_pb2.Finished())
-    taken = await outbox.take()
-    assert [one.stream for one in taken] == [1, 1, 2, 1]
-    merged = taken[1].payload
-    assert (merged.offset, list(merged.token_ids)) == (0, list(range(100)))
-    assert merged.text == "x" * 100
-    assert len(merged.logprobs) == 100
-    assert (len(outbox), outbox.num_bytes) == (0, 0)
-    outbox.push_delta(2, delta(100))
-    assert [one.payload.offset for one in await outbox.take()] == [100]
+    step = cluster_pb2.StepOutputs(outputs=[cluster_pb2.RequestOutput(delta=delta(0))])
+    outbox.push_delta(1, step.outputs[0].delta)
+    step.outputs[0].delta.text = "changed"
+    assert batch(await outbox.take())[0].delta == delta(0)
+
+
+async def test_deltas_of_streams_that_lag_become_one():
+    outbox = Outbox()
+    outbox.push(1, EVENTS["accepted"])
+    counts = [0, 0]
+    for stream in itertools.cycle((0, 1)):
+        counts[stream] += 1
+        if outbox.push_delta(stream + 1, delta(counts[stream] - 1)):
+            break
+    outbox.push(1, EVENTS["finished"])
+    first, *events, last = batch(await outbox.take())
+    assert first.HasField("accepted")
+    assert last.HasField("finished")
+    assert [one.stream for one in events] == [1, 2]
+    for event, num_tokens in zip(events, counts, strict=True):
+        assert event.delta.offset == 0
+        assert list(event.delta.token_ids) == list(range(num_tokens))
+        assert event.delta.text == "x" * num_tokens
+        assert len(event.delta.logprobs) == num_tokens
+    assert outbox.num_bytes == 0
+    outbox.push_delta(2, delta(7))
+    assert [one.delta.offset for one in batch(await outbox.take())] == [7]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_coalescing_keeps_every_streams_order(steps):
+    offsets, entries = Counter(), []
+    for stream, is_delta in steps:
+        if is_delta:
+            entries.append((stream, delta(offsets[stream]).SerializeToString()))
+            offsets[stream] += 1
+        else:
+            entries.append((stream, inference_pb2.SessionEvent(stream=stream)))
+
+    def told(taken, stream):
+        found = []
+        for event in batch(taken):
+            if event.stream == stream and event.HasField("delta"):
+                assert event.delta.offset == event.delta.token_ids[0]
+                found += event.delta.token_ids
+            elif event.stream == stream:
+                found.append("event")
+        return found
+
+    for stream in range(4):
+        assert told(coalesced(entries), stream) == told(entries, stream)
 
 
 async def test_a_stream_that_nobody_reads_is_too_slow():
-    outbox = Outbox(max_stream_bytes=2000)
-    results = [outbox.push_delta(1, delta(16 * i, 16)) for i in range(100)]
-    assert results[0]
-    assert not results[-1]
+    outbox = Outbox(max_stream_bytes=200_000)
+    found = set()
+    for index in range(40_000):
+        if outbox.push_delta(1, delta(16 * index, 16)):
+            found.update(outbox.slow_streams)
+        if index == 1000:
+            assert not found
+            outbox.push_delta(2, delta(0))
+    assert found == {1}
 
 
 async def test_a_batch_stays_within_one_message():
     outbox = Outbox(max_stream_bytes=2**30)
     for stream in range(6):
         outbox.push_delta(stream, common_pb2.TokenDelta(text="x" * 2**20))
-    batches = [await outbox.take() for _ in range(6) if len(outbox)]
-    assert sum(map(len, batches)) == 6
-    assert len(batches) > 1
+    batches = [batch(await outbox.take()) for _ in range(6) if not outbox.empty]
+    assert [one.stream for events in batches for one in events] == list(range(6))
+    assert all(len(events) <= 2 for events in batches)
 
 
 @pytest_asyncio.fixture
@@ -92,6 +177,12 @@ def say(shell, worker: str, request_id: str, said: common_pb2.TokenDelta) -> Non
     shell.post(ev.WorkerStep((worker, 1), step))
 
 
+def reason(error: common_pb2.RequestError) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in error.details)
+    return info.reason
+
+
 async def test_slow_stream_fails_alone(shell):
     session = shell.open_session()
     submit(shell, session, 1)
@@ -99,20 +190,20 @@ async def test_slow_stream_fails_alone(shell):
     say(shell, "p", "r1-1", common_pb2.TokenDelta(token_ids=[0]))
     say(shell, "d", "r1-1", common_pb2.TokenDelta(offset=1, token_ids=[1], text="x" * 2**21))
     taken = []
-    while len(session.outbox):
-        taken += await session.outbox.take()
-    failed = [one.payload for one in taken if isinstance(one.payload, ResourceExhausted)]
-    assert [error.reason for error in failed] == ["SLOW_READER"]
+    while not session.outbox.empty:
+        taken += batch(await session.outbox.take())
+    failed = [one.failed for one in taken if one.HasField("failed")]
+    assert [reason(error) for error in failed] == ["SLOW_READER"]
     assert session.live == {2}
     assert shell.core.num_requests == 1
 
 
 async def test_overfull_session_is_given_up_whole(shell):
     session = shell.open_session()
-    session.outbox._max_bytes = 2000
+    session.outbox._max_bytes = 1_000_000
     for stream in (1, 2):
         submit(shell, session, stream)
-        say(shell, "p", f"r1-{stream}", common_pb2.TokenDelta(token_ids=[0], text="x" * 600))
+        say(shell, "p", f"r1-{stream}", common_pb2.TokenDelta(token_ids=[0], text="x" * 600_000))
     assert session.slow
     assert await session.outbox.take() == []
     assert shell.core.num_requests == 0

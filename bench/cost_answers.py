@@ -1,0 +1,93 @@
+"""What a scripted worker answers: encoded beforehand, but for whose answer it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2
+
+MODEL = "bench"
+VOCAB_SIZE = 128_256
+# Field number and wire type of the repeated field of StepOutputs, and of SessionEvents.
+OUTPUTS_TAG, EVENTS_TAG = b"\x12", b"\x0a"
+
+
+class Answers:
+    """The same tokens for every request, as entries of a batch message.
+
+    Args:
+        tag: of the batch's repeated field.
+        tokens: per token, what the entries say beside whose they are.
+    """
+
+    def __init__(self, tag: bytes, tokens: Sequence[Sequence[Message]]) -> None:
+        self._tag = tag
+        self._tails = [[one.SerializeToString() for one in token] for token in tokens]
+
+    def of(self, whose: Message, first: int, last: int) -> list[bytes]:
+        """Entries of tokens `first` to `last` - 1.
+
+        Args:
+            whose: an entry with only that: encoded messages one after the other are merged.
+            first: index of a token.
+            last: index after it.
+        """
+        head = whose.SerializeToString()
+        return [
+            b"".join([prefix(self._tag, len(head) + len(tail)) + head + tail for tail in tails])
+            for tails in self._tails[first:last]
+        ]
+
+
+@functools.lru_cache
+def prefix(tag: bytes, num_bytes: int) -> bytes:
+    """Of a field of so many bytes: its tag, and its length as a varint."""
+    length = bytearray(tag)
+    while num_bytes > 0x7F:
+        length.append(num_bytes & 0x7F | 0x80)
+        num_bytes >>= 7
+    length.append(num_bytes)
+    return bytes(length)
+
+
+def worker_outputs(num_tokens: int) -> Answers:
+    """Entries of StepOutputs: the first token is the prefill worker's."""
+    tokens = []
+    for offset in range(num_tokens):
+        output = cluster_pb2.RequestOutput(delta=_delta(offset))
+        if offset < 2:
+            output.timings.CopyFrom(cluster_pb2.StageTimings(queue_us=10, run_us=100))
+        if offset == num_tokens - 1:
+            output.finished.reason = common_pb2.FINISH_REASON_LENGTH
+        elif offset == 0:
+            output.finished.SetInParent()
+        tokens.append([output])
+    return Answers(OUTPUTS_TAG, tokens)
+
+
+def session_events(num_tokens: int) -> Answers:
+    """Entries of SessionEvents: what a coordinator would make of it."""
+    tokens = [[inference_pb2.SessionEvent(delta=_delta(offset))] for offset in range(num_tokens)]
+    tokens[0].insert(0, inference_pb2.SessionEvent(accepted=inference_pb2.Accepted(model=MODEL)))
+    tokens[-1].append(inference_pb2.SessionEvent(finished=_finished(num_tokens)))
+    return Answers(EVENTS_TAG, tokens)
+
+
+def generate_events(num_tokens: int) -> list[bytes]:
+    """A whole stream of Generate."""
+    events = [inference_pb2.GenerateEvent(delta=_delta(offset)) for offset in range(num_tokens)]
+    events.append(inference_pb2.GenerateEvent(finished=_finished(num_tokens)))
+    return [event.SerializeToString() for event in events]
+
+
+def _delta(offset: int) -> common_pb2.TokenDelta:
+    token_id = offset * 104_729 % VOCAB_SIZE
+    return common_pb2.TokenDelta(offset=offset, token_ids=[token_id], text=" tok")
+
+
+def _finished(num_tokens: int) -> inference_pb2.Finished:
+    usage = common_pb2.Usage(completion_tokens=num_tokens)
+    return inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, usage=usage)

@@ -1,0 +1,90 @@
+"""What a process used and what clients saw, over some time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import psutil
+
+from baton.bench import stats
+from baton.bench.cost_client import Client, Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run, or the medians of some.
+
+    Attributes:
+        cores: that the coordinator took; 0 without one, as are its other figures.
+        others: cores taken by processes that are no part of this.
+    """
+
+    tokens_per_s: float
+    requests_per_s: float
+    cpu_ms_per_1000_tokens: float
+    cpu_ms_per_request: float
+    cores: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    resident_mb: float
+    others: float
+
+    @classmethod
+    def median(cls, runs: Sequence[Figures]) -> Figures:
+        return cls(*(stats.median(values) for values in zip(*map(astuple, runs), strict=True)))
+
+
+class Meter:
+    """Runs from when it is made.
+
+    Args:
+        client: its `seen` begins anew.
+        coordinator: its process id; None without one.
+        worker: process id.
+    """
+
+    def __init__(self, client: Client, coordinator: int | None, worker: int) -> None:
+        self._client = client
+        self._coordinator = psutil.Process(coordinator) if coordinator is not None else None
+        self._rest = [psutil.Process(worker), psutil.Process(os.getpid())]
+        client.seen = Seen()
+        self._began_at = time.perf_counter()
+        self._before = self._used_s()
+
+    def stop(self) -> Figures:
+        elapsed_s = time.perf_counter() - self._began_at
+        cpu_s, rest_s, all_s = (
+            now - before for now, before in zip(self._used_s(), self._before, strict=True)
+        )
+        seen, memory_bytes = self._client.seen, 0
+        if self._coordinator is not None:
+            memory_bytes = self._coordinator.memory_info().rss
+        return Figures(
+            tokens_per_s=seen.num_tokens / elapsed_s,
+            requests_per_s=seen.num_requests / elapsed_s,
+            cpu_ms_per_1000_tokens=cpu_s * 1e6 / max(1, seen.num_tokens),
+            cpu_ms_per_request=cpu_s * 1e3 / max(1, seen.num_requests),
+            cores=cpu_s / elapsed_s,
+            ttft_p50_ms=stats.percentile(seen.ttfts_s, 50) * 1e3,
+            ttft_p99_ms=stats.percentile(seen.ttfts_s, 99) * 1e3,
+            itl_p50_ms=stats.percentile(seen.gaps_s, 50) * 1e3,
+            itl_p99_ms=stats.percentile(seen.gaps_s, 99) * 1e3,
+            resident_mb=memory_bytes / 1e6,
+            others=max(0.0, all_s - cpu_s - rest_s) / elapsed_s,
+        )
+
+    def _used_s(self) -> tuple[float, float, float]:
+        """Processor seconds of the coordinator, of worker and client, and of everything."""
+        coordinator_s = _cpu_s(self._coordinator) if self._coordinator is not None else 0.0
+        times = psutil.cpu_times()
+        return coordinator_s, sum(map(_cpu_s, self._rest)), sum(times) - times.idle - times.iowait
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,306 @@
+"""Workers that cost next to nothing: prepared answers over the real Cluster.Attach.
+
+`python -m baton.bench.cost_worker --help`. One process plays a prefill worker, which answers at
+once, and decode workers. Without a coordinator it serves Inference itself, with the same answers at
+the same pace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.bench import cost_answers
+from baton.bench.cost_answers import MODEL, VOCAB_SIZE, Answers
+from baton.runtime import lifecycle, rpc
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
+
+MAX_MODEL_LEN = 8192
+_LOAD_INTERVAL_S = 0.2
+# Field number and wire type of WorkerMessage.step.
+_STEP_TAG = b"\x2a"
+
+
+@dataclass(slots=True)
+class Gate:
+    """Flat out, a wave's decoding begins when all of its requests are there.
+
+    Attributes:
+        num_wanted: 0: there is no gate.
+    """
+
+    num_wanted: int
+    num_waiting: int = 0
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self) -> asyncio.Event:
+        """Set when the wave that this one belongs to may begin."""
+        opened = self.opened
+        self.num_waiting += 1
+        if self.num_waiting >= self.num_wanted:
+            self.num_waiting, self.opened = 0, asyncio.Event()
+            opened.set()
+        return opened
+
+
+class Decoder:
+    """One decode engine: each step gives every request it holds a token.
+
+    Args:
+        step_s: from one step's start to the next; 0: as fast as they are taken.
+        send: takes a step's answers.
+    """
+
+    def __init__(self, step_s: float, gate: Gate, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self._step_s, self._gate, self._send = step_s, gate, send
+        self._live: dict[str | int, Iterator[bytes]] = {}
+        self._ends: defaultdict[int, list[str | int]] = defaultdict(list)
+        self._opened = gate.opened
+        self._added = asyncio.Event()
+        self.num_steps = 0
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def add(self, name: str | int, answers: list[bytes]) -> None:
+        """A request joins, and leaves with its last answer."""
+        self._live[name] = iter(answers)
+        self._ends[self.num_steps + len(answers)].append(name)
+        self._opened = self._gate.enter()
+        self._added.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._added.wait()
+            self._added.clear()
+            await self._opened.wait()
+            due = loop.time()
+            while self._live:
+                if self._step_s:
+                    due = max(due + self._step_s, loop.time())
+                    await asyncio.sleep(due - loop.time())
+                self.num_steps += 1
+                step = b"".join(map(next, self._live.values()))
+                for name in self._ends.pop(self.num_steps, ()):
+                    del self._live[name]
+                await self._send(step)
+
+
+class Attachment:
+    """One worker's stream to the coordinator."""
+
+    def __init__(self, address: str, worker_id: str, role: common_pb2.Role.ValueType) -> None:
+        self._worker_id, self._role = worker_id, role
+        attach = rpc.channel(address).stream_stream(
+            "/baton.v1.Cluster/Attach",
+            request_serializer=None,
+            response_deserializer=cluster_pb2.CoordinatorMessage.FromString,
+        )
+        self._call: Any = attach(wait_for_ready=True)
+        self._writing = asyncio.Lock()
+        self._seq = self._received = 0
+
+    async def open(self) -> None:
+        await self._write(cluster_pb2.WorkerMessage(hello=hello(self._worker_id, self._role)))
+        if await self._call.read() is grpc.aio.EOF:
+            raise ConnectionError(await self._call.details())
+
+    async def commands(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            if message.seq:
+                self._received = message.seq
+                yield message
+
+    async def step(self, outputs: bytes) -> None:
+        self._seq += 1
+        head = cluster_pb2.WorkerMessage(seq=self._seq)
+        await self._write(head, cost_answers.prefix(_STEP_TAG, len(outputs)) + outputs)
+
+    async def report(self, decoder: Decoder | None = None) -> None:
+        """Tells of its load, for ever."""
+        while True:
+            load = cluster_pb2.LoadReport()
+            if decoder is not None:
+                load.num_running, load.num_steps = decoder.num_live, decoder.num_steps
+            await self._write(cluster_pb2.WorkerMessage(load=load))
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+    async def _write(self, head: cluster_pb2.WorkerMessage, rest: bytes = b"") -> None:
+        # One write at a time, as gRPC wants it.
+        async with self._writing:
+            head.ack = self._received
+            await self._call.write(head.SerializeToString() + rest)
+
+
+def hello(worker_id: str, role: common_pb2.Role.ValueType) -> cluster_pb2.Hello:
+    return cluster_pb2.Hello(
+        worker_id=worker_id,
+        incarnation=secrets.randbits(63) | 1,
+        role=role,
+        state=cluster_pb2.WORKER_STATE_SERVING,
+        model=common_pb2.ModelDescription(
+            name=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE
+        ),
+        fingerprint=kv_transfer_pb2.KvFingerprint(
+            protocol_version=1, num_layers=4, block_size_tokens=16, block_bytes=1024, tp_size=1
+        ),
+        capacity=cluster_pb2.Capacity(
+            kv_tokens=2**24,
+            block_size_tokens=16,
+            max_num_seqs=2048,
+            max_num_batched_tokens=8192,
+            max_send_bytes=2**40,
+            max_receive_bytes=2**40,
+            supports_forced_tokens=True,
+        ),
+        kv_address=f"{worker_id}.invalid:1",
+        engine="scripted",
+    )
+
+
+def whose(spec: cluster_pb2.RequestSpec) -> cluster_pb2.RequestOutput:
+    return cluster_pb2.RequestOutput(request_id=spec.request_id, attempt=spec.attempt)
+
+
+async def prefill(worker: Attachment, answers: Answers) -> None:
+    """Answers first tokens at once; those that wait for a write leave together."""
+    answered, posted = list[bytes](), asyncio.Event()
+
+    async def write() -> None:
+        while True:
+            await posted.wait()
+            posted.clear()
+            outputs = b"".join(answered)
+            answered.clear()
+            await worker.step(outputs)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(write())
+        group.create_task(worker.report())
+        async for message in worker.commands():
+            if message.HasField("prefill"):
+                answered += answers.of(whose(message.prefill.spec), 0, 1)
+                posted.set()
+        raise ConnectionError("the coordinator is gone")
+
+
+async def decode(worker: Attachment, decoder: Decoder, answers: Answers) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(decoder.run())
+        group.create_task(worker.report(decoder))
+        async for message in worker.commands():
+            if message.HasField("decode"):
+                spec = message.decode.spec
+                num_known, num_all = len(spec.known_token_ids), spec.sampling.max_tokens
+                decoder.add(spec.request_id, answers.of(whose(spec), num_known, num_all))
+        raise ConnectionError("the coordinator is gone")
+
+
+async def attach(arguments: argparse.Namespace) -> int:
+    """Serves a coordinator until it is killed."""
+    answers = cost_answers.worker_outputs(arguments.tokens)
+    gate = Gate(0 if arguments.step_ms else arguments.requests)
+    address = arguments.coordinator
+    prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL)
+    decoders = [
+        Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE)
+        for number in range(arguments.decode_workers)
+    ]
+    for worker in (prefiller, *decoders):
+        await worker.open()
+    print("ready", flush=True)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(prefill(prefiller, answers))
+        for worker in decoders:
+            decoder = Decoder(arguments.step_ms / 1e3, gate, worker.step)
+            group.create_task(decode(worker, decoder, answers))
+    return 0
+
+
+class DirectService:
+    """Inference without a coordinator: what is submitted goes straight to a decoder."""
+
+    def __init__(self, num_tokens: int, step_s: float) -> None:
+        self._num_tokens, self._step_s = num_tokens, step_s
+        self._session = cost_answers.session_events(num_tokens)
+        self._single = cost_answers.generate_events(num_tokens)
+
+    async def session(self, request_iterator: object, context: Any) -> None:
+        del request_iterator
+        writing = asyncio.Lock()
+
+        async def send(events: bytes) -> None:
+            async with writing:
+                await context.write(events)
+
+        decoder = Decoder(self._step_s, Gate(0), send)
+        running = asyncio.create_task(decoder.run())
+        try:
+            while isinstance(message := await context.read(), inference_pb2.SessionRequest):
+                stream = message.submit.stream
+                event = inference_pb2.SessionEvent(stream=stream)
+                first, *rest = self._session.of(event, 0, self._num_tokens)
+                await send(first)
+                decoder.add(stream, rest)
+        finally:
+            running.cancel()
+
+    async def generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        *tokens, end = self._single
+        for token in tokens:
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            due += self._step_s
+            await context.write(token)
+        await context.write(end)
+
+
+async def serve(arguments: argparse.Namespace) -> int:
+    """Serves clients until it is killed."""
+    service = DirectService(arguments.tokens, arguments.step_ms / 1e3)
+    handlers: dict[str, Any] = {
+        "Session": grpc.stream_stream_rpc_method_handler(
+            service.session,
+            inference_pb2.SessionRequest.FromString,  # type: ignore[arg-type]
+        ),
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.generate,
+            inference_pb2.GenerateRequest.FromString,  # type: ignore[arg-type]
+        ),
+    }
+    server = rpc.server()
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("baton.v1.Inference", handlers)]
+    )
+    rpc.bind(server, arguments.listen, "--listen")
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--coordinator", help="attach to it; host:port")
+    where.add_argument("--listen", help="serve clients without a coordinator; host:port")
+    parser.add_argument("--requests", type=int, default=0, help="in a wave, flat out")
+    parser.add_argument("--tokens", type=int, required=True, help="of each answer")
+    parser.add_argument("--step-ms", type=float, required=True, help="0: flat out, in waves")
+    parser.add_argument("--decode-workers", type=int, default=1)
+    arguments = parser.parse_args()
+    lifecycle.run(attach(arguments) if arguments.coordinator else serve(arguments))
+
+
+if __name__ == "__main__":
+    main()

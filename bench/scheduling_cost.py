@@ -1,0 +1,150 @@
+"""What one decision of the core costs, by how many workers and waiting requests there are.
+
+A decision is the event of a request's last token and everything that follows from it: the request
+ends, the one whose turn it is gets its workers, and both commands are made. No process, no message.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, replace
+
+from baton.bench import stats
+from baton.bench.cost_answers import MODEL
+from baton.bench.cost_worker import hello
+from baton.coordinator import events as ev
+from baton.coordinator.book import CoreConfig
+from baton.coordinator.core import Core
+from baton.coordinator.request import StreamKey, Submission, WorkerKey
+from baton.runtime.config import BatonConfig, LaneConfig, LanesConfig
+from baton.v1 import cluster_pb2, common_pb2
+
+NUM_TENANTS = 100
+PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128
+# Of a worker; all decode workers are full, and so the rest waits.
+MAX_PREFILLS, MAX_DECODES = 2, 8
+WARM_UP = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """One size; microseconds per decision."""
+
+    num_workers: int
+    num_queued: int
+    p50_us: float
+    p99_us: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_workers:,} workers, {self.num_queued:,} queued"
+
+
+def measure(num_workers: int, num_queued: int, num_decisions: int) -> Scheduling:
+    """Half of the workers prefill, half decode."""
+    cell = _Cell(num_workers, num_queued)
+    num_waiting = cell.num_queued
+    # As in a long-lived process: what is old is not looked at again.
+    gc.collect()
+    gc.freeze()
+    durations_us = [cell.decide() * 1e6 for _ in range(WARM_UP + num_decisions)][WARM_UP:]
+    gc.unfreeze()
+    return Scheduling(
+        num_workers,
+        num_waiting,
+        stats.percentile(durations_us, 50),
+        stats.percentile(durations_us, 99),
+    )
+
+
+class _Cell:
+    """A core with its queue, and workers that do what they are told when they are asked to."""
+
+    def __init__(self, num_workers: int, num_queued: int) -> None:
+        num_requests = num_queued + num_workers // 2 * MAX_DECODES
+        lane = LaneConfig(max_queued=num_requests, max_queue_s=1e6)
+        self._core = Core(
+            replace(
+                CoreConfig.of(BatonConfig(served_model_name=MODEL)),
+                max_running_requests=num_requests,
+                max_prefill_requests=MAX_PREFILLS,
+                max_decode_requests=MAX_DECODES,
+                lanes=LanesConfig(interactive=lane),
+            )
+        )
+        self._random = random.Random(f"{num_workers} {num_queued}")
+        self._now = 0.0
+        self._prefills: deque[tuple[WorkerKey, cluster_pb2.RequestSpec]] = deque()
+        self._decodes: deque[tuple[WorkerKey, cluster_pb2.RequestSpec]] = deque()
+        for number in range(num_requests):
+            self._handle(self._submitted(number))
+        for number in range(num_workers):
+            role = common_pb2.ROLE_DECODE if number % 2 else common_pb2.ROLE_PREFILL
+            self._handle(ev.WorkerAttached(hello(f"worker-{number}", role)))
+        self._answer_prefills()
+
+    @property
+    def num_queued(self) -> int:
+        return self._core.num_queued(common_pb2.LANE_INTERACTIVE)
+
+    def decide(self) -> float:
+        """Seconds that one decision took; its prompt is answered afterwards."""
+        worker, spec = self._decodes.popleft()
+        finished = cluster_pb2.WorkerFinished(reason=common_pb2.FINISH_REASON_LENGTH)
+        delta = common_pb2.TokenDelta(offset=len(spec.known_token_ids), token_ids=[7])
+        event = _step(worker, spec, delta, finished)
+        waiting, began_at = self.num_queued, time.perf_counter()
+        effects = self._core.handle(event, self._now)
+        duration_s = time.perf_counter() - began_at
+        assert self.num_queued == waiting - 1, "one request's place went to another"
+        self._take(effects)
+        self._answer_prefills()
+        return duration_s
+
+    def _submitted(self, number: int) -> ev.Submitted:
+        return ev.Submitted(
+            Submission(
+                to=StreamKey(number % 64, number),
+                request_id=f"{number:024d}",
+                prompt_token_ids=array("I", self._random.choices(range(50_000), k=PROMPT_TOKENS)),
+                sampling=common_pb2.SamplingParams(max_tokens=OUTPUT_TOKENS),
+                lane=common_pb2.LANE_INTERACTIVE,
+                arrived_at=self._now,
+                tenant=f"tenant-{self._random.randrange(NUM_TENANTS)}",
+            )
+        )
+
+    def _answer_prefills(self) -> None:
+        while self._prefills:
+            worker, spec = self._prefills.popleft()
+            first = common_pb2.TokenDelta(token_ids=[7])
+            self._handle(_step(worker, spec, first, cluster_pb2.WorkerFinished()))
+
+    def _handle(self, event: ev.Event) -> None:
+        self._now += 1e-6
+        self._take(self._core.handle(event, self._now))
+
+    def _take(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ev.SendCommand):
+                command = effect.command
+                if isinstance(command, cluster_pb2.PrefillCommand):
+                    self._prefills.append((effect.worker, command.spec))
+                elif isinstance(command, cluster_pb2.DecodeCommand):
+                    self._decodes.append((effect.worker, command.spec))
+
+
+def _step(
+    worker: WorkerKey,
+    spec: cluster_pb2.RequestSpec,
+    delta: common_pb2.TokenDelta,
+    finished: cluster_pb2.WorkerFinished,
+) -> ev.WorkerStep:
+    output = cluster_pb2.RequestOutput(
+        request_id=spec.request_id, attempt=spec.attempt, delta=delta, finished=finished
+    )
+    return ev.WorkerStep(worker, cluster_pb2.StepOutputs(outputs=[output]))
