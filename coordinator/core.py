@@ -29,6 +29,8 @@ _POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _MAX_REMEMBERED_HANDOFFS = 4096
 # A worker that is stuck for so many times the limit is fenced, so that another can take its place.
 _STUCK_FOR_GOOD = 3
+# A worker whose stream has broken is back within a tenth of this, or it is dead.
+_GONE_S = 0.5
 # A batch request that made room so often is let go on: its cache may not keep what was computed.
 _MAX_PARKED = 8
 
@@ -513,9 +515,14 @@ class Core:
             worker.progressed_at = min(now, worker.progressed_at + now - due)
             self._watch(worker, now)
 
+    def _silent_s(self, worker: Worker) -> float:
+        """How long its requests wait for a worker that says nothing."""
+        silent_s = self._config.worker_silent_s
+        return silent_s if worker.connected else min(silent_s, _GONE_S)
+
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer of a worker's silence."""
-        silent_s = self._config.worker_silent_s
+        silent_s = self._silent_s(worker)
         due = worker.heard_at + silent_s
         if due <= now:
             # Looked at again, since others may come that could take its requests.
@@ -535,6 +542,6 @@ class Core:
             if worker.heard_at + self._config.worker_timeout_s <= now:
                 self._lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
                 continue
-            if worker.heard_at + self._config.worker_silent_s <= now:
+            if worker.heard_at + self._silent_s(worker) <= now:
                 self._suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
             self._watch(worker, now)

@@ -55,7 +55,7 @@ class CoordinatorConfig(Section):
     max_request_s: PositiveSeconds = Field(3600, description="longest life of a request")
     heartbeat_s: PositiveSeconds = Field(0.5, description="of the workers' streams")
     worker_silent_s: PositiveSeconds = Field(
-        2.0,
+        1.5,
         validate_default=True,
         description="the requests of a worker silent for so long go on elsewhere",
     )

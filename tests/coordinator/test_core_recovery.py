@@ -145,6 +145,21 @@ def test_a_silent_workers_requests_move_and_it_comes_back(two, out):
     assert two.core.workers.by_id(decoder).assigned == {}
 
 
+def test_a_broken_connection_is_waited_for_less_than_silence(two, out):
+    two.submit()
+    ((prefiller, _),) = prefills(two)
+    two.handle(ev.WorkerDetached((prefiller, 1)))
+    two.after(0.4)
+    # Back in time: nothing moves.
+    two.attach(prefiller, PREFILL)
+    two.after(0.4)
+    assert two.core.request("r1").attempt == 1
+    two.handle(ev.WorkerDetached((prefiller, 1)))
+    two.after(0.6)
+    assert two.core.request("r1").attempt == 2
+    assert two.core.workers.by_id(prefiller) is not None
+
+
 def test_a_silent_worker_without_another_is_waited_for(world, out):
     to = world.submit()
     for _ in range(10):

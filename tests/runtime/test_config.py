@@ -11,9 +11,9 @@ from baton.runtime.config import ConfigError, dump, parse
     [
         ("coordinator", {"max_request_s": float("inf")}, "max_request_s: is inf"),
         ("worker", {"drain_timeout_s": float("nan")}, "drain_timeout_s: is nan"),
-        ("coordinator", {"heartbeat_s": 6.0}, "worker_silent_s: is 2.0; must be at least twice"),
-        ("coordinator", {"heartbeat_s": 1.0, "worker_silent_s": 1.5}, "twice heartbeat_s, 2"),
-        ("coordinator", {"worker_timeout_s": 1.5}, "must be at least worker_silent_s, 2"),
+        ("coordinator", {"heartbeat_s": 6.0}, "worker_silent_s: is 1.5; must be at least twice"),
+        ("coordinator", {"heartbeat_s": 1.0, "worker_silent_s": 1.6}, "twice heartbeat_s, 2"),
+        ("coordinator", {"worker_timeout_s": 1.2}, "must be at least worker_silent_s, 1.5"),
     ],
 )
 def test_times_that_cannot_work(section, values, reason):
