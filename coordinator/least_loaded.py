@@ -29,6 +29,9 @@ class LeastLoaded(Generic[Key]):
         return key in self._entries
 
     def set(self, key: Key, load: float) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry[0] == load:
+            return  # It keeps its turn.
         self._order += 1
         self._entries[key] = load, self._order
         heapq.heappush(self._heap, (load, self._order, key))
