@@ -68,7 +68,9 @@ async def test_one_that_stops_reading_is_cancelled_alone(coordinator, say_hello,
             assert (await d.command("decode")).spec.request_id in specs
         given_up_at = None
         for offset in range(1, NUM_TOKENS):
-            outputs = [answer(specs["quick"], offset, 1, LENGTH if offset == NUM_TOKENS - 1 else None)]
+            outputs = [
+                answer(specs["quick"], offset, 1, LENGTH if offset == NUM_TOKENS - 1 else None)
+            ]
             if given_up_at is None:
                 outputs.append(answer(specs["slow"], offset, 1))
                 outputs[1].delta.text = TEXT
