@@ -151,7 +151,7 @@ class StreamsClient(_Tally):
         self._channels = [
             rpc.channel(address) for _ in range(-(-num_slots // STREAMS_PER_CONNECTION))
         ]
-        self._calls = [
+        self._calls: list[Any] = [
             channel.unary_stream(
                 "/baton.v1.Inference/Generate",
                 response_deserializer=inference_pb2.GenerateEvent.FromString,
@@ -165,7 +165,7 @@ class StreamsClient(_Tally):
 
     async def ask(self, slot: int) -> None:
         asked = Asked(time.perf_counter(), asyncio.get_running_loop().create_future())
-        call: Any = self._calls[slot % len(self._calls)](self._requests[slot], wait_for_ready=True)
+        call = self._calls[slot % len(self._calls)](self._requests[slot], wait_for_ready=True)
         while (event := await call.read()) is not grpc.aio.EOF:
             if event.HasField("delta"):
                 self.token(asked, event.delta, time.perf_counter())

@@ -100,7 +100,7 @@ class Attachment:
 
     def __init__(self, address: str, worker_id: str, role: common_pb2.Role.ValueType) -> None:
         self._worker_id, self._role = worker_id, role
-        attach = rpc.channel(address).stream_stream(
+        attach: Any = rpc.channel(address).stream_stream(
             "/baton.v1.Cluster/Attach",
             request_serializer=None,
             response_deserializer=cluster_pb2.CoordinatorMessage.FromString,
@@ -271,11 +271,11 @@ async def serve(arguments: argparse.Namespace) -> int:
     handlers: dict[str, Any] = {
         "Session": grpc.stream_stream_rpc_method_handler(
             service.session,
-            inference_pb2.SessionRequest.FromString,  # type: ignore[arg-type]
+            inference_pb2.SessionRequest.FromString,
         ),
         "Generate": grpc.unary_stream_rpc_method_handler(
             service.generate,
-            inference_pb2.GenerateRequest.FromString,  # type: ignore[arg-type]
+            inference_pb2.GenerateRequest.FromString,
         ),
     }
     server = rpc.server()

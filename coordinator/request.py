@@ -139,8 +139,7 @@ class Request:
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
         prefill_done: the prefill worker's part of this attempt is over.
-        spec: what its commands have in common, once there was one: a long prompt is made into a
-            message slowly, and copied fast.
+        spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.

@@ -176,22 +176,23 @@ class WorkerRegistry:
                 f"worker {hello.worker_id}: model.name is {hello.model.name!r}, "
                 f"here {self._model_name!r}"
             )
-        for other in self._workers.values():
-            if other.id == hello.worker_id:
-                continue
-            differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
-            differing += _differences(
-                "fingerprint",
-                other.hello.fingerprint,
-                hello.fingerprint,
-                [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
-            )
-            if differing:
-                return FailedPrecondition(
-                    f"worker {hello.worker_id} does not fit worker {other.id}: "
-                    + "; ".join(differing)
-                )
-        return None
+        others = (one for one in self._workers.values() if one.id != hello.worker_id)
+        # Those that are attached are alike.
+        other = next(others, None)
+        if other is None:
+            return None
+        differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+        differing += _differences(
+            "fingerprint",
+            other.hello.fingerprint,
+            hello.fingerprint,
+            [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
+        )
+        if not differing:
+            return None
+        return FailedPrecondition(
+            f"worker {hello.worker_id} does not fit worker {other.id}: " + "; ".join(differing)
+        )
 
     def add(self, worker: Worker) -> None:
         assert worker.id not in self._workers
