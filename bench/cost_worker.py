@@ -23,7 +23,6 @@ from baton.runtime import lifecycle, rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 MAX_MODEL_LEN = 8192
-_LOAD_INTERVAL_S = 0.2
 # Field number and wire type of WorkerMessage.step.
 _STEP_TAG = b"\x2a"
 
@@ -111,8 +110,10 @@ class Attachment:
 
     async def open(self) -> None:
         await self._write(cluster_pb2.WorkerMessage(hello=hello(self._worker_id, self._role)))
-        if await self._call.read() is grpc.aio.EOF:
+        message = await self._call.read()
+        if message is grpc.aio.EOF:
             raise ConnectionError(await self._call.details())
+        self._heartbeat_s = message.welcome.heartbeat_interval.ToMilliseconds() / 1e3
 
     async def commands(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
         while (message := await self._call.read()) is not grpc.aio.EOF:
@@ -132,7 +133,7 @@ class Attachment:
             if decoder is not None:
                 load.num_running, load.num_steps = decoder.num_live, decoder.num_steps
             await self._write(cluster_pb2.WorkerMessage(load=load))
-            await asyncio.sleep(_LOAD_INTERVAL_S)
+            await asyncio.sleep(self._heartbeat_s)
 
     async def _write(self, head: cluster_pb2.WorkerMessage, rest: bytes = b"") -> None:
         # One write at a time, as gRPC wants it.
