@@ -172,7 +172,6 @@ def test_workers_shows_what_their_steps_cost(ask):
 
     latency = eventually(measured)
     assert latency["num_cold"] >= 3
-    assert latency["num_rejected"] == 0
     assert latency["step_base_ms"] >= 0
     assert latency["error_p90"] >= latency["error_p50"]
     assert re.search(r"^prefill-0 .* [\d.e+]+/[\d.e+]+ ms ", ask("workers").out, re.MULTILINE)
