@@ -12,7 +12,8 @@ Key = TypeVar("Key", bound=Hashable)
 class LeastLoaded(Generic[Key]):
     """One load per key. Setting and asking cost O(log n).
 
-    Of equal loads the one that changed longest ago comes first, so that idle workers take turns.
+    Of equal loads the one that changed longest ago comes first, so that idle workers take turns;
+    setting what it was is no change.
     Replaced entries stay in the heap until they surface, and the heap is rebuilt when they
     outnumber the live ones.
     """

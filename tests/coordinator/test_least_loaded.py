@@ -11,7 +11,8 @@ def test_the_least_loaded_come_first_and_equals_take_turns(
     index: LeastLoaded[int] = LeastLoaded()
     loads: dict[int, int] = {}
     for key, load in changes:
-        loads.pop(key, None)
+        if loads.get(key) != load:
+            loads.pop(key, None)
         if load is None:
             index.remove(key)
         else:
