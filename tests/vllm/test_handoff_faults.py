@@ -98,13 +98,16 @@ async def guests(
     cluster: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Guests]:
     guests = Guests(cluster, model, tmp_path_factory.mktemp("guests"))
-    guests.start("prefill", "p2", 0)
-    guests.start("decode", "d2", 1)
-    await guests.attached("p2", "d2")
-    address = {each.worker_id: each.kv_address for each in await cluster.all_workers()}["d2"]
-    guests.relay = Relay(address, f"127.0.0.1:{address.removeprefix(f'{RELAY_HOST}:')}")
-    yield guests
-    await guests.close()
+    try:
+        guests.start("prefill", "p2", 0)
+        guests.start("decode", "d2", 1)
+        await guests.attached("p2", "d2")
+        address = {each.worker_id: each.kv_address for each in await cluster.all_workers()}["d2"]
+        guests.relay = Relay(address, f"127.0.0.1:{address.removeprefix(f'{RELAY_HOST}:')}")
+        yield guests
+    finally:
+        # Other tests count on the cluster's own workers.
+        await guests.close()
 
 
 @pytest.fixture
