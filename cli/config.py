@@ -26,9 +26,10 @@ def check(
         ("coordinator.metrics_listen", config.coordinator.metrics_listen),
         ("worker.metrics_listen", config.worker.metrics_listen),
         ("kv_transfer.listen", config.kv_transfer.listen),
+        ("http.listen", config.http.listen),
     ):
-        # Only that of the transfer service may be empty.
-        if address or key != "kv_transfer.listen":
+        # Only those of the transfer service and the gateway may be empty.
+        if address or key not in ("kv_transfer.listen", "http.listen"):
             split_address(address, f"{file}: {key}")
     print(f"{file}: ok")
 

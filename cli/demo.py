@@ -63,7 +63,7 @@ async def demo(arguments: list[str]) -> None:
 @asynccontextmanager
 async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
     """A running `baton up`; yields its address and stops all of it."""
-    command = [sys.executable, "-m", "baton.cli", "up", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "baton.cli", "up", "--listen", "127.0.0.1:0", "--no-http"]
     command += [part for argument in ENGINE_ARGS for part in ("--engine-arg", argument)]
     print("starting a coordinator, one prefill and one decode worker", flush=True)
     up = await asyncio.create_subprocess_exec(

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import config, generate, processes, state
+from baton.cli import config, gateway, generate, processes, state
 
 app = typer.Typer(
     name="baton",
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("up")(processes.up)
 app.command("coordinator")(processes.coordinator)
 app.command("worker")(processes.worker)
+app.command("gateway")(gateway.gateway)
 app.command("generate")(generate.generate)
 app.command("pools")(state.pools)
 app.command("workers")(state.workers)

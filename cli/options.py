@@ -66,6 +66,7 @@ def load_config(
     listen: str | None = None,
     num_prefill: int | None = None,
     num_decode: int | None = None,
+    http_listen: str | None = None,
 ) -> BatonConfig:
     """The file's configuration with the command line's options over it.
 
@@ -85,6 +86,7 @@ def load_config(
             "coordinator": {"listen": listen},
             "prefill": {"workers": num_prefill},
             "decode": {"workers": num_decode},
+            "http": {"listen": http_listen},
         },
     )
 
@@ -108,8 +110,12 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
     return values
 
 
-def resolve_addresses(addresses: str | None) -> list[str]:
+def resolve_addresses(addresses: str | None, option: str = "--address") -> list[str]:
     """The coordinators' addresses; at least one.
+
+    Args:
+        addresses: separated by commas; None or empty: where one listens by default.
+        option: that they came by, for errors.
 
     Raises:
         ConfigError: one of them is not host:port.
@@ -118,5 +124,5 @@ def resolve_addresses(addresses: str | None) -> list[str]:
 
     found = [one.strip() for one in (addresses or CoordinatorConfig().listen).split(",")]
     for address in found:
-        split_address(address, "--address")
+        split_address(address, option)
     return found

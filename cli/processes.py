@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,26 +36,38 @@ def up(
     ] = None,
     decode: Annotated[int | None, typer.Option("--decode", min=0, help="Decode workers.")] = None,
     engine_arg: options.EngineArgs = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port", min=0, max=65535, help="Of the HTTP gateway; 0 picks a free one."
+        ),
+    ] = None,
+    no_http: Annotated[bool, typer.Option("--no-http", help="Without the gateway.")] = False,
     log_level: options.Level = None,
 ) -> None:
-    """Run a coordinator and its workers in the foreground; Ctrl-C drains.
+    """Run a coordinator, its workers and the HTTP gateway in the foreground; Ctrl-C drains.
 
-    Prints `ready grpc=HOST:PORT` on standard output once it serves.
+    Prints `ready grpc=HOST:PORT http=URL` on standard output once it serves.
     """
-    _serve_coordinator(
-        options.load_config(
-            config,
-            model=model,
-            served_model_name=served_model_name,
-            engine=engine,
-            engine_args=engine_arg,
-            log_level=log_level,
-            listen=listen,
-            num_prefill=prefill,
-            num_decode=decode,
-        ),
-        launch=True,
+    from baton.cli.model import prepared
+    from baton.runtime import lifecycle, logs
+
+    effective = options.load_config(
+        config,
+        model=model,
+        served_model_name=served_model_name,
+        engine=engine,
+        engine_args=engine_arg,
+        log_level=log_level,
+        listen=listen,
+        num_prefill=prefill,
+        num_decode=decode,
+        http_listen="" if no_http else None,
     )
+    if http_port is not None and not no_http:
+        effective = _with_http_port(effective, http_port)
+    logs.setup(effective.log_level, "coordinator")
+    raise typer.Exit(lifecycle.run(_up(prepared(effective))))
 
 
 def coordinator(
@@ -66,17 +79,25 @@ def coordinator(
     log_level: options.Level = None,
 ) -> None:
     """Run a coordinator alone; workers are started elsewhere and dial in."""
-    _serve_coordinator(
-        options.load_config(
-            config,
-            model=model,
-            served_model_name=served_model_name,
-            engine=engine,
-            log_level=log_level,
-            listen=listen,
-        ),
-        launch=False,
+    from baton.cli.model import prepared
+    from baton.coordinator import server
+    from baton.runtime import lifecycle, logs
+
+    effective = options.load_config(
+        config,
+        model=model,
+        served_model_name=served_model_name,
+        engine=engine,
+        log_level=log_level,
+        listen=listen,
     )
+    logs.setup(effective.log_level, "coordinator")
+
+    def ready(address: str) -> None:
+        print(f"ready grpc={address}", flush=True)
+
+    code = lifecycle.run(server.serve(prepared(effective), launch=False, ready=ready))
+    raise typer.Exit(code)
 
 
 def worker(
@@ -120,15 +141,55 @@ def worker(
     raise typer.Exit(code)
 
 
-def _serve_coordinator(config: BatonConfig, *, launch: bool) -> None:
-    from baton.cli.model import prepared
+async def _up(config: BatonConfig) -> int:
+    """The coordinator in this process, workers and the gateway in others."""
+    from baton.cli import gateway
     from baton.coordinator import server
-    from baton.runtime import lifecycle, logs
+    from baton.runtime.lifecycle import stop_requested
 
-    logs.setup(config.log_level, "coordinator")
+    stop, end = stop_requested(), asyncio.Event()
+    listener, url = None, ""
+    if config.http.listen:
+        # What is wrong with it shows before the workers load for minutes.
+        gateway.require()
+        listener, url = gateway.bind(config.http.listen)
+        http = config.http.model_copy(update={"listen": url.removeprefix("http://")})
+        config = config.model_copy(update={"http": http})
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        server.serve(config, launch=True, ready=address.set_result, stop=end)
+    )
+    stopping = asyncio.create_task(stop.wait())
+    waiting: set[asyncio.Future[Any]] = {serving, stopping}
+    process = None
+    try:
+        await asyncio.wait({*waiting, address}, return_when=asyncio.FIRST_COMPLETED)
+        if address.done() and not serving.done() and not stop.is_set():
+            told = f"ready grpc={address.result()}"
+            if listener is not None:
+                process = gateway.GatewayProcess(config, address.result(), listener)
+                await process.start()
+                told += f" http={url}"
+            print(told, flush=True)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # 1. Nothing more comes over HTTP, what runs ends. 2. The coordinator drains and its
+        # workers leave.
+        if process is not None:
+            await process.stop()
+        elif listener is not None:
+            listener.close()
+        stopping.cancel()
+        end.set()
+        code = await serving
+    return code
 
-    def ready(address: str) -> None:
-        print(f"ready grpc={address}", flush=True)
 
-    code = lifecycle.run(server.serve(prepared(config), launch=launch, ready=ready))
-    raise typer.Exit(code)
+def _with_http_port(config: BatonConfig, port: int) -> BatonConfig:
+    from baton.runtime.addresses import joined
+    from baton.runtime.config import HttpConfig, split_address
+
+    listen = config.http.listen or HttpConfig().listen
+    host, _ = split_address(listen, "http.listen")
+    http = config.http.model_copy(update={"listen": joined(host.strip("[]"), port)})
+    return config.model_copy(update={"http": http})

@@ -250,6 +250,28 @@ class WorkerConfig(Section):
     )
 
 
+class HttpConfig(Section):
+    """The OpenAI-compatible gateway."""
+
+    listen: str = Field(
+        "127.0.0.1:8000",
+        description="host:port; port 0 picks a free one; empty: baton up starts no gateway",
+    )
+    max_connections: PositiveInt = Field(4096)
+    max_running_requests: PositiveInt = Field(1024, description="generations at a time")
+    max_choices: PositiveInt = Field(128, description="of one request: its prompts times n")
+    max_body_bytes: PositiveInt = Field(16 * 2**20)
+    max_header_bytes: PositiveInt = Field(32 * 2**10, description="request line and headers")
+    read_timeout_s: PositiveSeconds = Field(
+        30.0, description="longest wait for a whole head, and for a whole body"
+    )
+    write_timeout_s: PositiveSeconds = Field(
+        60.0, description="a client that takes nothing for so long is disconnected"
+    )
+    keep_alive_s: PositiveInt = Field(75, description="of idle connections")
+    drain_timeout_s: PositiveSeconds = Field(30.0, description="SIGTERM: longest wait for requests")
+
+
 class TracingConfig(Section):
     """Spans in the traces of requests."""
 
@@ -330,6 +352,7 @@ class BatonConfig(Section):
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)

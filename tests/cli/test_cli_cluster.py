@@ -17,7 +17,7 @@ import pytest
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0")
+UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
 
 
 class Process:
@@ -84,7 +84,7 @@ def cluster(tmp_path_factory):
     """The address of a running `baton up`; afterwards nothing of it may be left."""
     up = Process(*UP, home=tmp_path_factory.mktemp("up"))
     try:
-        yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+)\b").group(1)
+        yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+) http=http://127\.0\.0\.1:\d+$").group(1)
         assert up.stop() == (0, []), up.err()[-3000:]
     finally:
         up.close()
@@ -222,7 +222,7 @@ def test_ctrl_c_cancels_the_request_and_is_exit_130(ask, cluster, tmp_path):
 
 
 def test_a_port_in_use_is_one_line(baton, taken_address):
-    result = baton("up", "--engine", "simulated", "--listen", taken_address)
+    result = baton("up", "--engine", "simulated", "--listen", taken_address, "--no-http")
     assert result.code == 2
     lines = [line for line in result.err.splitlines() if line.startswith("baton: ")]
     assert len(lines) == 1

@@ -150,7 +150,7 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
     path = directory / "baton.yaml"
     path.write_text(yaml.safe_dump(config))
     process = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.main", "up", "--config", str(path)],
+        [sys.executable, "-m", "baton.cli.main", "up", "--no-http", "--config", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,199 @@
+"""`baton gateway`, and the gateway beside `baton up`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.runtime.config import BatonConfig
+
+_log = logging.getLogger(__name__)
+
+_NEEDED = ("uvicorn", "starlette", "httptools")
+_START_TIMEOUT_S = 60.0
+# Beyond the gateway's own time to drain.
+_STOP_MARGIN_S = 5.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+
+
+def gateway(
+    coordinator: Annotated[str, typer.Option("--coordinator", metavar="HOST:PORT,...")],
+    config: options.ConfigFile = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="HTTP; port 0 picks a free one."),
+    ] = None,
+    log_level: options.Level = None,
+    fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
+) -> None:
+    """Run the OpenAI-compatible HTTP gateway alone, in front of a coordinator.
+
+    Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
+    """
+    from baton.runtime import lifecycle, logs
+    from baton.runtime.config import ConfigError, load
+
+    overrides = {"http": {"listen": listen}, "log_level": log_level and log_level.value}
+    effective = load(config, overrides)
+    coordinators = options.resolve_addresses(coordinator, "--coordinator")
+    require()
+    from baton.gateway import server
+
+    logs.setup(effective.log_level, "gateway")
+    if fd is not None:
+        listener = socket.socket(fileno=fd)
+        url = f"http://{effective.http.listen}"
+    elif not effective.http.listen:
+        raise ConfigError("http.listen: is ''; must be host:port")
+    else:
+        listener, url = bind(effective.http.listen)
+    code = lifecycle.run(
+        server.serve(
+            effective.http,
+            coordinators,
+            listener,
+            ready=lambda: print(f"ready http={url}", flush=True),
+        )
+    )
+    raise typer.Exit(code)
+
+
+def require() -> None:
+    """Raises ConfigError where the gateway's libraries are not installed."""
+    from baton.runtime.config import ConfigError
+
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
+            "without one: --no-http, or http.listen: ''"
+        )
+
+
+def bind(listen: str) -> tuple[socket.socket, str]:
+    """A socket bound to host:port that does not listen yet, and its URL.
+
+    Raises:
+        ConfigError: the address is wrong, in use or not of this host.
+    """
+    from baton.runtime.addresses import joined
+    from baton.runtime.config import ConfigError, split_address
+
+    host, port = split_address(listen, "http.listen")
+    host = host.strip("[]")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or error
+        raise ConfigError(f"http.listen: cannot listen on {listen}: {reason}") from None
+    return bound, f"http://{joined(host, bound.getsockname()[1])}"
+
+
+class GatewayProcess:
+    """The gateway as a child process, started again when it dies. One run: `start`, then `stop`.
+
+    It leads a process group of its own, so that Ctrl-C reaches it by way of `stop` only, and gets
+    SIGTERM when this process dies.
+
+    Args:
+        config: effective; `http.listen` as bound.
+        coordinator: host:port of gRPC, as it listens.
+        listener: bound. It stays open here, so that connections wait while another gateway starts.
+    """
+
+    def __init__(self, config: BatonConfig, coordinator: str, listener: socket.socket) -> None:
+        from baton.runtime.addresses import is_wildcard, joined
+
+        host, _, port = coordinator.rpartition(":")
+        if is_wildcard(host):
+            coordinator = joined("::1" if ":" in host else "127.0.0.1", port)
+        self._config, self._coordinator, self._listener = config, coordinator, listener
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when it serves.
+
+        Raises:
+            ConfigError: it did not come to serve; its stderr says why.
+        """
+        from baton.runtime.config import ConfigError
+
+        if not await self._start():
+            await self.stop()
+            raise ConfigError("http: the gateway did not start")
+        self._watch = asyncio.create_task(self._keep(), name="gateway process")
+
+    async def stop(self) -> None:
+        """Drains and ends it; idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        # It listens for as long as anyone has the socket.
+        self._listener.close()
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(
+                process.wait(), self._config.http.drain_timeout_s + _STOP_MARGIN_S
+            )
+        except TimeoutError:
+            _log.warning("the gateway did not stop in time: killed")
+            process.kill()
+            await process.wait()
+
+    async def _keep(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            _log.error("the gateway ended with code %d; starting another", code)
+            await asyncio.sleep(pause_s)
+            pause_s = _FIRST_PAUSE_S if await self._start() else min(_MAX_PAUSE_S, 2 * pause_s)
+
+    async def _start(self) -> bool:
+        from baton.runtime.config import dump
+
+        fd = self._listener.fileno()
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton.coordinator.tether", str(os.getpid())),
+            *(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
+            *("--coordinator", self._coordinator, "--config", "-"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(fd,),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(dump(self._config).encode())
+            await process.stdin.drain()
+        process.stdin.close()
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = await process.stdout.readline()
+        if line.startswith(b"ready "):
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        return False

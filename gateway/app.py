@@ -1,0 +1,161 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Generic, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from baton.client import BatonClient
+from baton.gateway import problems
+from baton.gateway.generation import CHAT, COMPLETIONS, Generation
+from baton.gateway.metrics import GatewayCollector, GatewayStats
+from baton.gateway.problems import Problem
+from baton.runtime.config import HttpConfig
+from baton.runtime.errors import RemoteError
+from baton.v1 import common_pb2
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# Longest wait for the coordinator's answer to a question about itself, and how long it holds.
+_ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
+_MODELS_HOLD_S = 10.0
+_KINDS = {404: "not_found_error"}
+
+
+class Answer(Generic[T]):
+    """A question asked at most once at a time, and not again for a while: anyone may ask it."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]], holds_s: float) -> None:
+        self._ask, self._holds_s = ask, holds_s
+        self._lock = asyncio.Lock()
+        self._until = 0.0
+        self._answer: T | RemoteError | None = None
+
+    async def get(self) -> T:
+        """Raises RemoteError as the question did."""
+        async with self._lock:
+            if time.monotonic() >= self._until:
+                try:
+                    self._answer = await self._ask()
+                    self._until = time.monotonic() + self._holds_s
+                except RemoteError as error:
+                    self._answer = error
+                    self._until = time.monotonic() + min(_HOLDS_S, self._holds_s)
+            answer = self._answer
+        if isinstance(answer, RemoteError):
+            raise problems.of(answer)
+        assert answer is not None
+        return answer
+
+
+class Gateway:
+    """What is behind the routes; `app` is the ASGI application.
+
+    Args:
+        client: open; its requests are the gateway's.
+        config: limits.
+    """
+
+    def __init__(self, client: BatonClient, config: HttpConfig) -> None:
+        self.stats = GatewayStats((COMPLETIONS, CHAT))
+        self._registry = GatewayCollector(self.stats).registry()
+        self._created = int(time.time())
+
+        async def ready() -> bool:
+            await client.wait_ready(_ASK_TIMEOUT_S)
+            return True
+
+        self._ready = Answer(ready, _HOLDS_S)
+        self._model = Answer(lambda: client.model(_ASK_TIMEOUT_S), _MODELS_HOLD_S)
+        generations = [
+            Route(route, Generation(route, client, config, self.stats), methods=["POST"])
+            for route in (COMPLETIONS, CHAT)
+        ]
+        self.app = Starlette(
+            routes=[
+                *generations,
+                Route("/v1/models", self._counted("/v1/models", self._models)),
+                Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
+                Route("/health", self._counted("/health", self._health)),
+                Route("/metrics", self._counted("/metrics", self._metrics)),
+            ],
+            exception_handlers={HTTPException: self._no_route},
+        )
+
+    def _counted(
+        self, route: str, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint whose problems are answers."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                response = await answer(request)
+            except Problem as problem:
+                response = _response(problem)
+            except Exception:
+                _log.exception("%s failed", route)
+                response = _response(Problem(500, "internal error", kind="server_error"))
+            self.stats.requests[route, response.status_code] += 1
+            return response
+
+        return endpoint
+
+    async def _models(self, request: Request) -> Response:
+        model = await self._model.get()
+        return JSONResponse({"object": "list", "data": [self._described(model)]})
+
+    async def _one_model(self, request: Request) -> Response:
+        model, name = await self._model.get(), request.path_params["name"]
+        if name != model.name:
+            message = f"model is {name!r}; this gateway serves {model.name!r}"
+            kind = _KINDS[404]
+            raise Problem(404, message, kind=kind, param="model", code="model_not_found")
+        return JSONResponse(self._described(model))
+
+    def _described(self, model: common_pb2.ModelDescription) -> dict[str, object]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len or None,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        await self._ready.get()
+        return Response(status_code=200)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        self.stats.requests["other", error.status_code] += 1
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        kind = _KINDS.get(error.status_code, problems.INVALID)
+        problem = Problem(error.status_code, message, kind=kind, code="no_such_route")
+        return _response(problem, error.headers)
+
+
+def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    found = {name.decode(): value.decode() for name, value in problem.headers()}
+    return Response(
+        problem.body(),
+        problem.status,
+        {**(headers or {}), **found},
+        media_type="application/json",
+    )

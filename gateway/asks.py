@@ -1,0 +1,192 @@
+"""From a checked body and its headers to requests for the coordinator."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from baton.client import Prompt, RequestOptions
+from baton.client.request import LaneName
+from baton.gateway.bodies import ChatBody, CompletionBody, GenerationBody
+from baton.gateway.problems import wrong
+
+# Of OpenAI's completions route, for requests that do not say.
+_DEFAULT_COMPLETION_TOKENS = 16
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one HTTP request asks of the coordinator.
+
+    Attributes:
+        id: of the whole; that of choice i of several ends in "-i".
+        prompts: each of them gets `n` choices.
+        seed: of a prompt's first choice; the next one's is one more, as vLLM has it.
+        num_logprobs: of the likeliest tokens beside the chosen one's; None: none at all.
+    """
+
+    id: str
+    chat: bool
+    lane: LaneName
+    prompts: Sequence[Prompt]
+    n: int
+    seed: int | None
+    stream: bool
+    include_usage: bool
+    num_logprobs: int | None
+    options: RequestOptions
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    def requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
+        """One per choice, in the order of their indices."""
+        for index in range(self.num_choices):
+            options: RequestOptions = {**self.options, "request_id": self.id}
+            if self.num_choices > 1:
+                options["request_id"] = f"{self.id}-{index}"
+            if self.seed is not None:
+                options["seed"] = self.seed + index % self.n
+            yield self.prompts[index // self.n], options
+
+
+def new_id(*, chat: bool) -> str:
+    """Of a request that came without."""
+    return f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+
+
+def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, str]) -> Ask:
+    """Raises Problem when a field or a header is wrong."""
+    options = _options(body, headers)
+    if "max_tokens" not in body.model_fields_set:
+        options["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
+    return _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
+
+
+def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
+    """Raises Problem when a field or a header is wrong."""
+    options = _options(body, headers)
+    if body.max_completion_tokens is not None:
+        options["max_tokens"] = body.max_completion_tokens
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if not body.messages:
+        raise wrong("messages", [], "must not be empty")
+    turns = [{"role": message.role, "content": message.content} for message in body.messages]
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _ask(body, request_id, headers, options, [turns], num_logprobs)
+
+
+def _ask(
+    body: GenerationBody,
+    request_id: str,
+    headers: Mapping[str, str],
+    options: RequestOptions,
+    prompts: Sequence[Prompt],
+    num_logprobs: int | None,
+) -> Ask:
+    lane = options["lane"] = _lane(body, headers)
+    if num_logprobs is not None:
+        options["logprobs"] = num_logprobs
+    return Ask(
+        request_id,
+        isinstance(body, ChatBody),
+        lane,
+        prompts,
+        body.n or 1,
+        body.seed,
+        bool(body.stream),
+        bool(body.stream_options is not None and body.stream_options.include_usage),
+        num_logprobs,
+        options,
+    )
+
+
+def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions:
+    found: dict[str, Any] = {
+        name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
+    }
+    for name, value in (
+        ("max_tokens", body.max_tokens),
+        ("model", body.model),
+        ("session_id", body.prompt_cache_key),
+        ("tenant", headers.get("x-baton-tenant")),
+        ("authorization", headers.get("authorization")),
+        ("traceparent", headers.get("traceparent")),
+        ("timeout_s", _timeout_s(headers)),
+    ):
+        if value is not None:
+            found[name] = value
+    if body.logit_bias:
+        try:
+            found["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        except ValueError:
+            raise wrong("logit_bias", body.logit_bias, "keys must be token ids") from None
+    return cast("RequestOptions", found | _structured(body))
+
+
+def _structured(body: GenerationBody) -> dict[str, Any]:
+    wanted, by_vllm = body.response_format, body.structured_outputs
+    if wanted is not None and wanted.type != "text":
+        if by_vllm is not None:
+            allowed = "must be left out beside response_format"
+            raise wrong("structured_outputs", by_vllm.model_dump(exclude_none=True), allowed)
+        if wanted.json_schema is not None:
+            return {"json_schema": wanted.json_schema.schema_}
+        return {"json_object": True}
+    if by_vllm is None:
+        return {}
+    found = by_vllm.model_dump(exclude_none=True)
+    if "json_" in found:
+        found["json_schema"] = found.pop("json_")
+    if len(found) != 1:
+        raise wrong(
+            "structured_outputs",
+            found,
+            "must have one of json, json_object, regex, choice, grammar",
+        )
+    return found
+
+
+def _lane(body: GenerationBody, headers: Mapping[str, str]) -> LaneName:
+    """The header decides; without it a priority above 0, less urgent in vLLM, is batch."""
+    said = headers.get("x-baton-lane")
+    if said is None:
+        return "batch" if (body.priority or 0) > 0 else "interactive"
+    if said not in ("interactive", "batch"):
+        raise wrong("x-baton-lane", said, "must be interactive or batch")
+    return cast("LaneName", said)
+
+
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
+    said = headers.get("x-baton-timeout-s")
+    if said is None:
+        return None
+    try:
+        timeout_s = float(said)
+    except ValueError:
+        timeout_s = math.nan
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise wrong("x-baton-timeout-s", said, "must be a positive number of seconds")
+    return timeout_s

@@ -1,0 +1,296 @@
+"""Bodies of requests, checked: OpenAI's fields, and vLLM's own beside them.
+
+What cannot be honoured is refused by name, and so is what nobody knows. Whether values make sense
+to the model is the coordinator's to say.
+
+Source: https://platform.openai.com/docs/api-reference; vllm/entrypoints/openai/*/protocol.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from baton.gateway.problems import Problem, wrong
+from baton.runtime.errors import shown
+from baton.runtime.names import did_you_mean
+
+B = TypeVar("B", bound="GenerationBody")
+
+# Known and not carried out, with the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1.0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+
+class _Part(BaseModel):
+    # Strict: "5" is no number and 1 no boolean.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+class StreamOptions(_Part):
+    include_usage: bool | None = None
+    # Of OpenAI: padding against eavesdroppers, which a private server leaves out.
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(_Part):
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        given = self.json_schema is not None and self.json_schema.schema_ is not None
+        if (self.type == "json_schema") is not given:
+            raise ValueError(
+                "json_schema.schema must be there with type json_schema, and only then"
+            )
+        return self
+
+
+class StructuredOutputs(_Part):
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class GenerationBody(_Part):
+    """What both routes take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    # Requests that share it find their KV cache again.
+    prompt_cache_key: str | None = None
+    # Accepted, and of no consequence here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @model_validator(mode="after")
+    def _streams_what_it_says(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Texts, or prompts of token ids; at least one.
+
+        Raises:
+            Problem: it is something else.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if _are_ids(prompt):
+                return [prompt]
+            if all(isinstance(one, str) or (_are_ids(one) and one) for one in prompt):
+                return prompt
+        allowed = "must be a text, a list of texts, token ids, or a list of lists of token ids"
+        raise wrong("prompt", prompt, allowed)
+
+
+class Message(_Part):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: Any) -> Any:
+        """Answers come back as turns, with all their empty fields."""
+        if not isinstance(value, Mapping):
+            return value
+        kept = {key: one for key, one in value.items() if one not in (None, [])}
+        return {"content": "", **kept}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        texts = []
+        for index, part in enumerate(value):
+            if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+                raise ValueError(f"part {index} is {shown(part)}; must be an object with a type")
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"part {index} has type {shown(part['type'])}; only text is served"
+                )
+            texts.append(part["text"])
+        # As vLLM joins them for templates that take plain text.
+        return "\n".join(texts)
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+def parse(body: bytes, kind: type[B]) -> B:
+    """A body as JSON.
+
+    Raises:
+        Problem: it is no JSON, or a field of it is wrong.
+    """
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        what = f"the body is a JSON {type(values).__name__}; must be an object"
+        raise Problem(400, what, code="invalid_json")
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    values = {name: value for name, value in values.items() if _counts(name, value, known)}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, values) from None
+
+
+def _counts(name: str, value: object, known: set[str]) -> bool:
+    """Whether a field is to be looked at; null is as good as absent.
+
+    Raises:
+        Problem: it cannot be honoured.
+    """
+    if name in known:
+        return True
+    if value is None or value in _UNSUPPORTED.get(name, ()):
+        return False
+    if name in _UNSUPPORTED:
+        raise Problem(
+            400,
+            f"{name} is {shown(value)}; this server does not support it",
+            param=name,
+            code="unsupported_parameter",
+        )
+    hint = did_you_mean(name, known, cutoff=0.8)
+    raise Problem(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
+
+
+def _explained(error: ValidationError, values: Any) -> Problem:
+    """The first thing that is wrong, by its path in the body."""
+    paths: dict[str, tuple[Any, list[str]]] = {}
+    for problem in error.errors(include_url=False):
+        path, value = _found(problem["loc"], values)
+        said = problem["msg"].removeprefix("Value error, ")
+        said = said[:1].lower() + said[1:]
+        if problem["type"] == "extra_forbidden":
+            path, said = ".".join(map(str, problem["loc"])), "this server does not support it"
+        elif problem["type"] == "missing":
+            path, said = ".".join(map(str, problem["loc"])), "it is required"
+        paths.setdefault(path, (value, []))[1].append(said)
+    path, (value, reasons) = next(iter(paths.items()))
+    reason = " or ".join(dict.fromkeys(reasons))
+    if not path:
+        return Problem(400, reason, param=reason.split()[0], code="invalid_value")
+    if reason == "it is required":
+        return Problem(400, f"{path} is missing; {reason}", param=path, code="missing_parameter")
+    return wrong(path, value, reason)
+
+
+def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
+    """A location as far as it leads into the body, and what is there; the rest tells of unions."""
+    path = ""
+    for part in location:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            break
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path, values
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)

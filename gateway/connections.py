@@ -1,0 +1,162 @@
+"""One HTTP connection: uvicorn's protocol, with bounds on what a peer may take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from baton.gateway.metrics import GatewayStats
+from baton.gateway.problems import Problem
+from baton.runtime.config import HttpConfig
+
+
+def protocol_factory(config: HttpConfig, stats: GatewayStats) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes its connections with."""
+
+    def make(**arguments: Any) -> asyncio.Protocol:
+        return Connection(config, stats, **arguments)
+
+    return make
+
+
+class Connection(HttpToolsProtocol):
+    """Bounds on headers (bytes, time), on idle readers and on the number of connections.
+
+    uvicorn has none of these with httptools; its own keep-alive timeout ends what idles between
+    two requests.
+    """
+
+    def __init__(self, limits: HttpConfig, stats: GatewayStats, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._limits, self._stats = limits, stats
+        # Of the head that is being read: as it came, and what the parser has whole.
+        self._num_raw_bytes = self._num_parsed_bytes = 0
+        self._in_head, self._num_heads = True, 0
+        self._refusal: Problem | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._stats.num_connections = len(self.connections)
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            # Unix sockets have no such option. Without it a token that follows another closely
+            # waits for the peer's delayed acknowledgement, 40 ms.
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self.connections) > self._limits.max_connections:
+            message = f"{self._limits.max_connections} connections are open, the limit"
+            self._refuse("connections", Problem(503, message, kind="service_unavailable_error"))
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stats.num_connections = len(self.connections)
+        self._unset_keepalive_if_required()
+        for timer in (self._head_timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        in_head, num_heads = self._in_head, self._num_heads
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if in_head and num_heads == self._num_heads:
+            # What comes in small pieces is not seen by on_header until it is whole.
+            self._num_raw_bytes += len(data)
+            if self._num_raw_bytes > self._limits.max_header_bytes:
+                self._refuse("header_bytes", self._too_long())
+        if self._in_head and not self._answering:
+            self._await_head()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._num_heads += 1
+        self._num_raw_bytes = self._num_parsed_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(
+                self._limits.write_timeout_s, self._on_idle_reader
+            )
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Also what a refusal from within the parser becomes."""
+        self._refuse("malformed", self._refusal or Problem(400, msg, code="invalid_http"))
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_parsed_bytes += num_bytes
+        if self._num_parsed_bytes > self._limits.max_header_bytes:
+            self._refusal = self._too_long()
+            # The parser stops at whatever its callback raises.
+            raise httptools.HttpParserError("headers too long")
+
+    def _too_long(self) -> Problem:
+        message = f"the request's head is longer than {self._limits.max_header_bytes} bytes"
+        return Problem(431, message, code="headers_too_large")
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.read_timeout_s, self._on_slow_head)
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        message = f"no whole head of a request within {self._limits.read_timeout_s:g} s"
+        self._refuse("slow_head", Problem(408, message, code="request_timeout"))
+
+    def _on_idle_reader(self) -> None:
+        self._stats.refused_connections["idle_reader"] += 1
+        # At once: what is buffered has nowhere to go.
+        self.transport.abort()
+
+    def _refuse(self, reason: str, problem: Problem) -> None:
+        self._refusal = problem
+        self._stats.refused_connections[reason] += 1
+        # Not into the middle of another answer.
+        if not self.transport.is_closing() and not self._answering:
+            body = problem.body()
+            self.transport.write(
+                STATUS_LINE[problem.status]
+                + b"content-type: application/json\r\nconnection: close\r\n"
+                + b"content-length: %d\r\n\r\n" % len(body)
+                + body
+            )
+        self.transport.close()

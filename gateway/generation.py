@@ -1,0 +1,312 @@
+"""One generation: from an HTTP request to requests of the session, and their events back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.rpc import code_pb2
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from baton.client import (
+    Accepted,
+    BatonClient,
+    Completion,
+    Event,
+    Finished,
+    Tokens,
+    TokenStream,
+    errors,
+)
+from baton.gateway import answers, asks, bodies, problems
+from baton.gateway.asks import Ask
+from baton.gateway.metrics import GatewayStats, RouteStats
+from baton.gateway.problems import CLIENT_LEFT, Problem
+from baton.runtime.config import HttpConfig
+from baton.runtime.errors import RemoteError, shown
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_JSON = (b"content-type", b"application/json")
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Of nginx, which would hold tokens back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientLeft(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A route's endpoint, as an ASGI application."""
+
+    route: str
+    client: BatonClient
+    config: HttpConfig
+    stats: GatewayStats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Exchange(self, scope, receive, send).run()
+
+
+class Exchange:
+    """One request and its answer. Leaving is enough to cancel: the streams are closed at once."""
+
+    def __init__(self, to: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        self._to, self._receive, self._send = to, receive, send
+        self._headers = Headers(scope=scope)
+        self._began_at = time.monotonic()
+        chat = to.route == CHAT
+        self._id = self._headers.get("x-request-id") or asks.new_id(chat=chat)
+        self._streams: list[TokenStream] = []
+        self._left = self._started = False
+
+    async def run(self) -> None:
+        stats, status = self._to.stats, 200
+        stats.num_running += 1
+        watch: asyncio.Task[None] | None = None
+        try:
+            if stats.num_running > self._to.config.max_running_requests:
+                raise self._too_many()
+            ask = await self._ask()
+            watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
+            for prompt, options in ask.requests():
+                self._streams.append(self._to.client.generate(prompt, **options))
+            await (self._stream(ask) if ask.stream else self._complete(ask))
+            self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
+        except ClientLeft:
+            status = CLIENT_LEFT
+        except (Problem, RemoteError) as error:
+            problem = error if isinstance(error, Problem) else problems.of(error)
+            status = CLIENT_LEFT if self._left else problem.status
+            if not self._left:
+                await self._fail(problem)
+        except asyncio.CancelledError:
+            status = 503
+            raise
+        except Exception:
+            status = 500
+            _log.exception("request failed", extra={"request_id": self._id})
+            await self._fail(Problem(500, "internal error", kind="server_error", code="internal"))
+        finally:
+            for stream in self._streams:
+                await stream.aclose()
+            if watch is not None:
+                watch.cancel()
+            stats.num_running -= 1
+            stats.requests[self._to.route, status] += 1
+
+    async def _ask(self) -> Ask:
+        body = await self._body()
+        if self._to.route == CHAT:
+            ask = asks.of_chat(bodies.parse(body, bodies.ChatBody), self._id, self._headers)
+        else:
+            parsed = bodies.parse(body, bodies.CompletionBody)
+            ask = asks.of_completion(parsed, self._id, self._headers)
+        limit = self._to.config.max_choices
+        if ask.num_choices > limit:
+            allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
+            raise problems.wrong("n", ask.n, allowed)
+        return ask
+
+    async def _body(self) -> bytes:
+        limit, timeout_s = self._to.config.max_body_bytes, self._to.config.read_timeout_s
+        kind = self._headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            # A web page may send any other type to any server, this one without asking first.
+            message_text = f"content-type is {shown(kind)}; must be application/json"
+            raise Problem(415, message_text, param="content-type", code="unsupported_media_type")
+        too_large = Problem(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        length = self._headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        parts: list[bytes] = []
+        num_bytes, more = 0, True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    parts.append(message.get("body", b""))
+                    num_bytes += len(parts[-1])
+                    if num_bytes > limit:
+                        raise too_large
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            message_text = f"no whole body within {timeout_s:g} s"
+            raise Problem(408, message_text, code="request_timeout") from None
+        return b"".join(parts)
+
+    async def _watch(self) -> None:
+        """Ends everything when the client is gone: its reader then sees the streams closed."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _complete(self, ask: Ask) -> None:
+        readings = [self._whole(ask, stream) for stream in self._streams]
+        completions = await _all(readings)
+        head = answers.Head(ask, completions[0].model, int(time.time()))
+        body = json.dumps(answers.whole(head, completions)).encode()
+        await self._answer(200, [_JSON], body)
+
+    async def _whole(self, ask: Ask, stream: TokenStream) -> Completion:
+        """A choice's answer, its latencies counted."""
+        parts: list[Tokens] = []
+        clock = _Clock(self._latencies(ask), self._began_at)
+        accepted: Accepted | None = None
+        async for event in stream:
+            if isinstance(event, Tokens):
+                clock.tick()
+                parts.append(event)
+            elif isinstance(event, Accepted):
+                accepted = event
+            else:
+                assert accepted is not None
+                return Completion(
+                    accepted.request_id,
+                    accepted.model,
+                    "".join(part.text for part in parts),
+                    tuple(token for part in parts for token in part.token_ids),
+                    tuple(entry for part in parts for entry in part.logprobs),
+                    event,
+                )
+        raise _cut_short()
+
+    async def _stream(self, ask: Ask) -> None:
+        """The answer as server-sent events.
+
+        The status waits for all choices to be admitted and the first to say something, so that a
+        refusal is a status and not an event.
+        """
+        accepted = await _all([_accepted(stream) for stream in self._streams])
+        head = answers.Head(ask, accepted[0].model, int(time.time()))
+        finished = await _all(
+            [self._choice(head, index, stream) for index, stream in enumerate(self._streams)]
+        )
+        end = answers.DONE
+        if ask.include_usage:
+            end = answers.usage_chunk(head, [one.usage for one in finished]) + end
+        await self._write(end)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _choice(self, head: answers.Head, index: int, stream: TokenStream) -> Finished:
+        """Sends a choice's chunks, one per delta; the last one says how it ended."""
+        chunks = answers.Chunks(head, index)
+        clock = _Clock(self._latencies(head.ask), self._began_at)
+        event: Event | None = None
+        while True:
+            if event is None:
+                event = await _next(stream)
+            tokens: Tokens | None = None
+            if isinstance(event, Tokens):
+                clock.tick()
+                tokens = event
+                # The end comes together with the last tokens.
+                event = await _next(stream) if stream.num_buffered else None
+            finished = event if isinstance(event, Finished) else None
+            await self._write(chunks.chunk(tokens, finished))
+            if finished is not None:
+                return finished
+
+    def _latencies(self, ask: Ask) -> RouteStats:
+        return self._to.stats.latencies[self._to.route, ask.lane]
+
+    async def _write(self, chunk: bytes) -> None:
+        if not self._started:
+            await self._start(200, _SSE)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        own = (b"x-request-id", self._id.encode("latin-1", "replace"))
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, own]}
+        )
+
+    async def _answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [*headers, length])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _fail(self, problem: Problem) -> None:
+        if not self._started:
+            headers = [_JSON, *problem.headers()]
+            if problem.status in (408, 413, 415):
+                # What is left of the body is not worth reading.
+                headers.append((b"connection", b"close"))
+            await self._answer(problem.status, headers, problem.body())
+            return
+        event = b"data: " + problem.body() + b"\n\n" + answers.DONE
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    def _too_many(self) -> Problem:
+        limit = self._to.config.max_running_requests
+        return Problem(
+            429,
+            f"{limit} requests are running on this gateway, its limit",
+            kind="rate_limit_error",
+            code="gateway_full",
+            retry_after_s=1.0,
+        )
+
+
+class _Clock:
+    """When a choice's deltas came."""
+
+    __slots__ = ("_last_at", "_stats", "_ticked")
+
+    def __init__(self, stats: RouteStats, began_at: float) -> None:
+        self._stats, self._last_at, self._ticked = stats, began_at, False
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        histogram = self._stats.itl if self._ticked else self._stats.ttft
+        histogram.observe(now - self._last_at)
+        self._last_at, self._ticked = now, True
+
+
+async def _accepted(stream: TokenStream) -> Accepted:
+    event = await _next(stream)
+    assert isinstance(event, Accepted)
+    return event
+
+
+async def _next(stream: TokenStream) -> Event:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        raise _cut_short() from None
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in their order; the first that fails cancels the others."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cut_short() -> RemoteError:
+    return errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")

@@ -1,0 +1,93 @@
+"""What the gateway shows: requests as HTTP sees them, and latencies as its clients do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from baton.runtime.histogram import Histogram
+
+_LANES = ("interactive", "batch")
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+
+
+class RouteStats:
+    """Of one route and lane, in seconds: generations only."""
+
+    __slots__ = ("e2e", "itl", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft, self.itl, self.e2e = Histogram(_TTFT_S), Histogram(_FAST_S), Histogram(_SLOW_S)
+
+
+class GatewayStats:
+    """Totals since the gateway started.
+
+    Attributes:
+        requests: that ended, by route and status.
+        num_running: generations that have not ended.
+        num_connections: open now.
+        refused_connections: by reason.
+    """
+
+    def __init__(self, routes: tuple[str, ...]) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.latencies = {(route, lane): RouteStats() for route in routes for lane in _LANES}
+        self.num_running = 0
+        self.num_connections = 0
+        self.refused_connections: Counter[str] = Counter()
+
+
+class GatewayCollector(Collector):
+    """Reads the counts when they are scraped."""
+
+    def __init__(self, stats: GatewayStats) -> None:
+        self._stats = stats
+
+    def registry(self) -> CollectorRegistry:
+        found = CollectorRegistry()
+        found.register(self)
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        requests = CounterMetricFamily(
+            "baton_http_requests",
+            "Requests that ended; code 499: the client left first.",
+            labels=["route", "code"],
+        )
+        for (route, code), count in tuple(stats.requests.items()):
+            requests.add_metric([route, str(code)], count)
+        yield requests
+        for attribute, name, documentation in (
+            ("ttft", "baton_http_time_to_first_token_seconds", "From the request's head on."),
+            ("itl", "baton_http_inter_token_latency_seconds", "Gaps between a choice's deltas."),
+            ("e2e", "baton_http_request_duration_seconds", "Generations, until their last byte."),
+        ):
+            family = HistogramMetricFamily(name, documentation, labels=["route", "lane"])
+            for (route, lane), one in stats.latencies.items():
+                histogram: Histogram = getattr(one, attribute)
+                family.add_metric([route, lane], histogram.buckets(), sum_value=histogram.total)
+            yield family
+        yield GaugeMetricFamily(
+            "baton_http_requests_running", "Generations.", value=stats.num_running
+        )
+        yield GaugeMetricFamily("baton_http_connections", "Open.", value=stats.num_connections)
+        refused = CounterMetricFamily(
+            "baton_http_refusals",
+            "Connections that were closed for what they did, by reason.",
+            labels=["reason"],
+        )
+        for reason, count in tuple(stats.refused_connections.items()):
+            refused.add_metric([reason], count)
+        yield refused

@@ -1,0 +1,146 @@
+"""Errors as OpenAI's API has them: a status, and a body that names what is wrong.
+
+Source: https://platform.openai.com/docs/guides/error-codes; the body is
+{"error": {"message", "type", "param", "code"}}. gRPC codes become HTTP statuses here and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from google.rpc import code_pb2
+
+from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.runtime.errors import RemoteError, shown
+
+INVALID = "invalid_request_error"
+# What nginx calls a request whose client left; no one reads it, metrics count it.
+CLIENT_LEFT = 499
+_RETRY_S = 1.0
+
+# Code: status and type.
+_KINDS: dict[int, tuple[int, str]] = {
+    code_pb2.INVALID_ARGUMENT: (400, INVALID),
+    code_pb2.FAILED_PRECONDITION: (400, INVALID),
+    code_pb2.OUT_OF_RANGE: (400, INVALID),
+    code_pb2.UNAUTHENTICATED: (401, "authentication_error"),
+    code_pb2.PERMISSION_DENIED: (403, "permission_error"),
+    code_pb2.NOT_FOUND: (404, "not_found_error"),
+    code_pb2.ALREADY_EXISTS: (409, "conflict_error"),
+    code_pb2.ABORTED: (409, "conflict_error"),
+    code_pb2.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    code_pb2.UNIMPLEMENTED: (501, "server_error"),
+    code_pb2.UNAVAILABLE: (503, "service_unavailable_error"),
+    # Not by the client's leaving, which nobody is told of: the gateway stopped.
+    code_pb2.CANCELLED: (503, "service_unavailable_error"),
+    code_pb2.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+# Fields of the contract, by what HTTP calls them.
+_NAMES = {
+    "request_id": "x-request-id",
+    "tenant": "x-baton-tenant",
+    "timeout": "x-baton-timeout-s",
+    "session_id": "prompt_cache_key",
+    "sampling.structured_output": "response_format",
+}
+
+
+class Problem(Exception):
+    """What a client did wrong, or cannot have now.
+
+    Args:
+        status: of HTTP.
+        message: names field, value and what is allowed.
+        kind: OpenAI's "type".
+        param: the field.
+        code: a word for machines.
+        retry_after_s: when trying again makes sense; None where that is not known.
+        hopeless: trying again never makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        hopeless: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.retry_after_s, self.hopeless = retry_after_s, hopeless
+
+    def body(self) -> bytes:
+        error = {
+            "message": str(self),
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        found = []
+        if self.retry_after_s is not None:
+            found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
+            # Whole seconds are coarse; OpenAI's clients read this one first.
+            found.append((b"retry-after-ms", b"%d" % math.ceil(self.retry_after_s * 1e3)))
+        if self.hopeless:
+            found.append((b"x-should-retry", b"false"))
+        return found
+
+
+def wrong(field: str, value: object, allowed: str) -> Problem:
+    """A field of the body, or a header, is not what it may be."""
+    return Problem(400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value")
+
+
+def of(error: RemoteError) -> Problem:
+    """What the coordinator, or the client library, answered."""
+    status, kind = _KINDS.get(error.code, (500, "server_error"))
+    message, param = str(error), None
+    code: str | None = error.name.lower()
+    retry_after_s, hopeless = error.retry_after_s, False
+    if isinstance(error, InvalidArgumentError) and error.field:
+        param = _http_name(error.field)
+        # A message begins with the field's name, as the contract has it.
+        message = (
+            param + message.removeprefix(error.field)
+            if message.startswith(error.field)
+            else message
+        )
+    elif isinstance(error, ResourceExhaustedError):
+        code = (error.reason or "resource_exhausted").lower()
+        if code == "client_requests":
+            retry_after_s = _RETRY_S
+        hopeless = retry_after_s is None
+    elif error.code == code_pb2.NOT_FOUND:
+        param, code = "model", "model_not_found"
+    elif status == 503 and retry_after_s is None:
+        retry_after_s = _RETRY_S
+    return Problem(
+        status,
+        message,
+        kind=kind,
+        param=param,
+        code=code,
+        retry_after_s=retry_after_s,
+        hopeless=hopeless,
+    )
+
+
+def _http_name(field: str) -> str:
+    """The field of the body, or the header, that became a field of the contract."""
+    for ours, theirs in _NAMES.items():
+        if field == ours or field.startswith(f"{ours}."):
+            return theirs
+    if field == "text" or field.startswith("tokens"):
+        return "prompt"
+    if field == "chat" or field.startswith("chat.messages"):
+        return "messages" + field.removeprefix("chat").removeprefix(".messages")
+    return field.removeprefix("sampling.")
