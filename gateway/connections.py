@@ -15,6 +15,9 @@ from baton.gateway.metrics import GatewayStats
 from baton.gateway.problems import Problem
 from baton.runtime.config import HttpConfig
 
+# How long a client that was refused may take to read why.
+LINGER_S = 1.0
+
 
 def protocol_factory(config: HttpConfig, stats: GatewayStats) -> Callable[..., asyncio.Protocol]:
     """What uvicorn makes its connections with."""
@@ -41,6 +44,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: Problem | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,7 +65,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._stats.num_connections = len(self.connections)
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._reader_timer):
+        for timer in (self._head_timer, self._reader_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -150,13 +154,20 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, reason: str, problem: Problem) -> None:
         self._refusal = problem
         self._stats.refused_connections[reason] += 1
-        # Not into the middle of another answer.
-        if not self.transport.is_closing() and not self._answering:
-            body = problem.body()
-            self.transport.write(
-                STATUS_LINE[problem.status]
-                + b"content-type: application/json\r\nconnection: close\r\n"
-                + b"content-length: %d\r\n\r\n" % len(body)
-                + body
-            )
-        self.transport.close()
+        self._unset_keepalive_if_required()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        if self._answering or self.transport.is_closing():
+            # Not into the middle of another answer.
+            self.transport.close()
+            return
+        body = problem.body()
+        self.transport.write(
+            STATUS_LINE[problem.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        # Closed at once, with something unread, it would be reset: the answer would be lost.
+        self.transport.write_eof()
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)

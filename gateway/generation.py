@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from baton.client import (
 )
 from baton.gateway import answers, asks, bodies, problems
 from baton.gateway.asks import Ask
+from baton.gateway.connections import LINGER_S
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.runtime.config import HttpConfig
@@ -36,6 +38,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Answers after which the rest of the body is passed over.
+_BODY_UNREAD = (408, 413, 415)
 _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -240,18 +244,40 @@ class Exchange:
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}
         )
 
-    async def _answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    async def _answer(
+        self,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        last: bool = True,
+    ) -> None:
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [*headers, length])
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def _linger(self) -> None:
+        """Passes over what the client still sends, for a moment.
+
+        Closed with something unread the connection would be reset, and the answer lost.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
 
     async def _fail(self, problem: Problem) -> None:
         if not self._started:
             headers = [_JSON, *problem.headers()]
-            if problem.status in (408, 413, 415):
-                # What is left of the body is not worth reading.
-                headers.append((b"connection", b"close"))
-            await self._answer(problem.status, headers, problem.body())
+            if problem.status not in _BODY_UNREAD:
+                await self._answer(problem.status, headers, problem.body())
+                return
+            headers.append((b"connection", b"close"))
+            await self._answer(problem.status, headers, problem.body(), last=False)
+            await self._linger()
+            await self._send({"type": "http.response.body", "body": b""})
             return
         event = b"data: " + problem.body() + b"\n\n" + answers.DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})

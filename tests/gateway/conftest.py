@@ -1,0 +1,129 @@
+"""Gateways in the test's own loop, in front of a real cluster or of a scripted coordinator."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from openai import AsyncOpenAI
+
+from baton.cli.gateway import bind
+from baton.gateway import connections
+from baton.gateway.server import serve
+from baton.runtime import demo_model
+from baton.runtime.config import HttpConfig
+
+HERE = Path(__file__).parent
+# With import-mode=importlib a folder's helper modules are not importable by themselves.
+sys.path.append(str(HERE.parent / "cluster"))
+sys.path.append(str(HERE.parent / "client"))
+
+from processes import Cluster
+from scripted_inference import ScriptedInference, serving
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gateway: its URL, the connections it accepted, and what stops it."""
+
+    url: str
+    accepted: list[connections.Connection]
+    stop: asyncio.Event
+    serving: "asyncio.Task[int]"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        return parts.hostname, parts.port
+
+    def openai(self, **options) -> AsyncOpenAI:
+        options = {"max_retries": 0, "timeout": WAIT_S, **options}
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", **options)
+
+
+@asynccontextmanager
+async def running(address: str, **limits) -> AsyncIterator[Running]:
+    accepted: list[connections.Connection] = []
+
+    class Seen(connections.Connection):
+        def connection_made(self, transport):
+            accepted.append(self)
+            super().connection_made(transport)
+
+    listener, url = bind("127.0.0.1:0")
+    ready, stop = asyncio.Event(), asyncio.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "Connection", Seen)
+        config = HttpConfig(**{"drain_timeout_s": 5.0, **limits})
+        task = asyncio.create_task(serve(config, [address], listener, ready=ready.set, stop=stop))
+        await asyncio.wait_for(ready.wait(), WAIT_S)
+        try:
+            yield Running(url, accepted, stop, task)
+        finally:
+            stop.set()
+            assert await task == 0
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("models")
+    return demo_model.ensure("demo", weights=False, root=root)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+        cluster.start_worker("prefill", "p1")
+        cluster.start_worker("decode", "d1")
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(shared_cluster: Cluster) -> AsyncIterator[Cluster]:
+    """One prefill and one decode worker, which every test leaves as it found them."""
+    await shared_cluster.serving()
+    yield shared_cluster
+    await shared_cluster.nothing_left()
+
+
+@pytest.fixture
+async def gateway(cluster: Cluster) -> AsyncIterator[Running]:
+    async with running(cluster.address) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def openai(gateway: Running) -> AsyncIterator[AsyncOpenAI]:
+    async with gateway.openai() as client:
+        yield client
+
+
+@pytest.fixture
+async def inference() -> ScriptedInference:
+    return ScriptedInference()
+
+
+@pytest.fixture
+async def coordinator(inference: ScriptedInference) -> AsyncIterator[str]:
+    """The address of a coordinator whose answers the test writes."""
+    async with serving(inference) as (address, _):
+        yield address
+
+
+@pytest.fixture
+async def scripted(coordinator: str) -> AsyncIterator[Running]:
+    async with running(coordinator) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def start_gateway():
+    return running

@@ -1,0 +1,229 @@
+"""What peers may take of the gateway, over plain sockets."""
+
+import asyncio
+import json
+import socket
+
+import httpx2 as httpx
+import pytest
+from scripted_inference import accepted, delta, finished
+
+BODY = b'{"prompt": "x", "max_tokens": 1}'
+WAIT_S = 10.0
+
+
+def request(body=BODY, *headers, length=None):
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "host: a",
+        "content-type: application/json",
+        f"content-length: {len(body) if length is None else length}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def answered(gateway, *parts, pause_s=0.0):
+    """Status and error of what comes back until the gateway closes."""
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(pause_s)
+        return await read_answer(reader)
+    finally:
+        writer.close()
+
+
+async def read_answer(reader):
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
+    fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+    body = await reader.readexactly(int(fields["content-length"]))
+    return int(head.split()[1]), json.loads(body), fields
+
+
+async def test_tokens_do_not_wait_for_acknowledgements(scripted):
+    async with httpx.AsyncClient() as http:
+        await http.get(f"{scripted.url}/metrics")
+        (connection,) = scripted.accepted
+        accepted_socket = connection.transport.get_extra_info("socket")
+        assert accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_connections_are_kept(inference, scripted):
+    async def answer():
+        connection = await inference.connection()
+        for _ in range(3):
+            number = (await connection.submitted()).stream
+            connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+
+    answering = asyncio.create_task(answer())
+    async with scripted.openai() as openai:
+        for _ in range(2):
+            await openai.completions.create(model="scripted", prompt="x")
+        stream = await openai.completions.create(model="scripted", prompt="x", stream=True)
+        assert [chunk.choices[0].text async for chunk in stream] == ["a"]
+    await answering
+    assert len(scripted.accepted) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b"", "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b'{"prompt": NaN}', "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+async def test_what_is_no_json_is_400(scripted, body, code):
+    status, answer, _ = await answered(scripted, request(body))
+    assert (status, answer["error"]["code"]) == (400, code)
+
+
+async def test_other_types_are_415(scripted):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: text/plain\r\n"
+    status, answer, _ = await answered(scripted, head + b"content-length: 2\r\n\r\n{}")
+    assert (status, answer["error"]["param"]) == (415, "content-type")
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_read(coordinator, start_gateway):
+    async with start_gateway(coordinator, max_body_bytes=1000) as gateway:
+        status, answer, headers = await answered(gateway, request(b"{", length=10**12))
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        assert headers["connection"] == "close"
+
+
+async def test_a_body_that_turns_out_too_large_is_not_read_on(coordinator, start_gateway):
+    async with start_gateway(coordinator, max_body_bytes=1000) as gateway:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        chunks = [b"190\r\n" + b" " * 400 + b"\r\n"] * 4
+        head += b"transfer-encoding: chunked\r\n\r\n"
+        status, answer, headers = await answered(gateway, head, *chunks)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        assert headers["connection"] == "close"
+
+
+async def test_a_body_that_does_not_come_is_408(coordinator, start_gateway):
+    async with start_gateway(coordinator, read_timeout_s=0.2) as gateway:
+        status, answer, _ = await answered(gateway, request(b"{", length=100))
+        assert (status, answer["error"]["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [b"GET"],
+        [b"GET /health HTTP/1.1\r\nhost"],
+        # One byte at a time, for ever.
+        [b"GET /health HTTP/1.1\r\n", *(b"x" for _ in range(20))],
+        [b"\r\n"] * 20,
+    ],
+    ids=["nothing", "a word", "half a head", "drops", "empty lines"],
+)
+async def test_a_head_that_does_not_come_is_408(coordinator, start_gateway, parts):
+    async with start_gateway(coordinator, read_timeout_s=0.2) as gateway:
+        status, answer, headers = await answered(gateway, *parts, pause_s=0.02)
+        assert (status, answer["error"]["code"]) == (408, "request_timeout")
+        assert headers["connection"] == "close"
+
+
+async def test_a_slow_second_head_is_408_too(coordinator, start_gateway):
+    async with start_gateway(coordinator, read_timeout_s=0.2) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address)
+        for _ in range(2):
+            writer.write(b"GET /v1/nothing HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert (await read_answer(reader))[0] == 404
+        writer.write(b"GET /v1/nothing HT")
+        assert (await read_answer(reader))[0] == 408
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET /health HTTP/1.1\r\nx: " + b"x" * 5000 + b"\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nx: ", *([b"x" * 500] * 10)],
+        [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\n", *([b"x: y\r\n"] * 500)],
+    ],
+    ids=["long", "long in pieces", "long path", "many"],
+)
+async def test_a_long_head_is_431(coordinator, start_gateway, parts):
+    async with start_gateway(coordinator, max_header_bytes=2000) as gateway:
+        status, answer, headers = await answered(gateway, *parts)
+        assert (status, answer["error"]["code"]) == (431, "headers_too_large")
+        assert headers["connection"] == "close"
+
+
+async def test_a_long_body_is_no_long_head(inference, coordinator, start_gateway):
+    async with start_gateway(coordinator, max_header_bytes=1000) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address)
+        connection = None
+        for _ in range(3):
+            body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
+            writer.write(request(body))
+            connection = connection or await inference.connection()
+            number = (await connection.submitted()).stream
+            connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+            assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 64]
+)
+async def test_garbage_is_400(scripted, garbage):
+    status, answer, _ = await answered(scripted, garbage)
+    assert (status, answer["error"]["code"]) == (400, "invalid_http")
+
+
+async def test_too_many_connections_are_503_and_the_others_go_on(
+    inference, coordinator, start_gateway
+):
+    async with start_gateway(coordinator, max_connections=2) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address)
+        _, idle = await asyncio.open_connection(*gateway.address)
+        writer.write(request())
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        assert (await answered(gateway))[0] == 503
+        connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+        assert (await read_answer(reader))[0] == 200
+        idle.close()
+        writer.close()
+
+
+async def test_too_many_requests_are_429_and_the_others_go_on(
+    inference, coordinator, start_gateway
+):
+    async with start_gateway(coordinator, max_running_requests=1) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address)
+        writer.write(request())
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        status, answer, headers = await answered(gateway, request())
+        assert (status, answer["error"]["code"]) == (429, "gateway_full")
+        assert headers["retry-after"] == "1"
+        connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+        assert (await read_answer(reader))[0] == 200
+        writer.write(request())
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+        assert (await read_answer(reader))[0] == 200
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    writer.write(request() + b"GET /v1/nothing HTTP/1.1\r\nhost: a\r\n\r\n")
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 404]
+    writer.close()

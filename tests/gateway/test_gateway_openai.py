@@ -1,0 +1,342 @@
+"""The official openai client against a cluster on the simulated engine."""
+
+import asyncio
+
+import httpx2 as httpx
+import pytest
+from openai import BadRequestError, NotFoundError
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.client import AdminClient
+
+PROMPT = [5, 6, 7, 8]
+TURNS = [{"role": "user", "content": "What is a baton?"}]
+
+
+def decoded(cluster, prompt, num_tokens):
+    return cluster.vocabulary.tokenizer.decode(cluster.expected(prompt, num_tokens))
+
+
+async def chunks(answer):
+    return [chunk async for chunk in await answer]
+
+
+async def test_a_completion_is_what_the_engine_said(openai, cluster):
+    answer = await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=9)
+    (choice,) = answer.choices
+    assert choice.text == decoded(cluster, PROMPT, 9)
+    assert choice.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 9)
+    assert answer.usage.total_tokens == 13
+    assert (answer.model, answer.object) == ("demo", "text_completion")
+
+
+async def test_a_completion_streams_the_same(openai, cluster):
+    seen = await chunks(
+        openai.completions.create(
+            model="demo",
+            prompt=PROMPT,
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *said, last = seen
+    assert "".join(chunk.choices[0].text for chunk in said) == decoded(cluster, PROMPT, 9)
+    reasons = [chunk.choices[0].finish_reason for chunk in said]
+    assert reasons == [None] * (len(said) - 1) + ["length"]
+    # Deltas may be joined on the way, but the first token never waits for the second.
+    assert 2 <= len(said) <= 9
+    assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 4, 9)
+    assert {chunk.id for chunk in seen} == {last.id}
+
+
+async def test_no_usage_unless_it_is_asked_for(openai):
+    seen = await chunks(
+        openai.completions.create(model="demo", prompt="x", max_tokens=2, stream=True)
+    )
+    assert all(chunk.usage is None and chunk.choices for chunk in seen)
+
+
+async def test_a_chat_is_the_same_whole_and_streamed(openai):
+    whole = await openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=8)
+    message = whole.choices[0].message
+    assert (message.role, whole.choices[0].finish_reason) == ("assistant", "length")
+    assert message.content
+    seen = await chunks(
+        openai.chat.completions.create(
+            model="demo", messages=TURNS, max_completion_tokens=8, stream=True
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in seen]
+    assert "".join(delta.content for delta in deltas) == message.content
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert seen[-1].choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 8
+
+
+async def test_an_answer_may_come_back_as_a_turn(openai):
+    answer = await openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=3)
+    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]
+    turns = [*TURNS, answer.choices[0].message, {"role": "user", "content": parts}]
+    again = await openai.chat.completions.create(model="demo", messages=turns, max_tokens=3)
+    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_and_n_make_choices_in_order(openai, cluster, stream):
+    prompts = [[5, 6, 7], [8, 9]]
+    asked = openai.completions.create(
+        model="demo",
+        prompt=prompts,
+        n=2,
+        max_tokens=5,
+        **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
+    )
+    texts = [""] * 4
+    if stream:
+        *said, last = await chunks(asked)
+        for chunk in said:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        last = await asked
+        for choice in last.choices:
+            texts[choice.index] = choice.text
+    assert texts == [decoded(cluster, prompt, 5) for prompt in prompts for _ in range(2)]
+    # A prompt counts once.
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 20)
+
+
+async def test_texts_as_prompts(openai):
+    answer = await openai.completions.create(model="demo", prompt=["one", "two"], max_tokens=2)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+async def test_a_stop_string_ends_the_text_before_it(openai, cluster):
+    text = decoded(cluster, PROMPT, 20)
+    stop = text[10:13]
+    answer = await openai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, stop=["\x00", stop]
+    )
+    (choice,) = answer.choices
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert choice.stop_reason == stop
+
+
+async def test_a_stop_token_is_named_by_its_id(openai, cluster):
+    token = cluster.expected(PROMPT, 4)[3]
+    answer = await openai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, extra_body={"stop_token_ids": [token]}
+    )
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", token)
+
+
+async def test_completions_say_logprobs(openai, cluster):
+    answer = await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=6, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:index])) for index in range(6)]
+    for token, logprob, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob
+
+
+async def test_chats_say_logprobs_whole_and_streamed(openai):
+    asked = {"model": "demo", "messages": TURNS, "max_tokens": 5, "logprobs": True}
+    whole = await openai.chat.completions.create(**asked, top_logprobs=2)
+    content = whole.choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in content).decode() == (
+        whole.choices[0].message.content
+    )
+    assert all(len(one.top_logprobs) == 2 for one in content)
+    assert all(one.top_logprobs[0].token == one.token for one in content)
+    seen = await chunks(openai.chat.completions.create(**asked, top_logprobs=2, stream=True))
+    streamed = [one for chunk in seen for one in chunk.choices[0].logprobs.content]
+    assert streamed == content
+
+
+async def test_who_asked_and_how_is_told(openai, cluster):
+    answer = await openai.completions.with_raw_response.create(
+        model="demo",
+        prompt="x",
+        max_tokens=1,
+        user="u",
+        extra_headers={
+            "x-request-id": "mine",
+            "x-baton-tenant": "acme",
+            "x-baton-lane": "batch",
+        },
+    )
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.parse().id == "mine"
+    made = await openai.completions.create(
+        model="demo", prompt="x", max_tokens=1, extra_body={"priority": 1}
+    )
+    async with AdminClient(cluster.address) as admin:
+        by_id = {one.request_id: one for one in await admin.list_requests(include_ended=True)}
+    assert (by_id["mine"].tenant, by_id["mine"].lane) == ("acme", 2)
+    assert by_id[made.id].lane == 2
+
+
+async def test_models(openai):
+    (model,) = (await openai.models.list()).data
+    assert (model.id, model.object) == ("demo", "model")
+    assert (await openai.models.retrieve("demo")).id == "demo"
+    with pytest.raises(NotFoundError, match="serves 'demo'"):
+        await openai.models.retrieve("other/model")
+    with pytest.raises(NotFoundError) as caught:
+        await openai.completions.create(model="other", prompt="x")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("temperature", {"temperature": 3}),
+        ("max_tokens", {"max_tokens": 100_000}),
+        ("max_tokens", {"max_tokens": "5"}),
+        ("top_p", {"top_p": 0}),
+        ("stop", {"stop": 7}),
+        ("stop[0]", {"stop": [""]}),
+        ("n", {"n": 0}),
+        ("n", {"n": 129}),
+        ("logprobs", {"logprobs": 21}),
+        ("logit_bias", {"logit_bias": {"a": 1}}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": ["a", 1]}),
+        ("prompt", {"prompt": {}}),
+        ("prompt", {"prompt": ""}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}),
+        ("echo", {"echo": True}),
+        ("suffix", {"suffix": "end"}),
+        ("best_of", {"best_of": 3}),
+        ("temprature", {"temprature": 1}),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(openai, field, body):
+    with pytest.raises(BadRequestError) as caught:
+        await openai.completions.create(model="demo", prompt="x", extra_body=body)
+    assert caught.value.param == field
+    assert caught.value.type == "invalid_request_error"
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("messages", {"messages": []}),
+        ("messages[0].role", {"messages": [{"content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+        (
+            "messages[0].content",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        ),
+        ("messages.0.name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("max_tokens", {"max_completion_tokens": 0}),
+        ("prompt_cache_key", {"prompt_cache_key": "k" * 300}),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_in_a_chat_is_named(openai, field, body):
+    with pytest.raises(BadRequestError) as caught:
+        await openai.chat.completions.create(model="demo", messages=TURNS, extra_body=body)
+    assert caught.value.param == field
+
+
+async def test_fields_that_change_nothing_are_taken(openai):
+    await openai.chat.completions.create(
+        model="demo",
+        messages=TURNS,
+        max_tokens=1,
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=True,
+        safety_identifier="s",
+        prompt_cache_key="conversation",
+        modalities=["text"],
+        extra_body={"whatever": None, "tools": None, "echo": False},
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_frees_everything_at_once(openai, gateway, cluster, stream):
+    asked = asyncio.create_task(
+        openai.completions.create(
+            model="demo",
+            prompt=PROMPT,
+            max_tokens=2000,
+            n=2,
+            stream=stream,
+            extra_body={"ignore_eos": True},
+        )
+    )
+    if stream:
+        answer = await asked
+        await anext(aiter(answer))
+        await answer.close()
+    else:
+        async with AdminClient(cluster.address) as admin:
+            while not [one for one in await admin.list_requests() if one.completion_tokens]:
+                await asyncio.sleep(0.02)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    # Far sooner than 2,000 tokens would have taken.
+    await cluster.nothing_left(2.0)
+    families = await metrics(gateway)
+    assert families["baton_http_requests"]["/v1/completions", "499"] == 1
+    assert families["baton_http_requests_running"][()] == 0
+
+
+async def test_metrics_are_what_prometheus_reads(openai, gateway):
+    await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=4)
+    with pytest.raises(BadRequestError):
+        await openai.completions.create(model="demo", prompt=PROMPT, temperature=9)
+    families = await metrics(gateway)
+    requests = families["baton_http_requests"]
+    assert requests["/v1/completions", "200"] == requests["/v1/completions", "400"] == 1
+    assert families["baton_http_connections"][()] >= 1
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{gateway.url}/metrics")).text
+    counts = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.endswith("_count")
+        and sample.labels == {"route": "/v1/completions", "lane": "interactive"}
+    }
+    assert counts["baton_http_time_to_first_token_seconds_count"] == 1
+    assert counts["baton_http_request_duration_seconds_count"] == 1
+    assert 1 <= counts["baton_http_inter_token_latency_seconds_count"] <= 3
+
+
+async def metrics(gateway):
+    """Values by family and the values of their labels."""
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{gateway.url}/metrics")).text
+    return {
+        family.name: {
+            tuple(value for _, value in sorted(sample.labels.items(), reverse=True)): sample.value
+            for sample in family.samples
+        }
+        for family in text_string_to_metric_families(text)
+    }
+
+
+async def test_health(gateway):
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{gateway.url}/health")).status_code == 200

@@ -1,0 +1,400 @@
+"""A gateway in front of a coordinator that says what the test writes."""
+
+import asyncio
+import json
+
+import httpx2 as httpx
+import pytest
+from google.rpc import code_pb2
+from openai import APIError, RateLimitError
+from scripted_inference import accepted, delta, failed, finished
+
+from baton.client import errors
+from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from baton.v1 import common_pb2
+
+WAIT_S = 10.0
+
+
+async def post(gateway, body, route="/v1/completions", **headers):
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        return await http.post(f"{gateway.url}{route}", json=body, headers=headers)
+
+
+async def submitted(inference, gateway, body, route="/v1/completions", **headers):
+    """The request that a body becomes; its answer is one token."""
+    answer = asyncio.create_task(post(gateway, body, route, **headers))
+    connection = await inference.connection()
+    submit = await connection.submitted()
+    connection.send(
+        accepted(submit.stream), delta(submit.stream, 0, [1], "a"), finished(submit.stream)
+    )
+    assert (await answer).status_code == 200, (await answer).text
+    return submit.request
+
+
+def events(response):
+    found = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in found)
+    return [line.removeprefix("data: ") for line in found]
+
+
+async def test_what_a_body_says_reaches_the_coordinator(inference, scripted):
+    body = {
+        "model": "scripted",
+        "prompt": [1, 2],
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "seed": 11,
+        "stop": "end",
+        "stop_token_ids": [3],
+        "bad_words": ["no"],
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logit_bias": {"5": -1},
+        "logprobs": 2,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": {"type": "object"}},
+        },
+        "prompt_cache_key": "talk",
+    }
+    headers = {
+        "x-baton-tenant": "acme",
+        "x-baton-timeout-s": "5",
+        "authorization": "Bearer key",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    }
+    request = await submitted(inference, scripted, body, **headers)
+    wanted = common_pb2.SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        min_tokens=2,
+        seed=11,
+        stop=["end"],
+        stop_token_ids=[3],
+        bad_words=["no"],
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logit_bias={5: -1},
+        logprobs=2,
+        structured_output=common_pb2.StructuredOutput(json_schema='{"type": "object"}'),
+    )
+    assert request.sampling == wanted
+    assert list(request.tokens.ids) == [1, 2]
+    assert (request.tenant, request.session_id) == ("acme", "talk")
+    assert (request.authorization, request.traceparent) == (
+        "Bearer key",
+        headers["traceparent"],
+    )
+    assert request.timeout.ToMilliseconds() == 5000
+    assert request.lane == common_pb2.LANE_INTERACTIVE
+
+
+@pytest.mark.parametrize(
+    ("body", "constraint"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"json": {"type": "array"}}}, {"json_schema": '{"type": "array"}'}),
+        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, {"grammar": "root ::= 'a'"}),
+    ],
+)
+async def test_structured_outputs(inference, scripted, body, constraint):
+    turns = [{"role": "user", "content": "hi"}]
+    request = await submitted(
+        inference, scripted, {"messages": turns, **body}, "/v1/chat/completions"
+    )
+    assert request.sampling.HasField("structured_output") is (constraint is not None)
+    if constraint is not None:
+        wanted = common_pb2.StructuredOutput(**constraint)
+        assert request.sampling.structured_output == wanted
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "lane"),
+    [
+        ({}, {}, common_pb2.LANE_INTERACTIVE),
+        ({"priority": 0}, {}, common_pb2.LANE_INTERACTIVE),
+        ({"priority": -3}, {}, common_pb2.LANE_INTERACTIVE),
+        ({"priority": 1}, {}, common_pb2.LANE_BATCH),
+        ({"priority": 1}, {"x-baton-lane": "interactive"}, common_pb2.LANE_INTERACTIVE),
+        ({}, {"x-baton-lane": "batch"}, common_pb2.LANE_BATCH),
+    ],
+)
+async def test_lanes(inference, scripted, body, headers, lane):
+    request = await submitted(inference, scripted, {"prompt": "x", **body}, **headers)
+    assert request.lane == lane
+
+
+@pytest.mark.parametrize(
+    ("body", "max_tokens"),
+    [({}, 16), ({"max_tokens": None}, None), ({"min_tokens": 30}, 30)],
+)
+async def test_completions_have_a_default_length(inference, scripted, body, max_tokens):
+    request = await submitted(inference, scripted, {"prompt": "x", **body})
+    found = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+    assert found == max_tokens
+
+
+@pytest.mark.parametrize(
+    "header", [{"x-baton-lane": "fast"}, {"x-baton-timeout-s": "soon"}, {"x-baton-timeout-s": "-1"}]
+)
+async def test_a_wrong_header_is_named(scripted, header):
+    answer = await post(scripted, {"prompt": "x"}, **header)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(header))
+
+
+async def test_choices_of_a_prompt_have_seeds_of_their_own(inference, scripted):
+    body = {"prompt": ["x", "y"], "n": 2, "seed": 7, "max_tokens": 1}
+    answer = asyncio.create_task(post(scripted, body, **{"x-request-id": "many"}))
+    connection = await inference.connection()
+    seen = []
+    for _ in range(4):
+        submit = await connection.submitted()
+        number, request = submit.stream, submit.request
+        seen.append((request.request_id, request.text, request.sampling.seed))
+        connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+    assert sorted(seen) == [
+        ("many-0", "x", 7),
+        ("many-1", "x", 8),
+        ("many-2", "y", 7),
+        ("many-3", "y", 8),
+    ]
+    assert (await answer).json()["id"] == "many"
+
+
+async def test_tokens_of_one_delta_are_one_chunk_and_the_end_is_in_the_last(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), delta(number, 0, [1, 2, 3], "h\u00e9\u2028"))
+    connection.send(
+        delta(number, 3, [4], ""), delta(number, 4, [5, 6], "\U0001f3c3"), finished(number)
+    )
+    *said, last = events(await answer)
+    assert last == "[DONE]"
+    choices = [json.loads(one)["choices"][0] for one in said]
+    assert [one["text"] for one in choices] == ["h\u00e9\u2028", "", "\U0001f3c3"]
+    assert [one["finish_reason"] for one in choices] == [None, None, "length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_shed_is_429_with_when_to_come_back(inference, scripted, stream):
+    async with scripted.openai() as openai:
+        asked = asyncio.create_task(
+            openai.completions.create(model="scripted", prompt="x", stream=stream)
+        )
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(
+            failed(number, ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=2.3))
+        )
+        with pytest.raises(RateLimitError) as caught:
+            await asked
+    headers = caught.value.response.headers
+    assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2300")
+    assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
+
+
+async def test_the_openai_client_comes_back_by_itself(inference, scripted):
+    async with scripted.openai(max_retries=1) as openai:
+        asked = asyncio.create_task(openai.completions.create(model="scripted", prompt="x"))
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(
+            failed(number, ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=0.01))
+        )
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+        assert (await asked).choices[0].text == "a"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (code_pb2.INVALID_ARGUMENT, 400),
+        (code_pb2.FAILED_PRECONDITION, 400),
+        (code_pb2.UNAUTHENTICATED, 401),
+        (code_pb2.PERMISSION_DENIED, 403),
+        (code_pb2.NOT_FOUND, 404),
+        (code_pb2.ALREADY_EXISTS, 409),
+        (code_pb2.RESOURCE_EXHAUSTED, 429),
+        (code_pb2.INTERNAL, 500),
+        (code_pb2.DATA_LOSS, 500),
+        (code_pb2.UNIMPLEMENTED, 501),
+        (code_pb2.UNAVAILABLE, 503),
+        (code_pb2.DEADLINE_EXCEEDED, 504),
+    ],
+    ids=lambda value: code_pb2.Code.Name(value) if value < 20 else "",
+)
+async def test_codes_are_statuses_also_before_the_first_token(inference, scripted, code, status):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), failed(number, errors.make(code, "because")))
+    response = await answer
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == "because"
+    assert ("retry-after" in response.headers) is (status == 503)
+    # Nothing says when: trying again would not help.
+    assert (response.headers.get("x-should-retry") == "false") is (status == 429)
+
+
+async def test_fields_have_the_names_that_http_gives_them(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": [1]}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(failed(number, InvalidArgument("tokens.ids[0]", 1, "must be 0")))
+    error = (await answer).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt", "prompt is 1; must be 0")
+
+
+async def test_no_coordinator_is_503(scripted, start_gateway):
+    async with start_gateway("127.0.0.1:1") as gateway:
+        for answer in (
+            await post(gateway, {"prompt": "x"}),
+            await get(gateway, "/health"),
+            await get(gateway, "/v1/models"),
+        ):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            assert "127.0.0.1:1" in answer.json()["error"]["message"]
+
+
+async def get(gateway, route):
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        return await http.get(f"{gateway.url}{route}")
+
+
+async def test_a_stream_that_fails_midway_ends_with_an_error(inference, scripted):
+    async with scripted.openai() as openai:
+        asked = asyncio.create_task(
+            openai.completions.create(model="scripted", prompt="x", stream=True)
+        )
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [1], "a"))
+        stream = await asked
+        assert (await anext(stream)).choices[0].text == "a"
+        connection.send(failed(number, Unavailable("no worker is left")))
+        with pytest.raises(APIError, match="no worker is left"):
+            await anext(stream)
+
+
+async def test_the_error_event_is_followed_by_done(inference, scripted):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), delta(number, 0, [1], "a"))
+    connection.send(failed(number, Unavailable("no worker is left")))
+    first, error, last = events(await answer)
+    assert json.loads(first)["choices"][0]["text"] == "a"
+    assert json.loads(error)["error"]["type"] == "service_unavailable_error"
+    assert last == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_refused_choice_refuses_all_and_cancels_the_others(inference, scripted, stream):
+    answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 3, "stream": stream}))
+    connection = await inference.connection()
+    numbers = [(await connection.submitted()).stream for _ in range(3)]
+    connection.send(
+        accepted(numbers[0], "a"), delta(numbers[0], 0, [1], "a"), accepted(numbers[1], "b")
+    )
+    refused = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=1.0)
+    connection.send(failed(numbers[2], refused))
+    assert (await answer).status_code == 429
+    assert {await connection.cancelled() for _ in range(2)} == set(numbers[:2])
+
+
+async def test_a_reader_that_takes_nothing_is_disconnected_and_its_request_cancelled(
+    inference, coordinator, start_gateway
+):
+    async with start_gateway(coordinator, write_timeout_s=0.2) as gateway:
+        _reader, writer = await asyncio.open_connection(*gateway.address, limit=1024)
+        body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number))
+        text, offset = "x" * 100_000, 0
+        cancelled = asyncio.create_task(connection.cancelled())
+        while not cancelled.done():
+            # More than any socket holds; what the gateway keeps of it is text it was sent.
+            if offset < 200:
+                connection.send(delta(number, offset, [1], text))
+                offset += 1
+            await asyncio.sleep(0.005)
+        assert cancelled.result() == number
+        connection.send(finished(number, common_pb2.FINISH_REASON_CANCELLED))
+        writer.close()
+
+
+async def test_a_slow_reader_gets_everything_in_the_end(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address, limit=1024)
+    body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
+    head = f"POST /v1/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number))
+    num_deltas = 600
+    for offset in range(num_deltas):
+        connection.send(delta(number, offset, [1], f"{offset:>20000}"))
+    connection.send(finished(number))
+    await asyncio.sleep(0.1)
+    received = await reader.read()
+    while more := await reader.read():
+        received += more
+    writer.close()
+    chunks = [line[6:] for line in received.decode().split("\r\n") if line.startswith("data: {")]
+    lines = [line for chunk in chunks for line in chunk.split("\n\n") if line]
+    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+    assert text.split() == [str(offset) for offset in range(num_deltas)]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_stopping_lets_requests_end_for_a_while(inference, coordinator, start_gateway, ends):
+    drain_timeout_s = 5.0 if ends else 0.2
+    async with start_gateway(coordinator, drain_timeout_s=drain_timeout_s) as gateway:
+        answer = asyncio.create_task(post(gateway, {"prompt": "x", "stream": True}))
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [1], "a"))
+        gateway.stop.set()
+        # Nothing more is accepted.
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(*gateway.address)
+            except OSError:
+                break
+            writer.close()
+            await asyncio.sleep(0.01)
+        if ends:
+            connection.send(delta(number, 1, [2], "b"), finished(number))
+        said = events(await answer)
+        assert said[-1] == "[DONE]"
+        if ends:
+            assert json.loads(said[-2])["choices"][0]["finish_reason"] == "length"
+        else:
+            assert json.loads(said[-2])["error"]["type"] == "service_unavailable_error"
+        assert await gateway.serving == 0
