@@ -117,7 +117,7 @@ class Bench:
             "decode": {"max_requests_per_worker": MAX_REQUESTS},
         }
         with contextlib.ExitStack() as stack:
-            with _on(self.cores):
+            with pinned(self.cores):
                 process = stack.enter_context(systems.coordinator(config))
             await ready(process)
             yield process
@@ -171,7 +171,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _on(cores: set[int]) -> Iterator[None]:
+def pinned(cores: set[int]) -> Iterator[None]:
     """What is started meanwhile runs there."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import grpc
 
@@ -176,7 +176,16 @@ class StreamsClient(_Tally):
             await channel.close()
 
 
-Client: TypeAlias = SessionClient | StreamsClient
+class Client(Protocol):
+    """Asks for a slot at a time, and keeps count of what it sees."""
+
+    seen: Seen
+
+    async def ask(self, slot: int) -> None:
+        """One request, until it has ended."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 async def wave(client: Client, num_slots: int) -> None:

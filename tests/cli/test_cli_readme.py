@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.metrics import registry
+from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.worker.metrics import WorkerCollector
 
@@ -32,7 +33,11 @@ def test_the_table_was_found():
 
 def test_every_metric_it_names_exists():
     core = Core(CoreConfig.of(BatonConfig()))
-    registries = WorkerCollector("demo", "prefill").registry(), registry(core)
+    registries = (
+        WorkerCollector("demo", "prefill").registry(),
+        registry(core),
+        GatewayCollector(GatewayStats(("/v1/completions",))).registry(),
+    )
     shown = "".join(generate_latest(one).decode() for one in registries)
     exist = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))
     named = set(re.findall(r"`(baton_\w+)`", README))

@@ -17,10 +17,9 @@ from baton.gateway.server import serve
 from baton.runtime import demo_model
 from baton.runtime.config import HttpConfig
 
-HERE = Path(__file__).parent
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
-sys.path.append(str(HERE.parent / "cluster"))
-sys.path.append(str(HERE.parent / "client"))
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+sys.path.append(str(Path(__file__).parents[1] / "client"))
 
 from processes import Cluster
 from scripted_inference import ScriptedInference, serving

@@ -1,0 +1,314 @@
+"""What HTTP costs: the gateway's streams beside those of a gRPC session, in the same run.
+
+`python -m baton.bench.gateway_cost --help`. The gateway has a core to itself; the coordinator,
+workers with prepared answers (cost_worker.py) and the client share the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import uvloop
+
+from baton.bench import stats, systems
+from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, pinned, progress, ready
+from baton.bench.cost_answers import MODEL
+from baton.bench.cost_client import Client, Loop, Seen, SessionClient
+from baton.bench.stats import Reach
+
+GRPC, HTTP = "gRPC session", "HTTP, SSE"
+NUM_REQUESTS = 64
+MAX_GATEWAY_CPU_MS, MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 30.0, 2.0, 10.0
+COLUMNS = {
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "gateway_cpu_ms": ("gateway", ".2f"),
+    "coordinator_cpu_ms": ("coordinator", ".2f"),
+    "ttft_p50_ms": ("TTFT p50", ".2f"),
+    "ttft_p99_ms": ("TTFT p99", ".2f"),
+    "itl_p50_ms": ("ITL p50", ".2f"),
+    "itl_p99_ms": ("ITL p99", ".2f"),
+    "gateway_mb": ("gateway MB", ".0f"),
+    "others": ("others", ".2f"),
+}
+NOTE = """\
+Gateway and coordinator: CPU ms per 1,000 tokens, all threads; "others" are cores that processes
+took which are no part of this. TTFT and ITL in ms, as the client sees them. Each request's next
+follows its last."""
+_TOKEN, _END = b" tok", b"0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run, or the medians of some; times in ms, CPU per 1,000 tokens."""
+
+    tokens_per_s: float
+    gateway_cpu_ms: float
+    coordinator_cpu_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    gateway_mb: float
+    others: float
+
+
+class HttpClient:
+    """Completions over kept connections, one per slot; checks that every token comes.
+
+    Args:
+        url: of the gateway.
+        num_prompt_tokens: of each request.
+        num_tokens: of each answer.
+    """
+
+    def __init__(self, url: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        self.seen = Seen()
+        self._address = urlsplit(url)
+        self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
+        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def ask(self, slot: int) -> None:
+        if slot not in self._connections:
+            self._connections[slot] = await asyncio.open_connection(
+                self._address.hostname, self._address.port
+            )
+        reader, writer = self._connections[slot]
+        num_tokens, last_at = 0, time.perf_counter()
+        writer.write(self._request(slot))
+        tail = b""
+        while not tail.endswith(_END):
+            data = await reader.read(2**16)
+            if not data:
+                raise ConnectionError(f"closed after {num_tokens} tokens: {tail!r}")
+            # A token's text may come in two parts, and so may the end.
+            found = (tail + data).count(_TOKEN) - tail.count(_TOKEN)
+            tail = (tail + data)[-8:]
+            if not found:
+                continue
+            now = time.perf_counter()
+            (self.seen.gaps_s if num_tokens else self.seen.ttfts_s).append(now - last_at)
+            num_tokens, last_at = num_tokens + found, now
+            self.seen.num_tokens += found
+        if num_tokens != self._num_tokens:
+            raise RuntimeError(f"{num_tokens} tokens of {self._num_tokens}")
+        self.seen.num_requests += 1
+
+    async def close(self) -> None:
+        for _, writer in self._connections.values():
+            writer.close()
+
+    def _request(self, slot: int) -> bytes:
+        prompt = [(slot * 31 + index * 17) % 50_000 for index in range(self._num_prompt_tokens)]
+        body = json.dumps(
+            {
+                "prompt": prompt,
+                "max_tokens": self._num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return (head + body).encode()
+
+
+class Meter:
+    """Processor seconds and what the client saw, from when it is made."""
+
+    def __init__(self, client: Client, gateway: int, coordinator: int, worker: int) -> None:
+        self._client = client
+        self._processes = [psutil.Process(one) for one in (gateway, coordinator, worker)]
+        self._processes.append(psutil.Process(os.getpid()))
+        client.seen = Seen()
+        self._began_at = time.perf_counter()
+        self._before = self._used_s()
+
+    def stop(self) -> Figures:
+        elapsed_s = time.perf_counter() - self._began_at
+        gateway_s, coordinator_s, worker_s, client_s, all_s = (
+            now - before for now, before in zip(self._used_s(), self._before, strict=True)
+        )
+        seen, own_s = self._client.seen, gateway_s + coordinator_s + worker_s + client_s
+        num_tokens = max(1, seen.num_tokens)
+        return Figures(
+            tokens_per_s=seen.num_tokens / elapsed_s,
+            gateway_cpu_ms=gateway_s * 1e6 / num_tokens,
+            coordinator_cpu_ms=coordinator_s * 1e6 / num_tokens,
+            ttft_p50_ms=stats.percentile(seen.ttfts_s, 50) * 1e3,
+            ttft_p99_ms=stats.percentile(seen.ttfts_s, 99) * 1e3,
+            itl_p50_ms=stats.percentile(seen.gaps_s, 50) * 1e3,
+            itl_p99_ms=stats.percentile(seen.gaps_s, 99) * 1e3,
+            gateway_mb=self._processes[0].memory_info().rss / 1e6,
+            others=max(0.0, all_s - own_s) / elapsed_s,
+        )
+
+    def _used_s(self) -> list[float]:
+        found = []
+        for process in self._processes:
+            times = process.cpu_times()
+            found.append(float(times.user + times.system))
+        everything = psutil.cpu_times()
+        return [*found, sum(everything) - everything.idle - everything.iowait]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all runs have in common; `cores` are the gateway's."""
+
+    cores: set[int]
+    num_requests: int
+    num_prompt_tokens: int
+    num_tokens: int
+    step_ms: float
+    seconds: float
+
+    async def run(self, num_repeats: int) -> dict[str, Figures]:
+        runs: dict[str, list[Figures]] = {GRPC: [], HTTP: []}
+        async with self._system() as (coordinator, gateway, worker, url):
+            pids = [one.popen.pid for one in (gateway, coordinator, worker)]
+            for repeat in range(num_repeats):
+                for path, figures in runs.items():
+                    tries: list[Figures] = []
+                    while len(tries) < MAX_TRIES:
+                        tries.append(await self._measure(path, coordinator.address, url, pids))
+                        if tries[-1].others <= MAX_OTHERS:
+                            break
+                    figures.append(min(tries, key=lambda one: one.others))
+                    progress(f"{repeat + 1} of {num_repeats}: {path}")
+        return {
+            path: Figures(
+                *(stats.median(values) for values in zip(*map(astuple, figures), strict=True))
+            )
+            for path, figures in runs.items()
+        }
+
+    @contextlib.asynccontextmanager
+    async def _system(
+        self,
+    ) -> AsyncIterator[tuple[systems.Process, systems.Process, systems.Process, str]]:
+        """Coordinator, gateway, worker, and the gateway's URL."""
+        config = {
+            "model": "demo",
+            "served_model_name": MODEL,
+            "engine": "simulated",
+            "log_level": "warning",
+            "prefill": {"max_requests_per_worker": self.num_requests},
+            "decode": {"max_requests_per_worker": self.num_requests},
+        }
+        with contextlib.ExitStack() as stack:
+            coordinator = stack.enter_context(systems.coordinator(config))
+            await ready(coordinator)
+            arguments = ["--tokens", f"{self.num_tokens}", "--step-ms", f"{self.step_ms}"]
+            arguments += ["--coordinator", coordinator.address]
+            arguments += ["--requests", f"{self.num_requests}"]
+            worker = stack.enter_context(systems.module("baton.bench.cost_worker", arguments))
+            await ready(worker)
+            arguments = ["gateway", "--coordinator", coordinator.address]
+            arguments += ["--listen", "127.0.0.1:0"]
+            with pinned(self.cores):
+                gateway = stack.enter_context(systems.module("baton.cli.main", arguments))
+            await ready(gateway)
+            told = re.search(r"ready http=(\S+)", gateway.log.read_text())
+            assert told is not None
+            yield coordinator, gateway, worker, told[1]
+
+    async def _measure(self, path: str, address: str, url: str, pids: list[int]) -> Figures:
+        client: Client
+        if path == GRPC:
+            client = SessionClient(
+                address, self.num_requests, self.num_prompt_tokens, self.num_tokens
+            )
+        else:
+            client = HttpClient(url, self.num_prompt_tokens, self.num_tokens)
+        spread_s = self.step_ms / 1e3 * self.num_tokens
+        try:
+            async with Loop(client, self.num_requests, spread_s) as loop:
+                await loop.run(spread_s + SETTLE_S)
+                meter = Meter(client, *pids)
+                await loop.run(self.seconds)
+                return meter.stop()
+        finally:
+            await client.close()
+
+
+def reaches(found: dict[str, Figures]) -> list[Reach]:
+    grpc, http = found[GRPC], found[HTTP]
+    added_p50 = http.ttft_p50_ms - grpc.ttft_p50_ms
+    added_p99 = http.ttft_p99_ms - grpc.ttft_p99_ms
+    return [
+        Reach("TTFT p50 over gRPC", added_p50, MAX_ADDED_P50_MS, " ms"),
+        Reach("TTFT p99 over gRPC", added_p99, MAX_ADDED_P99_MS, " ms"),
+        Reach(
+            "CPU of the gateway per 1,000 tokens", http.gateway_cpu_ms, MAX_GATEWAY_CPU_MS, " ms"
+        ),
+    ]
+
+
+def show(found: dict[str, Figures], num_requests: int) -> None:
+    rows = [
+        [path, *(format(getattr(figures, name), how) for name, (_, how) in COLUMNS.items())]
+        for path, figures in found.items()
+    ]
+    header = ["", *(name for name, _ in COLUMNS.values())]
+    stats.print_table(f"{num_requests} streams at once", header, rows)
+    print(NOTE)
+    stats.print_reaches(reaches(found))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="at once")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--itl-ms", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="medians are shown")
+    parser.add_argument("--quick", action="store_true", help="two seconds, once")
+    parser.add_argument("--json", type=Path, default=Path("bench/results/gateway_cost.json"))
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seconds, arguments.repeats = 2.0, 1
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = time.monotonic()
+    *rest, last = sorted(os.sched_getaffinity(0))
+    # gRPC's threads are not there yet: they will run where this one does.
+    os.sched_setaffinity(0, set(rest) or {last})
+    bench = Bench(
+        {last},
+        arguments.requests,
+        arguments.prompt_tokens,
+        arguments.output_tokens,
+        arguments.itl_ms,
+        arguments.seconds,
+    )
+    found = uvloop.run(bench.run(arguments.repeats))
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    results = {path: asdict(figures) for path, figures in found.items()}
+    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    show(found, arguments.requests)
+    print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()

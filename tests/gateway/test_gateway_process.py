@@ -1,0 +1,223 @@
+"""`baton up` with its gateway, and `baton gateway` alone, as processes."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import openai
+import psutil
+import pytest
+
+START_S, STOP_S, BENCH_S = 60.0, 30.0, 90.0
+UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
+# The same as `vllm bench serve`, whose console script needs the metadata of a package "vllm".
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class Process:
+    """A `baton` command; its output line by line."""
+
+    def __init__(self, *arguments, directory):
+        self._log = (directory / f"{arguments[0]}.log").open("w+")
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "baton.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            process_group=0,
+            env={**os.environ, "HOME": str(directory)},
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def ready(self, pattern):
+        line = self._lines.get(timeout=START_S)
+        found = re.search(pattern, line)
+        assert found, f"{line!r}: {self.err()[-3000:]}"
+        return found
+
+    def err(self):
+        self._log.seek(0)
+        return self._log.read()
+
+    def children(self):
+        return psutil.Process(self.popen.pid).children(recursive=True)
+
+    def stop(self, number=signal.SIGTERM):
+        """Its exit code, and the processes that it left behind."""
+        children = self.children()
+        self.popen.send_signal(number)
+        code = self.popen.wait(STOP_S)
+        _, left = psutil.wait_procs(children, 5.0)
+        return code, left
+
+    def close(self):
+        if self.popen.poll() is None:
+            for child in self.children():
+                child.kill()
+            self.popen.kill()
+        self.popen.wait()
+        self._reader.join()
+        self._log.close()
+
+    def _read(self):
+        with self.popen.stdout:
+            for line in self.popen.stdout:
+                self._lines.put(line)
+        self._lines.put("")
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory, model):
+    directory = tmp_path_factory.mktemp("up")
+    process = Process(*UP, "--model", model, "--served-model-name", "demo", directory=directory)
+    try:
+        found = process.ready(r"^ready grpc=(127\.0\.0\.1:\d+) http=(http://127\.0\.0\.1:\d+)$")
+        process.grpc, process.url = found.groups()
+        yield process
+        assert process.stop() == (0, []), process.err()[-3000:]
+    finally:
+        process.close()
+
+
+def client(url, **options):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=20.0, **options)
+
+
+def gateway_of(up):
+    (found,) = (one for one in up.children() if "gateway" in one.cmdline())
+    return found
+
+
+def test_vllms_own_load_tool_works_unchanged(up, model, tmp_path):
+    """Its own counts: all requests succeed, all tokens are there, TTFT and gaps are measured."""
+    for backend, endpoint in (
+        ("openai", "/v1/completions"),
+        ("openai-chat", "/v1/chat/completions"),
+    ):
+        arguments = {
+            "--backend": backend,
+            "--endpoint": endpoint,
+            "--base-url": up.url,
+            "--model": "demo",
+            "--tokenizer": model,
+            "--dataset-name": "random",
+            "--random-input-len": "40",
+            "--random-output-len": "12",
+            "--num-prompts": "12",
+            "--max-concurrency": "6",
+            "--result-dir": str(tmp_path),
+            "--result-filename": f"{backend}.json",
+        }
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", BENCH),
+                *(part for pair in arguments.items() for part in pair),
+                *("--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=BENCH_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        result = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (result["completed"], result["failed"]) == (12, 0), result
+        assert result["total_output_tokens"] == 12 * 12
+        assert all(ttft > 0 for ttft in result["ttfts"])
+        # No chunk is more than the tokens of one delta, none is without tokens.
+        assert all(1 <= len(gaps) <= 11 for gaps in result["itls"])
+
+
+def test_a_gateway_alone_serves_the_same_coordinator(up, tmp_path):
+    alone = Process(
+        *("gateway", "--coordinator", f"127.0.0.1:1,{up.grpc}", "--listen", "127.0.0.1:0"),
+        directory=tmp_path,
+    )
+    try:
+        url = alone.ready(r"^ready http=(http://127\.0\.0\.1:\d+)$").group(1)
+        answers = [
+            client(one).completions.create(model="demo", prompt=[5, 6, 7], max_tokens=6)
+            for one in (up.url, url)
+        ]
+        assert answers[0].choices[0].text == answers[1].choices[0].text
+        assert alone.stop() == (0, [])
+    finally:
+        alone.close()
+
+
+def test_a_gateway_that_dies_is_replaced(up):
+    old = gateway_of(up)
+    old.kill()
+    # The listener outlives it: what connects meanwhile waits for the next one.
+    answer = client(up.url, max_retries=5).completions.create(
+        model="demo", prompt=[5, 6, 7], max_tokens=2
+    )
+    assert answer.usage.completion_tokens == 2
+    assert gateway_of(up).pid != old.pid
+
+
+def test_sigterm_lets_streams_end(tmp_path, model):
+    process = Process(*UP, "--model", model, directory=tmp_path)
+    try:
+        url = process.ready(r" http=(\S+)$").group(1)
+        stream = client(url).completions.create(
+            model="", prompt=[5, 6, 7], max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = iter(stream)
+        next(chunks)
+        stopping: list[tuple[int, list[psutil.Process]]] = []
+        stopper = threading.Thread(target=lambda: stopping.append(process.stop()))
+        stopper.start()
+        last = list(chunks)[-1]
+        assert last.choices[0].finish_reason == "length"
+        stopper.join()
+        assert stopping == [(0, [])], process.err()[-3000:]
+        with pytest.raises(openai.APIConnectionError):
+            client(url, max_retries=0).models.list()
+    finally:
+        process.close()
+
+
+def test_without_a_gateway(tmp_path, model):
+    process = Process(*UP[:-2], "--no-http", "--model", model, directory=tmp_path)
+    try:
+        process.ready(r"^ready grpc=\S+$")
+        assert process.stop(signal.SIGINT) == (0, [])
+    finally:
+        process.close()
+
+
+def test_a_port_in_use_is_said_before_anything_starts(up, tmp_path):
+    port = up.url.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli", *UP[:-1], port],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env={**os.environ, "HOME": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"http.listen: cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert done.stdout == ""
+
+
+def test_metrics_of_the_process(up):
+    with urllib.request.urlopen(f"{up.url}/metrics", timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert b"baton_http_requests_total" in answer.read()
