@@ -79,13 +79,16 @@ class Exchange:
         self._left = self._started = False
 
     async def run(self) -> None:
-        stats, status = self._to.stats, 200
-        stats.num_running += 1
+        stats, status, running = self._to.stats, 200, False
         watch: asyncio.Task[None] | None = None
         try:
-            if stats.num_running > self._to.config.max_running_requests:
+            body = await self._body()
+            # One whose body comes slowly takes nobody's place.
+            if stats.num_running >= self._to.config.max_running_requests:
                 raise self._too_many()
-            ask = await self._ask()
+            stats.num_running += 1
+            running = True
+            ask = self._ask(body)
             watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
             for prompt, options in ask.requests():
                 self._streams.append(self._to.client.generate(prompt, **options))
@@ -110,11 +113,10 @@ class Exchange:
                 await stream.aclose()
             if watch is not None:
                 watch.cancel()
-            stats.num_running -= 1
+            stats.num_running -= running
             stats.requests[self._to.route, status] += 1
 
-    async def _ask(self) -> Ask:
-        body = await self._body()
+    def _ask(self, body: bytes) -> Ask:
         if self._to.route == CHAT:
             ask = asks.of_chat(bodies.parse(body, bodies.ChatBody), self._id, self._headers)
         else:

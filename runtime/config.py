@@ -260,7 +260,7 @@ class HttpConfig(Section):
     max_connections: PositiveInt = Field(4096)
     max_running_requests: PositiveInt = Field(1024, description="generations at a time")
     max_choices: PositiveInt = Field(128, description="of one request: its prompts times n")
-    max_body_bytes: PositiveInt = Field(16 * 2**20)
+    max_body_bytes: PositiveInt = Field(8 * 2**20)
     max_header_bytes: PositiveInt = Field(32 * 2**10, description="request line and headers")
     read_timeout_s: PositiveSeconds = Field(
         30.0, description="longest wait for a whole head, and for a whole body"
