@@ -82,7 +82,8 @@ class BlockingClient:
     `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
 
     Args:
-        addresses, max_requests, max_buffered_events, resume_timeout_s, tenant: as in BatonClient.
+        addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant: as
+            in BatonClient.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class BlockingClient:
         max_requests: int = 4096,
         max_buffered_events: int = 256,
         resume_timeout_s: float = 30.0,
+        retry_timeout_s: float = 0.0,
         tenant: str = "",
     ) -> None:
         self._client = BatonClient(
@@ -99,6 +101,7 @@ class BlockingClient:
             max_requests=max_requests,
             max_buffered_events=max_buffered_events,
             resume_timeout_s=resume_timeout_s,
+            retry_timeout_s=retry_timeout_s,
             tenant=tenant,
         )
         self._loop = asyncio.new_event_loop()

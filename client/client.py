@@ -38,6 +38,9 @@ class BatonClient:
             last one.
         resume_timeout_s: how long after the loss of its session a request may take to be accepted
             again, within its own timeout_s; 0 turns resuming off.
+        retry_timeout_s: how long after its submission a request that was refused is submitted
+            again, when the coordinator said when to (RetryInfo), within its own timeout_s; 0: it
+            fails at once.
         tenant: who to account requests to that name none; empty: the coordinator's default.
     """
 
@@ -48,16 +51,17 @@ class BatonClient:
         max_requests: int = 4096,
         max_buffered_events: int = 256,
         resume_timeout_s: float = 30.0,
+        retry_timeout_s: float = 0.0,
         tenant: str = "",
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
-        if not (math.isfinite(resume_timeout_s) and resume_timeout_s >= 0):
-            raise ValueError(f"resume_timeout_s is {resume_timeout_s}; must be at least 0 seconds")
+        _check_timeout("resume_timeout_s", resume_timeout_s)
+        _check_timeout("retry_timeout_s", retry_timeout_s)
         self.addresses = _split(addresses)
         self._max_requests = max_requests
         self._max_buffered_events = max_buffered_events
-        self._resume_timeout_s = resume_timeout_s
+        self._resume_timeout_s, self._retry_timeout_s = resume_timeout_s, retry_timeout_s
         self._tenant = tenant
         self._connector: Connector | None = None
 
@@ -102,10 +106,16 @@ class BatonClient:
         """
         request = build(prompt, {"tenant": self._tenant, **options})
         connector = self._open()
+        retry_timeout_s = options.get("retry_timeout_s")
+        if retry_timeout_s is None:
+            retry_timeout_s = self._retry_timeout_s
+        elif not (math.isfinite(retry_timeout_s) and retry_timeout_s >= 0):
+            raise errors.invalid("retry_timeout_s", retry_timeout_s, "must be at least 0 seconds")
         state = RequestState(
             request,
             max_buffered_events=self._max_buffered_events,
             timeout_s=options.get("timeout_s"),
+            retry_timeout_s=retry_timeout_s,
         )
         try:
             connector.submit(state)
@@ -170,6 +180,11 @@ class BatonClient:
         if self._connector is None:
             raise RuntimeError("the client is not open: use `async with BatonClient(...)`")
         return self._connector
+
+
+def _check_timeout(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}; must be at least 0 seconds")
 
 
 def _split(addresses: str | Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 
 from baton.client import errors
 from baton.client.request_state import RequestState
-from baton.client.resume import backoff_s, not_resumed, retry_delay_s
+from baton.client.resume import backoff_s, later_s, not_resumed, retry_delay_s
 from baton.client.session import Session, SessionEnd, check_size
 from baton.runtime import rpc
 from baton.runtime.errors import RemoteError, ResourceExhausted
@@ -183,16 +183,24 @@ class Connector:
             self._wait(state)
 
     def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
-        """Submits a request again that could not be resumed yet, or gives it up."""
-        delay_s = retry_delay_s(error, state.num_refusals, random.random())
+        """Submits a request again that was refused for now, or gives it up."""
+        if state.resuming:
+            delay_s = retry_delay_s(error, state.num_refusals, random.random())
+            left_s = state.resume_left_s
+        else:
+            delay_s = later_s(error, random.random())
+            left_s = state.retry_left_s
         if state.cancel_asked:
             state.finish_cancelled()
-        elif delay_s is None or delay_s >= state.resume_left_s:
+        elif delay_s is None or delay_s >= left_s:
             # One that was never accepted is still its caller's to submit again.
             state.fail(not_resumed(error) if state.accepted else error)
         else:
             state.num_refusals += 1
-            state.delay_resume(error)
+            if state.resuming:
+                state.delay_resume(error)
+            else:
+                state.retry()
             state.on_cancel = self._forget
             self._delayed[state] = asyncio.get_running_loop().call_later(
                 delay_s, self._submit_delayed, state

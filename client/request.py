@@ -82,6 +82,8 @@ class RequestOptions(SamplingOptions, total=False):
         authorization: credential of this request, "Bearer ...".
         traceparent: W3C trace context.
         tenant: who to account to; left out: the client's.
+        retry_timeout_s: in which a request that is refused is submitted again, when the coordinator
+            said when to; 0: it is not. Left out: the client's.
     """
 
     model: str
@@ -94,6 +96,7 @@ class RequestOptions(SamplingOptions, total=False):
     authorization: str
     traceparent: str
     tenant: str
+    retry_timeout_s: float | None
 
 
 _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -114,7 +117,7 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
         if name not in RequestOptions.__annotations__:
             hint = did_you_mean(name, RequestOptions.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}")
-        if value is None or name in ("lane", "add_generation_prompt"):
+        if value is None or name in ("lane", "add_generation_prompt", "retry_timeout_s"):
             continue
         path = f"sampling.{name}" if name in SamplingOptions.__annotations__ else name
         try:

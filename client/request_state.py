@@ -39,6 +39,7 @@ class RequestState:
         *,
         max_buffered_events: int,
         timeout_s: float | None,
+        retry_timeout_s: float = 0.0,
     ) -> None:
         self._request = request
         self.number = 0
@@ -58,6 +59,8 @@ class RequestState:
         self._ended = False
         self._error: RemoteError | None = None
         self._loop = asyncio.get_running_loop()
+        self._retry_by = self._loop.time() + retry_timeout_s if retry_timeout_s else None
+        self._retried = False
         self._resume_by: asyncio.TimerHandle | None = None
         self._deadline = (
             self._loop.call_later(timeout_s, self._on_deadline, timeout_s)
@@ -85,9 +88,26 @@ class RequestState:
         """What is left of the time in which it must be accepted again."""
         return self._resume_by.when() - self._loop.time() if self._resume_by is not None else 0.0
 
+    @property
+    def may_retry(self) -> bool:
+        """Whether it wants to be submitted again when it is refused; once admitted, it resumes."""
+        return self._retry_by is not None and self.accepted is None
+
+    @property
+    def retry_left_s(self) -> float:
+        """What is left of the time in which a refused request is submitted again."""
+        if self._retry_by is None:
+            return 0.0
+        deadline = self._deadline.when() if self._deadline is not None else self._retry_by
+        return min(self._retry_by, deadline) - self._loop.time()
+
+    def retry(self) -> None:
+        """It is to be submitted again, with the time that it has left then."""
+        self._retried = True
+
     def message(self) -> inference_pb2.GenerateRequest:
         """The request as it is to be sent now: with the tokens and the time it has."""
-        if not self.resuming:
+        if not self.resuming and not self._retried:
             return self._request
         message = inference_pb2.GenerateRequest()
         message.CopyFrom(self._request)

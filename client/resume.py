@@ -1,4 +1,4 @@
-"""When and how often a request whose session was lost is tried again."""
+"""When and how often a request is tried again that was refused, or whose session was lost."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ def retry_delay_s(error: RemoteError, num_refusals: int, random: float) -> float
     if error.code == code_pb2.RESOURCE_EXHAUSTED:
         return error.retry_after_s
     return backoff_s(num_refusals, random) if error.code in _PASSING else None
+
+
+def later_s(error: RemoteError, random: float) -> float | None:
+    """How long a new request waits that was refused before it is sent again; None: it never is.
+
+    Args:
+        error: with which the coordinator refused it.
+        random: in [0, 1); adds up to a tenth, so that those refused together do not come together.
+    """
+    told_s = error.retry_after_s
+    return told_s * (1 + random / 10) if told_s is not None else None
 
 
 def not_resumed(cause: RemoteError, within_s: float | None = None) -> RemoteError:

@@ -63,7 +63,8 @@ class Session:
         channel: not shared with another session.
         address: for messages.
         on_open: called once when there is a connection.
-        on_refused: gets a request that resumes, and why the coordinator did not accept it.
+        on_refused: gets a request that may be submitted again (it resumes, or retries), and why the
+            coordinator did not accept it.
     """
 
     def __init__(
@@ -173,6 +174,10 @@ class Session:
                 del self._requests[event.stream]
                 self._on_refused(state, errors.from_message(event.failed))
                 return
+        elif state.may_retry and event.HasField("failed"):
+            del self._requests[event.stream]
+            self._on_refused(state, errors.from_message(event.failed))
+            return
         state.on_event(event)
         if state.ended:
             self._requests.pop(event.stream, None)

@@ -1,0 +1,165 @@
+"""New requests that are refused for now, and submitted again when the coordinator said."""
+
+import asyncio
+
+import pytest
+from scripted_inference import accepted, delta, failed, finished, rest
+
+from baton.client import BatonClient, BlockingClient
+from baton.client.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.runtime import errors
+
+
+def busy(retry_after_s):
+    return errors.ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=retry_after_s)
+
+
+async def answer(connection):
+    """Admits what is submitted next and ends it; returns what was submitted."""
+    submit = await connection.submitted()
+    number = submit.stream
+    connection.send(accepted(number), delta(number, 0, [7], "a"), finished(number))
+    return submit.request
+
+
+async def refuse(connection, error):
+    connection.send(failed((await connection.submitted()).stream, error))
+
+
+async def test_it_comes_back_when_it_was_told_to(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=20) as client:
+        stream = client.generate("hello", timeout_s=15.0)
+        connection = await inference.connection()
+        first = await connection.submitted()
+        connection.send(failed(first.stream, busy(0.05)))
+        await refuse(connection, busy(0.05))
+        last = await answer(connection)
+        await rest(stream)
+    assert stream.token_ids == (7,)
+    assert stream.num_resumes == 0
+    # With the time it has left by then.
+    assert last.timeout.ToNanoseconds() < first.request.timeout.ToNanoseconds()
+    last.ClearField("timeout")
+    first.request.ClearField("timeout")
+    assert last == first.request
+
+
+async def test_not_unless_asked_to(client, inference):
+    stream = client.generate("hello")
+    await refuse(await inference.connection(), busy(0.05))
+    with pytest.raises(ResourceExhaustedError) as caught:
+        await rest(stream)
+    assert caught.value.retry_after_s == 0.05
+
+
+@pytest.mark.parametrize(("of_client", "of_request"), [(20.0, 0.0), (0.0, 20.0)])
+async def test_a_request_decides_for_itself(server, inference, of_client, of_request):
+    async with BatonClient(server[0], retry_timeout_s=of_client) as client:
+        stream = client.generate("hello", retry_timeout_s=of_request)
+        connection = await inference.connection()
+        await refuse(connection, busy(0.05))
+        if of_request:
+            await answer(connection)
+            await rest(stream)
+        else:
+            with pytest.raises(ResourceExhaustedError):
+                await rest(stream)
+
+
+@pytest.mark.parametrize("limit", [{"timeout_s": 5.0}, {"retry_timeout_s": 5.0}])
+async def test_one_that_would_be_too_late_fails_at_once(server, inference, limit):
+    async with BatonClient(server[0], retry_timeout_s=20) as client:
+        stream = client.generate("hello", **limit)
+        await refuse(await inference.connection(), busy(10.0))
+        # Long before its deadline, with what the coordinator said.
+        with pytest.raises(ResourceExhaustedError, match="full"):
+            await rest(stream)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (busy(None), ResourceExhaustedError),
+        (errors.Unavailable("no worker"), UnavailableError),
+        (errors.InvalidArgument("text", "", "must not be empty"), InvalidArgumentError),
+    ],
+)
+async def test_without_a_time_to_come_back_it_fails(server, inference, error, kind):
+    async with BatonClient(server[0], retry_timeout_s=20) as client:
+        stream = client.generate("hello")
+        await refuse(await inference.connection(), error)
+        with pytest.raises(kind):
+            await rest(stream)
+
+
+async def test_one_that_was_admitted_is_not_started_over(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=20) as client:
+        stream = client.generate("hello")
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [7], "a"), failed(number, busy(0.01)))
+        with pytest.raises(ResourceExhaustedError):
+            await rest(stream)
+    assert stream.token_ids == (7,)
+
+
+async def test_cancel_while_it_waits(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=60) as client:
+        stream, other = client.generate("hello"), client.generate("other")
+        connection = await inference.connection()
+        await refuse(connection, busy(30.0))
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number))
+        await anext(other)
+        stream.cancel()
+        assert [event.reason for event in await rest(stream)] == ["cancelled"]
+
+
+async def test_the_deadline_holds_while_it_waits(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=60) as client:
+        stream = client.generate("hello", timeout_s=0.5)
+        connection = await inference.connection()
+
+        async def refuse_all():
+            while True:
+                await refuse(connection, busy(0.02))
+
+        refusing = asyncio.create_task(refuse_all())
+        with pytest.raises((DeadlineExceededError, ResourceExhaustedError)):
+            await rest(stream)
+        refusing.cancel()
+
+
+async def test_a_session_lost_while_it_waits(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=20) as client:
+        stream = client.generate("hello")
+        connection = await inference.connection()
+        await refuse(connection, busy(0.05))
+        connection.end()
+        await answer(await inference.connection())
+        await rest(stream)
+    assert stream.token_ids == (7,)
+
+
+async def test_blocking_clients_too(server, inference):
+    def ask():
+        with BlockingClient(server[0], retry_timeout_s=20) as client:
+            return client.complete("hello").text
+
+    asking = asyncio.create_task(asyncio.to_thread(ask))
+    connection = await inference.connection()
+    await refuse(connection, busy(0.01))
+    await answer(connection)
+    assert await asking == "a"
+
+
+async def test_wrong_times_are_refused(client):
+    with pytest.raises(InvalidArgumentError, match="retry_timeout_s"):
+        client.generate("hello", retry_timeout_s=-1.0)
+    with pytest.raises(ValueError, match="retry_timeout_s"):
+        BatonClient("127.0.0.1:1", retry_timeout_s=float("inf"))
