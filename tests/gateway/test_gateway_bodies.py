@@ -1,0 +1,82 @@
+"""Whatever a body says, it becomes requests or an error that says what is wrong."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.client.request import build
+from baton.gateway import asks, bodies, problems
+from baton.gateway.problems import Problem
+from baton.runtime.errors import RemoteError
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+KINDS = {
+    bodies.CompletionBody: (asks.of_completion, {"prompt": "x"}),
+    bodies.ChatBody: (asks.of_chat, {"messages": [{"role": "user", "content": "x"}]}),
+}
+
+
+def fields(kind):
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    return st.dictionaries(st.sampled_from(names) | st.text(max_size=8), VALUES, max_size=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_any_json_is_requests_or_a_problem(kind, data):
+    ask_of, least = KINDS[kind]
+    body = json.dumps({**least, **data.draw(fields(kind))}).encode()
+    outcome = submitted(body, kind, ask_of)
+    if outcome is not None:
+        assert outcome.status == 400
+        assert json.loads(outcome.body())["error"]["message"] == str(outcome) != ""
+
+
+def submitted(body, kind, ask_of):
+    """What is wrong with a body; None when it becomes requests."""
+    try:
+        ask = ask_of(bodies.parse(body, kind), "id", {})
+        for prompt, options in itertools.islice(ask.requests(), 4):
+            build(prompt, options)
+    except Problem as problem:
+        return problem
+    except RemoteError as error:
+        # What does not fit the message.
+        return problems.of(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(body=st.binary(max_size=64))
+def test_any_bytes_are_a_problem(kind, body):
+    with pytest.raises(Problem) as caught:
+        bodies.parse(body, kind)
+    assert caught.value.status == 400
+
+
+@given(name=st.sampled_from(sorted(bodies._UNSUPPORTED)), value=VALUES)
+def test_what_is_not_carried_out_is_named_unless_it_changes_nothing(name, value):
+    body = json.dumps({"prompt": "x", name: value}).encode()
+    if value is None or value in bodies._UNSUPPORTED[name]:
+        bodies.parse(body, bodies.CompletionBody)
+        return
+    with pytest.raises(Problem) as caught:
+        bodies.parse(body, bodies.CompletionBody)
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
