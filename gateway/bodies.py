@@ -266,10 +266,12 @@ def _explained(error: ValidationError, values: Any) -> Problem:
         path, value = _found(problem["loc"], values)
         said = problem["msg"].removeprefix("Value error, ")
         said = said[:1].lower() + said[1:]
-        if problem["type"] == "extra_forbidden":
-            path, said = ".".join(map(str, problem["loc"])), "this server does not support it"
-        elif problem["type"] == "missing":
-            path, said = ".".join(map(str, problem["loc"])), "it is required"
+        if problem["type"] in ("extra_forbidden", "missing"):
+            # Its last part leads to nothing that is there, or should be.
+            *above, name = problem["loc"]
+            path = f"{_found(above, values)[0]}.{name}".lstrip(".")
+            missing = problem["type"] == "missing"
+            said = "it is required" if missing else "this server does not support it"
         paths.setdefault(path, (value, []))[1].append(said)
     path, (value, reasons) = next(iter(paths.items()))
     reason = " or ".join(dict.fromkeys(reasons))

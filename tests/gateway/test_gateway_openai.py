@@ -5,6 +5,7 @@ import asyncio
 import httpx2 as httpx
 import pytest
 from openai import BadRequestError, NotFoundError
+from processes import Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AdminClient
@@ -240,7 +241,7 @@ async def test_what_is_wrong_is_named(openai, field, body):
             "messages[0].content",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         ),
-        ("messages.0.name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("max_tokens", {"max_completion_tokens": 0}),
@@ -300,6 +301,27 @@ async def test_leaving_frees_everything_at_once(openai, gateway, cluster, stream
     families = await metrics(gateway)
     assert families["baton_http_requests"]["/v1/completions", "499"] == 1
     assert families["baton_http_requests_running"][()] == 0
+
+
+async def test_a_stream_outlives_its_coordinator(tmp_path, model, start_gateway):
+    with Cluster(tmp_path, model) as cluster:
+        cluster.start_worker("prefill", "p1")
+        cluster.start_worker("decode", "d1")
+        await cluster.serving()
+        async with start_gateway(cluster.address) as gateway, gateway.openai(timeout=60) as openai:
+            stream = await openai.completions.create(
+                model="demo",
+                prompt=PROMPT,
+                max_tokens=300,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            said = [await anext(stream) for _ in range(3)]
+            await asyncio.to_thread(cluster.restart_coordinator)
+            said += [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].text for chunk in said)
+        assert text == decoded(cluster, PROMPT, 300)
+        assert said[-1].choices[0].finish_reason == "length"
 
 
 async def test_metrics_are_what_prometheus_reads(openai, gateway):
