@@ -142,10 +142,10 @@ def accepted(message: inference_pb2.Accepted) -> Accepted:
 def tokens(delta: common_pb2.TokenDelta, num_known: int = 0) -> Tokens:
     """A delta without its first `num_known` tokens."""
     return Tokens(
-        tuple(delta.token_ids[num_known:]),
+        tuple(delta.token_ids[num_known:] if num_known else delta.token_ids),
         delta.text,
         delta.offset + num_known,
-        _logprobs(delta.logprobs[num_known:]),
+        _logprobs(delta.logprobs[num_known:]) if delta.logprobs else (),
     )
 
 

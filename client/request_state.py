@@ -55,7 +55,8 @@ class RequestState:
         self._cause: RemoteError | None = None
         self._max_buffered_events = max_buffered_events
         self._buffer: deque[Event] = deque()
-        self._changed = asyncio.Event()
+        # Of the reader, while it waits.
+        self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         self._error: RemoteError | None = None
         self._loop = asyncio.get_running_loop()
@@ -194,7 +195,7 @@ class RequestState:
         self._buffer.clear()
 
     async def next(self) -> Event | None:
-        """The next event; None after the last.
+        """The next event; None after the last. For one reader at a time.
 
         Raises:
             RemoteError: the request failed.
@@ -205,8 +206,13 @@ class RequestState:
                 raise errors.from_baton(self._error)
             if self._ended:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            if self._waiter is not None:
+                raise RuntimeError("the stream has another reader")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return self._buffer.popleft()
 
     def _on_accepted(self, accepted: events.Accepted) -> None:
@@ -260,7 +266,7 @@ class RequestState:
             self._buffer[-1] = last.joined(event)
         else:
             self._buffer.append(event)
-        self._changed.set()
+        self._wake()
 
     def _on_deadline(self, timeout_s: float) -> None:
         message = f"no end within the request's {timeout_s:g} s"
@@ -287,4 +293,8 @@ class RequestState:
         self._stop_resume_timer()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from baton.client import Completion, Finished, TokenLogprob, Tokens, Usage
@@ -79,7 +80,7 @@ class Chunks:
         text = tokens.text if tokens is not None else ""
         start, self._start = self._start, self._next_start
         if finished is None and self._ask.num_logprobs is None:
-            return f"{start}{json.dumps(text)}{self._plain_end}".encode()
+            return f"{start}{quoted(text)}{self._plain_end}".encode()
         logprobs = _logprobs(self._ask, tokens.logprobs, self._num_chars) if tokens else None
         if not self._ask.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
@@ -87,7 +88,7 @@ class Chunks:
         if finished is not None:
             rest |= _end(self._ask, finished)
         end = json.dumps(rest, separators=(",", ":"))[1:]
-        return f"{start}{json.dumps(text)}{self._closed},{end}{self._close}".encode()
+        return f"{start}{quoted(text)}{self._closed},{end}{self._close}".encode()
 
 
 def usage_chunk(head: Head, usages: Sequence[Usage]) -> bytes:

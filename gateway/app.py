@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from baton.client import BatonClient
 from baton.gateway import problems
@@ -61,7 +62,7 @@ class Answer(Generic[T]):
 
 
 class Gateway:
-    """What is behind the routes; `app` is the ASGI application.
+    """What is behind the routes, as an ASGI application.
 
     Args:
         client: open; its requests are the gateway's.
@@ -79,13 +80,15 @@ class Gateway:
 
         self._ready = Answer(ready, _HOLDS_S)
         self._model = Answer(lambda: client.model(_ASK_TIMEOUT_S), _MODELS_HOLD_S)
-        generations = [
-            Route(route, Generation(route, client, config, self.stats), methods=["POST"])
-            for route in (COMPLETIONS, CHAT)
-        ]
-        self.app = Starlette(
+        self._generations = {
+            route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
+        }
+        self._others = Starlette(
             routes=[
-                *generations,
+                *(
+                    Route(route, generation, methods=["POST"])
+                    for route, generation in self._generations.items()
+                ),
                 Route("/v1/models", self._counted("/v1/models", self._models)),
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
@@ -93,6 +96,15 @@ class Gateway:
             ],
             exception_handlers={HTTPException: self._no_route},
         )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        generation = self._generations.get(scope["path"])
+        if generation is not None and scope["method"] == "POST":
+            # Straight there: each layer in between would cost again with every token.
+            await generation(scope, receive, send)
+        else:
+            await self._others(scope, receive, send)
 
     def _counted(
         self, route: str, answer: Callable[[Request], Awaitable[Response]]

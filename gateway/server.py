@@ -87,7 +87,7 @@ async def serve(
         gateway = Gateway(client, config)
         server = _Server(
             uvicorn.Config(
-                gateway.app,
+                gateway,
                 http=cast("Any", protocol_factory(config, gateway.stats)),
                 ws="none",
                 lifespan="off",
