@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -25,21 +24,18 @@ from baton.client import (
     TokenStream,
     errors,
 )
-from baton.gateway import answers, asks, bodies, problems
+from baton.gateway import answers, asks, bodies, incoming, problems
 from baton.gateway.asks import Ask
-from baton.gateway.connections import LINGER_S
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.runtime.config import HttpConfig
-from baton.runtime.errors import RemoteError, shown
+from baton.runtime.errors import RemoteError
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# Answers after which the rest of the body is passed over.
-_BODY_UNREAD = (408, 413, 415)
 _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,10 +43,6 @@ _SSE = [
     # Of nginx, which would hold tokens back.
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class ClientLeft(Exception):
-    """Nobody reads the answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class Exchange:
         stats, status, running = self._to.stats, 200, False
         watch: asyncio.Task[None] | None = None
         try:
-            body = await self._body()
+            body = await incoming.read(self._receive, self._headers, self._to.config)
             # One whose body comes slowly takes nobody's place.
             if stats.num_running >= self._to.config.max_running_requests:
                 raise self._too_many()
@@ -94,7 +86,7 @@ class Exchange:
                 self._streams.append(self._to.client.generate(prompt, **options))
             await (self._stream(ask) if ask.stream else self._complete(ask))
             self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
-        except ClientLeft:
+        except incoming.ClientLeft:
             status = CLIENT_LEFT
         except (Problem, RemoteError) as error:
             problem = error if isinstance(error, Problem) else problems.of(error)
@@ -127,35 +119,6 @@ class Exchange:
             allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
             raise problems.wrong("n", ask.n, allowed)
         return ask
-
-    async def _body(self) -> bytes:
-        limit, timeout_s = self._to.config.max_body_bytes, self._to.config.read_timeout_s
-        kind = self._headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "application/json":
-            # A web page may send any other type to any server, this one without asking first.
-            message_text = f"content-type is {shown(kind)}; must be application/json"
-            raise Problem(415, message_text, param="content-type", code="unsupported_media_type")
-        too_large = Problem(413, f"the body is longer than {limit} bytes", code="body_too_large")
-        length = self._headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            raise too_large
-        parts: list[bytes] = []
-        num_bytes, more = 0, True
-        try:
-            async with asyncio.timeout(timeout_s):
-                while more:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeft
-                    parts.append(message.get("body", b""))
-                    num_bytes += len(parts[-1])
-                    if num_bytes > limit:
-                        raise too_large
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            message_text = f"no whole body within {timeout_s:g} s"
-            raise Problem(408, message_text, code="request_timeout") from None
-        return b"".join(parts)
 
     async def _watch(self) -> None:
         """Ends everything when the client is gone: its reader then sees the streams closed."""
@@ -258,27 +221,15 @@ class Exchange:
         await self._start(status, [*headers, length])
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
-    async def _linger(self) -> None:
-        """Passes over what the client still sends, for a moment.
-
-        Closed with something unread the connection would be reset, and the answer lost.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
-                        return
-
     async def _fail(self, problem: Problem) -> None:
         if not self._started:
             headers = [_JSON, *problem.headers()]
-            if problem.status not in _BODY_UNREAD:
+            if problem.status not in incoming.UNREAD:
                 await self._answer(problem.status, headers, problem.body())
                 return
             headers.append((b"connection", b"close"))
             await self._answer(problem.status, headers, problem.body(), last=False)
-            await self._linger()
+            await incoming.pass_over(self._receive)
             await self._send({"type": "http.response.body", "body": b""})
             return
         event = b"data: " + problem.body() + b"\n\n" + answers.DONE
