@@ -61,14 +61,39 @@ def read(path: Path) -> list[Arrival]:
     if start == "[":
         rows = _plain(text, path)
     elif start == "{":
-        rows = _mooncake(text, path)
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows = _mooncake(
+            [_json(line, path, number) for number, line in enumerate(lines, start=1)], path
+        )
     else:
-        rows = _azure(text, path)
+        rows = _csv(text, path)
     found = sorted(rows, key=lambda one: one.at_s)
     if not found:
         raise TraceError(f"{path}: has no request")
     first = found[0].at_s
     return [one._replace(at_s=one.at_s - first) for one in found]
+
+
+def _csv(text: str, path: Path) -> Iterator[Arrival]:
+    rows = csv.DictReader(text.splitlines())
+    if "block_ids" in (rows.fieldnames or ()):
+        # Mooncake's trace with runs of hash_ids as ranges, which is a fraction of the size.
+        listed = [
+            {
+                "timestamp": float(row["timestamp_ms"]),
+                "input_length": row["input_tokens"],
+                "output_length": row["output_tokens"],
+                "hash_ids": [one for run in row["block_ids"].split() for one in _range(run)],
+            }
+            for row in rows
+        ]
+        return _mooncake(listed, path)
+    return _azure(text, path)
+
+
+def _range(run: str) -> range:
+    first, _, last = run.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def _azure(text: str, path: Path) -> Iterator[Arrival]:
@@ -90,9 +115,7 @@ def _azure(text: str, path: Path) -> Iterator[Arrival]:
         yield _arrival(path, number, at, row["ContextTokens"], row["GeneratedTokens"])
 
 
-def _mooncake(text: str, path: Path) -> Iterator[Arrival]:
-    lines = [line for line in text.splitlines() if line.strip()]
-    rows = [_json(line, path, number) for number, line in enumerate(lines, start=1)]
+def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
     # Several requests have the time stamp of their interval: they are spread over it.
     stamps = sorted({_number(path, n, row, "timestamp") for n, row in enumerate(rows, 1)})
     next_of = dict(itertools.pairwise(stamps))
