@@ -56,7 +56,7 @@ class Trace:
 
 
 TRACES = (
-    Trace("azure", DATA / "azure/conv_first3000.csv", 0.5, 7.0, 0.0),
+    Trace("azure", DATA / "azure/conv_first3000.csv", 0.5, 4.0, 0.0),
     Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 1.5, 0.3),
 )
 

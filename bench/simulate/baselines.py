@@ -84,6 +84,9 @@ class Hpa:
             if abs(share - 1) > 0.1:
                 wanted = math.ceil(share * members.current)
             past = self._wanted[pool]
+            if not past:
+                # As Kubernetes does, the size at the start is the first recommendation.
+                past.append((now, members.current))
             past.append((now, wanted))
             while past[0][0] < now - 300:
                 past.popleft()
@@ -126,7 +129,8 @@ class Planner:
         sizes = {pool: members[pool].current for pool in POOLS}
         reason = "within the targets"
         if self._seen is None:
-            self._seen = (now, load)
+            # Until there is a forecast the pools do not shrink below what they began with.
+            self._seen, self._floors = (now, load), dict(sizes)
         elif now - self._seen[0] >= self._LONG_S:
             self._forecast(load, now)
             reason = (

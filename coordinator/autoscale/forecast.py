@@ -91,6 +91,13 @@ def _level_now(samples: Sequence[Sample], now: float, level: float) -> float:
 
 
 def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:
-    """Per second now: the higher of what is recent and what has lasted."""
-    short = mean(recent(samples, now, _SHORT_S), value)
-    return max(short, mean(recent(samples, now, _TREND_S), value))
+    """Per second now: what has lasted, or what is recent where chance does not explain it.
+
+    Of n requests that differ in size as much as they do in traces (a coefficient of variation of
+    1), the sum varies by sqrt(2 / n).
+    """
+    short, long = recent(samples, now, _SHORT_S), recent(samples, now, _TREND_S)
+    lately, lasting = mean(short, value), mean(long, value)
+    count = math.fsum(one.rate * one.span_s for one in long) * _SHORT_S / _TREND_S
+    chance = lasting * math.sqrt(2 / count) if count > 0 else 0.0
+    return lately if lately > lasting + _SURE * chance else lasting

@@ -109,6 +109,19 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
             assert known[flip.worker_id].pool is not flip.to
         named = [one.worker_id for one in (*flips, *drains)]
         assert len(named) == len(set(named))
+        # As many leave as the pool is to be smaller, and none of one that is to grow.
+        for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
+            healthy = {
+                view.worker_id
+                for view in observation.workers
+                if view.pool is pool
+                and view.phase is not Phase.DRAINING
+                and not (view.phase is Phase.STARTING and now - view.since > config.start_timeout_s)
+            }
+            gone = {action.worker_id for action in (*flips, *drains)} & healthy
+            assert len(gone) == max(0, one.current - one.target) or (
+                flips and len(gone) >= one.current - one.target
+            )
         # Nobody leaves who keeps a pool at its floor.
         for pool in POOLS:
             gone = {one.worker_id for one in (*flips, *drains)} & serving(observation, pool)
