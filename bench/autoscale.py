@@ -4,7 +4,9 @@
 the Azure conversation trace and half an hour of Mooncake's on simulated workers: Llama2-70B on
 eight H100s each, as Splitwise measured it. Every policy begins with what the first minute needs. A
 request attains its targets with a TTFT within 500 ms (Mooncake: 2,000 ms) and a mean gap between
-its tokens within 50 ms. GPUs are paid for from the order to start a worker until it has gone.
+its tokens within 50 ms. The two traces hardly vary; "tides" is Azure's, repeated and thinned so
+that the load ebbs to a fifth and returns every 20 minutes. GPUs are paid for from the order to
+start a worker until it has gone.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ GPUS = 8
 # 640 GB less 140 GB of weights, nine tenths of it, by 327,680 bytes per token (80 layers, 8 heads
 # of 128, two bytes, keys and values).
 KV_TOKENS = 1_370_000
+# 80 layers of 8,192, 70 billion parameters.
+ATTENTION_SHARE = 80 * 8192 / 70e9
 BLOCK_TOKENS = 512
 SPAN_S = 10.0
 BATON, STATIC, HPA, PLANNER, HINDSIGHT = "Baton", "static at peak", "HPA", "planner", "hindsight"
@@ -46,18 +50,33 @@ BATON, STATIC, HPA, PLANNER, HINDSIGHT = "Baton", "static at peak", "HPA", "plan
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Attributes: factor: of its load; hit_share: of its prompt tokens, found in caches."""
+    """One trace, scaled.
+
+    Attributes:
+        factor: of its load.
+        hit_share: of its prompt tokens, found in caches.
+        lasts_s: it is repeated until then, with two tides that ebb to a fifth; 0: as it is.
+    """
 
     name: str
     path: Path
     ttft_s: float
     factor: float
-    hit_share: float
+    hit_share: float = 0.0
+    lasts_s: float = 0.0
+
+    def arrivals(self, factor: float) -> list[Arrival]:
+        found = traces.read(self.path)
+        if self.lasts_s:
+            found = traces.tidal(traces.repeated(found, self.lasts_s), self.lasts_s / 2, 0.2)
+        return traces.scaled(found, self.factor * factor)
 
 
+AZURE = DATA / "azure/conv_first3000.csv"
 TRACES = (
-    Trace("azure", DATA / "azure/conv_first3000.csv", 0.5, 4.0, 0.0),
-    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 1.5, 0.3),
+    Trace("azure", AZURE, 0.5, 4.0),
+    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 1.0, hit_share=0.3),
+    Trace("tides", AZURE, 0.5, 4.0, lasts_s=2400.0),
 )
 
 
@@ -154,14 +173,14 @@ Results = dict[tuple[str, float], dict[str, Figures]]
 
 def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
     latency = hardware.splitwise(
-        DATA / "splitwise/llama2-70b-h100-tp8.csv", "llama2-70b", "h100-80gb", 8
+        DATA / "splitwise/llama2-70b-h100-tp8.csv", "llama2-70b", "h100-80gb", 8, ATTENTION_SHARE
     )
     results: Results = {}
     details: dict[str, Any] = {}
     for trace in TRACES:
         if trace.name not in arguments.traces:
             continue
-        arrivals = traces.scaled(traces.read(trace.path), trace.factor * arguments.factor)
+        arrivals = trace.arrivals(arguments.factor)
         for cold_start_s in arguments.cold_starts:
             setting = Setting(trace, cold_start_s, arrivals, latency)
             found = results[trace.name, cold_start_s] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -201,3 +202,22 @@ def repeated(arrivals: Sequence[Arrival], until_s: float) -> list[Arrival]:
     rounds = range(int(until_s / length_s) + 1)
     every = (one._replace(at_s=one.at_s + length_s * turn) for turn in rounds for one in arrivals)
     return [one for one in every if one.at_s < until_s]
+
+
+def tidal(
+    arrivals: Sequence[Arrival], period_s: float, lowest: float, seed: int = 0
+) -> list[Arrival]:
+    """Thinned so that the load ebbs to a share of itself and comes back, as over a day.
+
+    Args:
+        arrivals: in order.
+        period_s: from one high tide to the next; it begins at low tide.
+        lowest: the share that is left then.
+    """
+    chance = random.Random(seed)
+    kept = []
+    for one in arrivals:
+        height = (1 - math.cos(2 * math.pi * one.at_s / period_s)) / 2
+        if chance.random() < lowest + (1 - lowest) * height:
+            kept.append(one)
+    return kept

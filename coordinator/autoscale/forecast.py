@@ -82,7 +82,8 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     error = math.sqrt(level / spread)
     if slope < _SURE * error:
         return 1.0
-    ahead = level + (slope - error) * (now + lead_s - centre)
+    # Rather too little than too much: what is missing is seen before it has grown.
+    ahead = level + (slope - _SURE * error) * (now + lead_s - centre)
     return min(_MOST_GROWTH, max(1.0, ahead / _level_now(samples, now, level)))
 
 

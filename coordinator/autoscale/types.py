@@ -100,7 +100,7 @@ class ScalingConfig:
     max_up: float = 2.0
     max_down: float = 0.25
     drain_backlog_s: float = 20.0
-    margin: float = 0.05
+    margin: float = 0.07
     kv_share: float = 0.9
     stale_s: float = 20.0
     flip: bool = True
