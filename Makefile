@@ -52,6 +52,7 @@ bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.chaos $(CHAOS_ARGS)
 	$(BIN)/python -m baton.bench.coordinator_cost $(COST_ARGS)
 	$(BIN)/python -m baton.bench.gateway_cost $(GATEWAY_ARGS)
+	$(BIN)/python -m baton.bench.autoscale $(AUTOSCALE_ARGS)
 
 proto: $(DEV)
 	$(BIN)/python proto/generate.py

@@ -142,6 +142,9 @@ class RequestBook:
         refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
         hashes = self._placer.hashes(submission)
         refused = refused or self._lateness_error(submission, hashes, now)
+        if refused is None or isinstance(refused, errors.ResourceExhausted):
+            demand = self._placer.demand(submission, hashes)
+            self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
+from baton.coordinator.autoscale.observer import Observer
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import lane_config
@@ -147,6 +148,17 @@ class Core:
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
         return self._book.lanes.oldest(lane)
+
+    def observer(self) -> Observer:
+        """Looks at what the pools are sized by."""
+        return Observer(
+            self.workers,
+            self.placer,
+            self._book.lanes,
+            self.stats,
+            self.latency,
+            self._config.latency,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a resource has no owner, or two."""

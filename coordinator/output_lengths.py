@@ -24,15 +24,25 @@ class OutputLengths:
         self._quantile, self._window, self._initial_tokens = quantile, window, initial_tokens
         self._recent: dict[Hashable, deque[int]] = {}
         self._sorted: dict[Hashable, list[int]] = {}
+        self._sums: dict[Hashable, int] = {}
 
     def observe(self, lane: Hashable, num_tokens: int) -> None:
         """An output of this lane ended by itself, after so many tokens."""
         recent = self._recent.setdefault(lane, deque())
         ordered = self._sorted.setdefault(lane, [])
         if len(recent) == self._window:
-            del ordered[bisect_left(ordered, recent.popleft())]
+            oldest = recent.popleft()
+            del ordered[bisect_left(ordered, oldest)]
+            self._sums[lane] -= oldest
         recent.append(num_tokens)
         insort(ordered, num_tokens)
+        self._sums[lane] = self._sums.get(lane, 0) + num_tokens
+
+    def mean(self, lane: Hashable, max_tokens: int) -> float:
+        """Of the lane's outputs, at most `max_tokens`."""
+        recent = self._recent.get(lane)
+        mean = self._sums[lane] / len(recent) if recent else self._initial_tokens
+        return min(mean, max_tokens)
 
     def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:
         """Output tokens still to come; at least 1, at most what `max_tokens` leaves.

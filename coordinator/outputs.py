@@ -40,7 +40,9 @@ class _Step:
         now, lane, last_at = self.now, request.submission.lane, request.last_token_at
         if last_at is None:
             request.first_token_at = now
-            self.book.stats.lanes[lane].ttft.observe(now - request.submission.arrived_at)
+            ttft_s = now - request.submission.arrived_at
+            self.book.stats.lanes[lane].ttft.observe(ttft_s)
+            self.book.stats.demand[lane].ttfts_s.append(ttft_s)
         else:
             gap = self._gaps.get((lane, last_at))
             if gap is None:

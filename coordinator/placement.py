@@ -166,12 +166,8 @@ class Placer:
 
     def waits(self, request: Request) -> None:
         """It has joined its lane."""
-        lane, entry = request.submission.lane, self.router.idlest_prefill()
-        work_s = 0.0
-        if entry is not None:
-            match = self.router.match(self._hashes(request))
-            cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-            work_s = entry.traits.latency.prefill_s(max(1, request.num_prompt_tokens - cached))
+        lane = request.submission.lane
+        work_s = self._work_s(request.num_prompt_tokens, self._hashes(request)) or 0.0
         self._waiting_s[lane][request.id] = work_s
         self._sum_waiting_s[lane] += work_s
 
@@ -271,6 +267,21 @@ class Placer:
 
     # ---- Predictions.
 
+    def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
+        """Seconds of prefill work, prompt tokens and output tokens to be expected of a request."""
+        num_tokens = len(submission.prompt_token_ids)
+        work_s = self._cached_work_s(num_tokens, hashes)
+        if work_s is None:
+            # No prefill worker is there to ask: as one without a cache that nobody has measured.
+            work_s = self._config.latency.prefill_s(max(1, num_tokens))
+        model = self._workers.model
+        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        return work_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
+
+    def waiting_s(self, lane: Lane) -> float:
+        """Seconds of prefill work that wait in a lane."""
+        return self._sum_waiting_s[lane]
+
     def predicted_ttft_s(self, submission: Submission, hashes: array[int]) -> float | None:
         """From now on, behind all that goes first; None while no prefill worker is there."""
         num_workers = self.router.num_prefill_workers
@@ -295,6 +306,23 @@ class Placer:
         return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
 
     # ---- Inside.
+
+    def _work_s(self, num_tokens: int, hashes: array[int]) -> float | None:
+        """Of a prompt on the idlest prefill worker; None when none has room."""
+        entry = self.router.idlest_prefill()
+        if entry is None:
+            return None
+        cached = self.router.match(hashes).blocks_of(entry.key) * entry.traits.block_size_tokens
+        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
+
+    def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float | None:
+        """Likewise, on the prefill worker that holds most of the prompt."""
+        entry = self.router.idlest_prefill()
+        if entry is None:
+            return None
+        blocks = self.router.longest_prefill(self.router.match(hashes))
+        cached = blocks * entry.traits.block_size_tokens
+        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
 
     def _batch_prompt_over(self, request: Request) -> None:
         """Idempotent."""

@@ -136,6 +136,10 @@ class Router:
         """With the shortest queue of prefill work; None when every worker is full."""
         return self._loads.get(self._loads.by_queue.least())
 
+    def longest_prefill(self, match: PrefixMatch) -> int:
+        """Blocks of a prompt that some prefill worker with room holds, at most."""
+        return max(match.longest(1, self._loads.open_prefill).values(), default=0)
+
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """What a worker's load report says that its requests hold."""
         if (entry := self._loads.get(worker)) is not None:

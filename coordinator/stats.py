@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from baton.coordinator.lanes import LANES
 from baton.coordinator.request import EndedRequest, Request
@@ -26,10 +26,50 @@ class LaneStats:
         self.num_running = 0
 
 
+# What the autoscaler looks at of the latest requests.
+_NUM_WORKS, _NUM_TTFTS = 256, 4096
+
+
+class LaneDemand:
+    """What clients asked of one lane, whether it was let in or refused for overload.
+
+    Attributes:
+        num_arrived: requests.
+        work_s: of prefill, cached prefixes left out.
+        num_output_tokens: expected.
+        num_kv_tokens: held on average while they decode.
+        works_s: prefill work of the latest.
+        ttfts_s: of first tokens since whoever sizes the pools last looked, who clears it.
+    """
+
+    __slots__ = (
+        "num_arrived",
+        "num_kv_tokens",
+        "num_output_tokens",
+        "ttfts_s",
+        "work_s",
+        "works_s",
+    )
+
+    def __init__(self) -> None:
+        self.num_arrived = 0
+        self.work_s = self.num_output_tokens = self.num_kv_tokens = 0.0
+        self.works_s: deque[float] = deque(maxlen=_NUM_WORKS)
+        self.ttfts_s: deque[float] = deque(maxlen=_NUM_TTFTS)
+
+    def arrived(self, work_s: float, num_prompt_tokens: int, num_output_tokens: float) -> None:
+        self.num_arrived += 1
+        self.work_s += work_s
+        self.num_output_tokens += num_output_tokens
+        self.num_kv_tokens += num_prompt_tokens + num_output_tokens / 2
+        self.works_s.append(work_s)
+
+
 class CoreStats:
     """Totals since the coordinator started.
 
     Attributes:
+        demand: by lane: what pools are sized by.
         requests: by lane and outcome (finish reason, or error code's name; lower case).
         sheds: submissions that were not admitted for overload, by reason.
         rejections: submissions that were wrong, by the error code's name; counted by the shell.
@@ -44,6 +84,7 @@ class CoreStats:
 
     def __init__(self) -> None:
         self.lanes = {lane: LaneStats() for lane in LANES}
+        self.demand = {lane: LaneDemand() for lane in LANES}
         self.requests: Counter[tuple[common_pb2.Lane.ValueType, str]] = Counter()
         self.sheds: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()

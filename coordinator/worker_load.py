@@ -95,6 +95,11 @@ class WorkerLoad:
         return len(self._decodes)
 
     @property
+    def num_arrived(self) -> int:
+        """Decodes whose prompts are in this worker's KV cache."""
+        return sum(one.arrived for one in self._decodes.values())
+
+    @property
     def step_s(self) -> float:
         """A whole chunk of a prompt."""
         return self.traits.latency.prefill_s(self.traits.chunk_tokens)

@@ -312,6 +312,64 @@ class LatencyConfig(Section):
     step_per_kv_token_ms: float = Field(2e-4, ge=0, allow_inf_nan=False)
 
 
+class TargetsConfig(Section):
+    """What pools are sized for; null is no promise, and makes no pool grow."""
+
+    ttft_ms: PositiveInt | None = Field(500, description="time to first token")
+    itl_ms: PositiveInt | None = Field(50, description="inter-token latency")
+    percentile: float = Field(95.0, gt=0, lt=100, description="of requests and tokens")
+
+
+class NoTargetsConfig(TargetsConfig):
+    """Of work that can wait: it promises nothing unless told."""
+
+    ttft_ms: PositiveInt | None = Field(None, description="time to first token")
+    itl_ms: PositiveInt | None = Field(None, description="inter-token latency")
+
+
+class LaneTargetsConfig(Section):
+    """Targets by lane."""
+
+    interactive: TargetsConfig = Field(default_factory=TargetsConfig)
+    batch: NoTargetsConfig = Field(default_factory=NoTargetsConfig)
+
+
+class PoolLimitsConfig(Section):
+    """How many workers a pool may have."""
+
+    min_workers: int = Field(1, ge=0)
+    max_workers: PositiveInt = Field(16)
+
+    @model_validator(mode="after")
+    def _are_ordered(self) -> PoolLimitsConfig:
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers is {self.min_workers}; must be at most max_workers, "
+                f"{self.max_workers}"
+            )
+        return self
+
+
+class ScalingSection(Section):
+    """How the pools size themselves."""
+
+    targets: LaneTargetsConfig = Field(default_factory=LaneTargetsConfig)
+    prefill: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
+    decode: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
+    max_gpus: PositiveInt | None = Field(None, description="of both pools together; null: no limit")
+    interval_s: PositiveSeconds = Field(5.0, description="between two decisions")
+    cold_start_s: PositiveSeconds = Field(
+        60.0, description="until a started worker serves: the load is forecast so far ahead"
+    )
+    start_timeout_s: PositiveSeconds = Field(
+        600.0, description="a worker that starts for longer is given up"
+    )
+    down_window_s: float = Field(
+        120.0, ge=0, description="a pool shrinks to the most it needed within this time"
+    )
+    flip: bool = Field(True, description="whether workers may change roles")
+
+
 class SimulatedConfig(Section):
     """The simulated engine's timing: milliseconds from the latency model, times `time_scale`."""
 
@@ -356,6 +414,7 @@ class BatonConfig(Section):
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+    scaling: ScalingSection = Field(default_factory=ScalingSection)
 
     @field_validator("tenants")
     @classmethod

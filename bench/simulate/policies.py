@@ -1,0 +1,60 @@
+"""What may size the pools: Baton's autoscaler, and what it is compared with."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.coordinator.autoscale.autoscaler import decide
+from baton.coordinator.autoscale.sizing import Members
+from baton.coordinator.autoscale.types import (
+    Action,
+    Decision,
+    Observation,
+    PoolDecision,
+    ScalingConfig,
+    State,
+)
+from baton.coordinator.load_index import Pool
+
+
+class Policy(Protocol):
+    """Attributes: config: targets and limits; interval_s: between two decisions."""
+
+    config: ScalingConfig
+    interval_s: float
+
+    def decide(self, observation: Observation, now: float) -> Decision: ...
+
+
+class Baton:
+    """The production autoscaler."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self.config, self.interval_s = config, config.interval_s
+        self._state = State()
+
+    def decide(self, observation: Observation, now: float) -> Decision:
+        decision, self._state = decide(observation, self.config, self._state, now)
+        return decision
+
+
+class Static:
+    """Pools stay as they are."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self.config, self.interval_s = config, config.interval_s
+
+    def decide(self, observation: Observation, now: float) -> Decision:
+        sizes = {pool: Members.of(observation, pool, self.config, now).current for pool in Pool}
+        return decision(sizes, sizes, "static", ())
+
+
+def decision(
+    current: dict[Pool, int], target: dict[Pool, int], reason: str, actions: tuple[Action, ...]
+) -> Decision:
+    """Of a policy that explains itself in one line."""
+    prefill, decode = (
+        PoolDecision(pool, current[pool], target[pool], target[pool], reason)
+        for pool in (Pool.PREFILL, Pool.DECODE)
+    )
+    return Decision(prefill, decode, actions)

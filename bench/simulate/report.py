@@ -1,0 +1,139 @@
+"""A simulation's figures: for people, for programs, and against targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from baton.bench import stats
+from baton.bench.simulate.record import Record
+from baton.bench.simulate.tally import Tally
+from baton.coordinator.autoscale.types import Targets
+from baton.coordinator.load_index import Pool
+
+PERCENTS = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Times in milliseconds.
+
+    Attributes:
+        attained: share of all requests that ended well, with a TTFT within its target and a mean
+            gap between tokens (TPOT) within that of ITL.
+        itl_within: share of all gaps within the target of ITL.
+        goodput_per_gpu: requests that attained, per second and GPU paid for.
+        num_failed: requests refused, or failed later.
+    """
+
+    num_requests: int
+    num_failed: int
+    lasted_s: float
+    ttft_ms: dict[int, float]
+    itl_ms: dict[int, float]
+    tpot_ms: dict[int, float]
+    e2e_ms: dict[int, float]
+    attained: float
+    ttft_within: float
+    tpot_within: float
+    itl_within: float
+    goodput_per_gpu: float
+    gpu_hours: float
+    num_cold_starts: int
+    cold_start_s: float
+    num_events: int
+
+
+def figures(record: Record, tally: Tally, targets: Targets) -> Figures:
+    """Of a whole simulation."""
+    ttfts, tpots, lasted = list[float](), list[float](), list[float]()
+    num_failed = num_attained = num_ttft = num_tpot = 0
+    most_ttft = math.inf if targets.ttft_s is None else targets.ttft_s
+    most_itl = math.inf if targets.itl_s is None else targets.itl_s
+    for arrived, first, end, count in zip(
+        record.arrivals, record.firsts, record.ends, record.outputs, strict=True
+    ):
+        if math.isnan(end) or math.isnan(first):
+            num_failed += 1
+            continue
+        ttft_s = first - arrived
+        tpot_s = (end - first) / (count - 1) if count > 1 else 0.0
+        ttfts.append(ttft_s)
+        lasted.append(end - arrived)
+        if count > 1:
+            tpots.append(tpot_s)
+        num_ttft += ttft_s <= most_ttft
+        num_tpot += tpot_s <= most_itl
+        num_attained += ttft_s <= most_ttft and tpot_s <= most_itl
+    total = max(1, len(record.arrivals))
+    return Figures(
+        num_requests=len(record.arrivals),
+        num_failed=num_failed,
+        lasted_s=record.lasted_s,
+        ttft_ms=_percentiles(ttfts),
+        itl_ms={percent: tally.percentile(percent) * 1e3 for percent in PERCENTS},
+        tpot_ms=_percentiles(tpots),
+        e2e_ms=_percentiles(lasted),
+        attained=num_attained / total,
+        ttft_within=num_ttft / total,
+        tpot_within=num_tpot / total,
+        itl_within=tally.share_within(most_itl) if math.isfinite(most_itl) else 1.0,
+        goodput_per_gpu=num_attained / max(1e-9, record.gpu_hours * 3600),
+        gpu_hours=record.gpu_hours,
+        num_cold_starts=record.num_cold_starts,
+        cold_start_s=record.cold_start_s,
+        num_events=len(record.events),
+    )
+
+
+def _percentiles(seconds: list[float]) -> dict[int, float]:
+    ordered = sorted(seconds)
+    return {percent: stats.percentile(ordered, percent) * 1e3 for percent in PERCENTS}
+
+
+def as_json(found: Figures, record: Record) -> dict[str, Any]:
+    """Everything; not a number is null."""
+    return {
+        **{name: _plain(value) for name, value in asdict(found).items()},
+        "failures": dict(record.reasons),
+        "scale_events": [{"at_s": round(at, 3), "what": what} for at, what in record.events],
+        "decisions": [
+            {
+                "at_s": round(at, 3),
+                **{
+                    pool.value: {
+                        "current": one.current,
+                        "needed": one.needed,
+                        "target": one.target,
+                        "reason": one.reason,
+                    }
+                    for pool, one in (
+                        (Pool.PREFILL, decision.prefill),
+                        (Pool.DECODE, decision.decode),
+                    )
+                },
+            }
+            for at, decision in record.decisions
+        ],
+        "moments": [_plain(asdict(one)) for one in record.moments],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(found: Figures) -> list[list[str]]:
+    """Rows of a table with a column per percentile."""
+    return [
+        [name, *(f"{values[percent]:.1f}" for percent in PERCENTS)]
+        for name, values in (
+            ("TTFT, ms", found.ttft_ms),
+            ("ITL, ms", found.itl_ms),
+            ("TPOT, ms", found.tpot_ms),
+            ("E2E, ms", found.e2e_ms),
+        )
+    ]

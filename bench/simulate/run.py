@@ -1,0 +1,103 @@
+"""One simulation from a configuration: what `baton simulate` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
+from baton.bench.simulate.cell import ColdStart, SimulatedCell
+from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.policies import Baton, Policy, Static
+from baton.bench.simulate.record import Record
+from baton.bench.simulate.report import Figures, figures
+from baton.bench.simulate.traces import Arrival
+from baton.coordinator.autoscale import queueing
+from baton.coordinator.autoscale.settings import scaling_config
+from baton.coordinator.autoscale.types import ScalingConfig
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.load_index import Pool
+from baton.runtime.config import BatonConfig
+from baton.runtime.latency import LatencyModel
+
+POLICIES = ("baton", "static", "hpa", "planner", "hindsight")
+_SPAN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What came of it."""
+
+    figures: Figures
+    record: Record
+
+
+def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> Simulation:
+    """Runs a trace on workers of `simulated`, in pools that begin with their `workers`.
+
+    Args:
+        config: whole; `scaling` has targets and limits.
+        arrivals: in order of time.
+        policy: one of POLICIES; with "static" the pools stay as they begin.
+
+    Raises:
+        ValueError: there is no such policy, or a prompt does not fit `simulated.max_model_len`.
+    """
+    longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
+    if longest > config.simulated.max_model_len:
+        raise ValueError(
+            f"simulated.max_model_len: is {config.simulated.max_model_len}; "
+            f"the trace has a request of {longest} tokens"
+        )
+    scaling, shape = scaling_config(config), shape_of(config)
+    core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
+    cell = SimulatedCell(
+        core,
+        dict.fromkeys(Pool, shape),
+        policy_of(policy, scaling, arrivals, shape),
+        cold_start=ColdStart.lasting(scaling.cold_start_s),
+        heartbeat_s=config.coordinator.heartbeat_s,
+        gpus={pool: scaling.limits(pool).gpus for pool in Pool},
+    )
+    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
+    record = cell.run(arrivals, sizes, arrivals[-1].at_s + 1.0)
+    targets = dict(scaling.targets)["interactive"]
+    return Simulation(figures(record, cell.tally, targets), record)
+
+
+def shape_of(config: BatonConfig) -> Shape:
+    """Of the simulated engine."""
+    engine = config.simulated
+    return Shape(
+        LatencyModel.from_config(engine),
+        kv_tokens=engine.kv_tokens,
+        block_size_tokens=engine.block_size_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=engine.max_model_len,
+        prefix_caching=engine.prefix_caching,
+    )
+
+
+def policy_of(
+    name: str, scaling: ScalingConfig, arrivals: Sequence[Arrival], shape: Shape
+) -> Policy:
+    """Raises ValueError when there is no such policy."""
+    if name == "baton":
+        return Baton(scaling)
+    if name == "static":
+        return Static(scaling)
+    if name == "hpa":
+        target = dict(scaling.targets)["interactive"]
+        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
+        most = queueing.most_requests(
+            shape.model, target.itl_s or math.inf, held / max(1, len(arrivals))
+        )
+        return Hpa(scaling, 2.0, 0.8 * min(most, shape.max_num_seqs))
+    if name == "planner":
+        return Planner(scaling, shape.model, shape.kv_tokens)
+    if name == "hindsight":
+        sizes = needed_sizes(arrivals, scaling, shape.model, shape.kv_tokens, span_s=_SPAN_S)
+        return Hindsight(scaling, sizes, _SPAN_S, scaling.cold_start_s)
+    raise ValueError(f"policy is {name!r}; must be one of {', '.join(POLICIES)}")

@@ -1,0 +1,223 @@
+"""Traces: Azure's CSV, Mooncake's JSON lines, plain JSON of start_time, prompt_len, output_len."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Of Mooncake's hash_ids.
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; names the file, the place and what is expected."""
+
+
+class Arrival(NamedTuple):
+    """One request.
+
+    Attributes:
+        at_s: since the trace began.
+        block_ids: of blocks of MOONCAKE_BLOCK_TOKENS: equal ones are equal prefixes; none: the
+            prompt shares nothing.
+    """
+
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+    def prompt(self, number: int) -> array[int]:
+        """Token ids; `number` tells prompts apart that share nothing."""
+        if not self.block_ids:
+            return array("I", [number, *itertools.repeat(1, self.num_prompt_tokens - 1)])
+        tokens = array("I")
+        for block in self.block_ids:
+            tokens.extend(itertools.repeat(block, MOONCAKE_BLOCK_TOKENS))
+        missing = self.num_prompt_tokens - len(tokens)
+        if missing > 0:
+            tokens.extend(itertools.repeat(2**31 + number, missing))
+        return tokens[: self.num_prompt_tokens]
+
+
+def read(path: Path) -> list[Arrival]:
+    """Arrivals in order, the first at 0; by the file's own form.
+
+    Raises:
+        TraceError: the file cannot be read, or a row is wrong.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    start = text.lstrip()[:1]
+    if start == "[":
+        rows = _plain(text, path)
+    elif start == "{":
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows = _mooncake(
+            [_json(line, path, number) for number, line in enumerate(lines, start=1)], path
+        )
+    else:
+        rows = _csv(text, path)
+    found = sorted(rows, key=lambda one: one.at_s)
+    if not found:
+        raise TraceError(f"{path}: has no request")
+    first = found[0].at_s
+    return [one._replace(at_s=one.at_s - first) for one in found]
+
+
+def _csv(text: str, path: Path) -> Iterator[Arrival]:
+    rows = csv.DictReader(text.splitlines())
+    if "block_ids" in (rows.fieldnames or ()):
+        # Mooncake's trace with runs of hash_ids as ranges, which is a fraction of the size.
+        listed = [
+            {
+                "timestamp": float(row["timestamp_ms"]),
+                "input_length": row["input_tokens"],
+                "output_length": row["output_tokens"],
+                "hash_ids": [one for run in row["block_ids"].split() for one in _range(run)],
+            }
+            for row in rows
+        ]
+        return _mooncake(listed, path)
+    return _azure(text, path)
+
+
+def _range(run: str) -> range:
+    first, _, last = run.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _azure(text: str, path: Path) -> Iterator[Arrival]:
+    rows = csv.DictReader(text.splitlines())
+    wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    if set(wanted) - set(rows.fieldnames or ()):
+        raise TraceError(
+            f"{path}: neither JSON nor a CSV with the columns {', '.join(wanted)}; its first line "
+            f"is {(text.splitlines() or [''])[0][:60]!r}"
+        )
+    for number, row in enumerate(rows, start=2):
+        try:
+            # Python reads 6 digits of a second; the trace has 7.
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        except ValueError:
+            raise TraceError(
+                f"{path}:{number}: TIMESTAMP is {row['TIMESTAMP']!r}; must be a date and time"
+            ) from None
+        yield _arrival(path, number, at, row["ContextTokens"], row["GeneratedTokens"])
+
+
+def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
+    # Several requests have the time stamp of their interval: they are spread over it.
+    stamps = sorted({_number(path, n, row, "timestamp") for n, row in enumerate(rows, 1)})
+    next_of = dict(itertools.pairwise(stamps))
+    count: dict[float, int] = {}
+    for row in rows:
+        count[row["timestamp"]] = count.get(row["timestamp"], 0) + 1
+    seen: dict[float, int] = {}
+    for number, row in enumerate(rows, start=1):
+        stamp = row["timestamp"]
+        index = seen[stamp] = seen.get(stamp, -1) + 1
+        span = min(next_of.get(stamp, stamp + 3000) - stamp, 3000)
+        at_s = (stamp + span * index / count[stamp]) / 1e3
+        blocks = tuple(int(one) for one in row.get("hash_ids", ()))
+        one = _arrival(path, number, at_s, row.get("input_length"), row.get("output_length"))
+        yield one._replace(block_ids=blocks)
+
+
+def _plain(text: str, path: Path) -> Iterator[Arrival]:
+    rows = _json(text, path, 1)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise TraceError(f"{path}: request {number} is {row!r:.60}; must be an object")
+        at_s = _number(path, number, row, "start_time")
+        yield _arrival(path, number, at_s, row.get("prompt_len"), row.get("output_len"))
+
+
+def _json(text: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"{path}:{number}: not JSON: {error}") from None
+
+
+def _number(path: Path, number: int, row: Any, key: str) -> float:
+    value = row.get(key) if isinstance(row, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TraceError(f"{path}: request {number}: {key} is {value!r}; must be a number")
+    return float(value)
+
+
+def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> Arrival:
+    lengths = []
+    for name, value in (("prompt", prompt), ("output", output)):
+        try:
+            length = int(value)
+        except (TypeError, ValueError):
+            length = 0
+        if length < 1:
+            raise TraceError(
+                f"{path}: request {number}: its {name} has {value!r} tokens; must be at least 1"
+            )
+        lengths.append(length)
+    return Arrival(at_s, lengths[0], lengths[1])
+
+
+def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Arrival]:
+    """The same load over time, `factor` times as many requests.
+
+    Each request comes as often as the factor says, a fraction by chance; copies come up to two
+    seconds apart. Of prefixes a copy shares with other copies of its turn what the originals share
+    among themselves.
+
+    Raises:
+        ValueError: the factor is not more than 0.
+    """
+    if not factor > 0:
+        raise ValueError(f"the factor is {factor}; must be more than 0")
+    chance = random.Random(seed)
+    found = list[Arrival]()
+    for one in arrivals:
+        whole, rest = divmod(factor, 1)
+        for copy in range(int(whole) + (chance.random() < rest)):
+            shift_s = 0.0 if not copy else chance.uniform(-2, 2)
+            # Block 0 is the one that all share.
+            blocks = tuple(block and block + copy * 2**22 for block in one.block_ids)
+            found.append(one._replace(at_s=max(0.0, one.at_s + shift_s), block_ids=blocks))
+    return sorted(found, key=lambda one: one.at_s)
+
+
+def repeated(arrivals: Sequence[Arrival], until_s: float) -> list[Arrival]:
+    """The trace again and again, until so many seconds."""
+    length_s = arrivals[-1].at_s + 1.0
+    rounds = range(int(until_s / length_s) + 1)
+    every = (one._replace(at_s=one.at_s + length_s * turn) for turn in rounds for one in arrivals)
+    return [one for one in every if one.at_s < until_s]
+
+
+def tidal(
+    arrivals: Sequence[Arrival], period_s: float, lowest: float, seed: int = 0
+) -> list[Arrival]:
+    """Thinned so that the load ebbs to a share of itself and comes back, as over a day.
+
+    Args:
+        arrivals: in order.
+        period_s: from one high tide to the next; it begins at low tide.
+        lowest: the share that is left then.
+    """
+    chance = random.Random(seed)
+    kept = []
+    for one in arrivals:
+        height = (1 - math.cos(2 * math.pi * one.at_s / period_s)) / 2
+        if chance.random() < lowest + (1 - lowest) * height:
+            kept.append(one)
+    return kept

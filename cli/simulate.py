@@ -1,0 +1,92 @@
+"""`baton simulate`: a trace on simulated workers, with the production coordinator."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli import options
+
+
+class PolicyName(StrEnum):
+    BATON = "baton"
+    STATIC = "static"
+    HPA = "hpa"
+    PLANNER = "planner"
+    HINDSIGHT = "hindsight"
+
+
+def simulate(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="Azure CSV, Mooncake JSONL, or JSON of start_time, prompt_len, output_len.",
+        ),
+    ],
+    config: options.ConfigFile = None,
+    policy: Annotated[
+        PolicyName, typer.Option("--policy", help="What sizes the pools.")
+    ] = PolicyName.BATON,
+    prefill: Annotated[
+        int | None, typer.Option("--prefill", min=0, help="Prefill workers at the beginning.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option("--decode", min=0, help="Decode workers at the beginning.")
+    ] = None,
+    factor: Annotated[float, typer.Option("--factor", help="Of the trace's load.")] = 1.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="All figures and events.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="SVG of sizes, load, TTFT and ITL."),
+    ] = None,
+) -> None:
+    """Run a trace against simulated workers, under a virtual clock.
+
+    The coordinator and the autoscaler are the real ones; workers take what the configuration's
+    `simulated` section says.
+    """
+    import json
+
+    from baton.bench.simulate import report, traces
+    from baton.bench.simulate.picture import svg
+    from baton.bench.simulate.run import simulate as run
+    from baton.cli.output import print_table
+    from baton.coordinator.autoscale.settings import scaling_config
+
+    effective = options.load_config(
+        config, engine=options.EngineName.SIMULATED, num_prefill=prefill, num_decode=decode
+    )
+    try:
+        arrivals = traces.read(trace)
+        if factor != 1.0:
+            arrivals = traces.scaled(arrivals, factor)
+        found = run(effective, arrivals, policy.value)
+    except ValueError as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
+    figures = found.figures
+    print_table(["", ">p50", ">p90", ">p95", ">p99"], report.table(figures), "")
+    print()
+    rows = [
+        ["requests", f"{figures.num_requests}, {figures.num_failed} failed"],
+        ["within the targets", f"{figures.attained:.2%}"],
+        ["TTFT within", f"{figures.ttft_within:.2%}"],
+        ["TPOT within", f"{figures.tpot_within:.2%}"],
+        ["goodput per GPU", f"{figures.goodput_per_gpu:.4f}/s"],
+        ["GPU-hours", f"{figures.gpu_hours:.3f}"],
+        ["cold starts", f"{figures.num_cold_starts}, {figures.cold_start_s:.0f} s"],
+        ["scale events", str(figures.num_events)],
+    ]
+    print_table(["figure", "value"], rows, "")
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(figures, found.record), indent=1) + "\n")
+    if picture is not None:
+        targets = dict(scaling_config(effective).targets)["interactive"]
+        title = f"{trace.name}, {policy.value}"
+        picture.write_text(svg(found.record.moments, targets, title))

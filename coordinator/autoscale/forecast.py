@@ -1,0 +1,104 @@
+"""What arrived, interval by interval, and how much will arrive by the time a worker has started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from baton.coordinator.autoscale.types import LaneLoad, Sample
+
+# Of the recent load: one that is long enough to tell a change from chance, one short enough to
+# follow it.
+_SHORT_S, _TREND_S = 30.0, 120.0
+# What is kept.
+_KEPT_S = 900.0
+# A trend may at most so many times the load by the time that it is needed.
+_MOST_GROWTH = 2.0
+# In standard errors: a slope below this is chance.
+_SURE = 2.0
+_FIELDS = ("num_arrived", "work_s", "num_output_tokens", "num_kv_tokens")
+
+
+def sample(
+    before: Sequence[tuple[str, LaneLoad]],
+    after: Sequence[tuple[str, LaneLoad]],
+    lanes: frozenset[str],
+    now: float,
+    span_s: float,
+) -> Sample | None:
+    """What these lanes got between two observations; None when the totals make no sense.
+
+    Totals that fell are a coordinator that started again.
+    """
+    old = dict(before)
+    sums = dict.fromkeys(_FIELDS, 0.0)
+    for name, load in after:
+        if name not in lanes:
+            continue
+        earlier = old.get(name, LaneLoad())
+        for one in _FIELDS:
+            difference = getattr(load, one) - getattr(earlier, one)
+            if not (math.isfinite(difference) and difference >= 0):
+                return None
+            sums[one] += difference
+    rate, work, output_tokens, kv_tokens = (sums[one] / span_s for one in _FIELDS)
+    return Sample(now, span_s, rate, work, output_tokens, kv_tokens)
+
+
+def kept(samples: Sequence[Sample], now: float) -> tuple[Sample, ...]:
+    """Without what is too old, or of a future that a clock has taken back."""
+    return tuple(one for one in samples if now - _KEPT_S <= one.at <= now)
+
+
+def recent(samples: Sequence[Sample], now: float, seconds: float) -> list[Sample]:
+    return [one for one in samples if one.at > now - seconds] or list(samples[-1:])
+
+
+def mean(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
+    """Over time; 0 without samples."""
+    span_s = math.fsum(one.span_s for one in samples)
+    return math.fsum(value(one) * one.span_s for one in samples) / span_s if span_s > 0 else 0.0
+
+
+def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
+    """By what factor the request rate is expected to be higher `lead_s` from now; at least 1.
+
+    A straight line through the last two minutes, where it rises by more than Poisson arrivals would
+    by chance. A load that falls is not extrapolated: it may come back before a worker would.
+    """
+    window = recent(samples, now, _TREND_S)
+    if len(window) < 6:
+        return 1.0
+    level = mean(window, lambda one: one.rate)
+    span_s = math.fsum(one.span_s for one in window)
+    if not level > 0:
+        return 1.0
+    centre = math.fsum(one.at * one.span_s for one in window) / span_s
+    spread = math.fsum((one.at - centre) ** 2 * one.span_s for one in window)
+    if not spread > 0:
+        return 1.0
+    slope = math.fsum((one.at - centre) * one.rate * one.span_s for one in window) / spread
+    # Of a rate `level`, counted over the window: its variance is level / span in each interval.
+    error = math.sqrt(level / spread)
+    if slope < _SURE * error:
+        return 1.0
+    # Rather too little than too much: what is missing is seen before it has grown.
+    ahead = level + (slope - _SURE * error) * (now + lead_s - centre)
+    return min(_MOST_GROWTH, max(1.0, ahead / _level_now(samples, now, level)))
+
+
+def _level_now(samples: Sequence[Sample], now: float, level: float) -> float:
+    return max(level, mean(recent(samples, now, _SHORT_S), lambda one: one.rate))
+
+
+def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:
+    """Per second now: what has lasted, or what is recent where chance does not explain it.
+
+    Of n requests that differ in size as much as they do in traces (a coefficient of variation of
+    1), the sum varies by sqrt(2 / n).
+    """
+    short, long = recent(samples, now, _SHORT_S), recent(samples, now, _TREND_S)
+    lately, lasting = mean(short, value), mean(long, value)
+    count = math.fsum(one.rate * one.span_s for one in long) * _SHORT_S / _TREND_S
+    chance = lasting * math.sqrt(2 / count) if count > 0 else 0.0
+    return lately if lately > lasting + _SURE * chance else lasting

@@ -1,0 +1,148 @@
+"""How many workers each pool needs, by the latency model and by what was measured. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from baton.coordinator.autoscale import forecast, queueing
+from baton.coordinator.autoscale.types import LaneLoad, Observation, Sample, ScalingConfig, Targets
+
+# Of the standard normal distribution.
+_Z95 = 1.645
+# Corrections from measurements stay between these.
+_LEAST_CORRECTION, _MOST_CORRECTION = 1.0, 2.0
+_UP, _DOWN = 1.15, 0.97
+
+
+class Need(NamedTuple):
+    """Attributes: workers: at least 0; reason: in words, with the numbers."""
+
+    workers: int
+    reason: str
+
+
+def corrected(correction: float, measured_s: float | None, target_s: float) -> float:
+    """The factor on predictions after one more measurement.
+
+    It grows while the target is missed by a pool that the model says is large enough, and shrinks
+    back to 1 by itself. So what the model does not know of is paid for with workers.
+
+    Args:
+        correction: so far.
+        measured_s: at the target's percentile; None: nothing was measured.
+        target_s: that it is to stay within.
+    """
+    if measured_s is None or not math.isfinite(measured_s):
+        return correction
+    factor = _UP if measured_s > target_s else _DOWN
+    return min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction * factor))
+
+
+def prefill_need(
+    observation: Observation,
+    config: ScalingConfig,
+    samples: tuple[Sample, ...],
+    correction: float,
+    num_serving: int,
+    now: float,
+) -> Need:
+    """Enough for the load expected at the end of a cold start, and for what has piled up."""
+    lanes = dict(observation.lanes)
+    rising = forecast.growth(samples, now, config.cold_start_s)
+    offered = forecast.load(samples, now, lambda one: one.work) * rising * correction
+    most, reason = 0, "no request is expected"
+    for name, target in config.targets:
+        lane = lanes.get(name)
+        if lane is None or target.ttft_s is None:
+            continue
+        within_s = target.ttft_s * (1 - config.margin)
+        works = tuple(work * correction for work in lane.works_s)
+        number = queueing.prefill_workers(offered, works, within_s, target.may_miss)
+        ahead_s = _backlog_s(lane, target, num_serving, within_s)
+        cleared = math.ceil(offered + ahead_s / config.drain_backlog_s) if ahead_s > 0 else 0
+        if max(number, cleared) > most:
+            most = max(number, cleared)
+            late = queueing.share_late(most, offered, works, within_s)
+            reason = (
+                f"{offered:.2f} s of prompts per second"
+                f"{f', rising {rising:.2f} x in {config.cold_start_s:g} s' if rising > 1 else ''}"
+                f": {late:.1%} of {name} requests over {target.ttft_s * 1e3:.0f} ms with {most}"
+            )
+            if cleared > number:
+                reason = (
+                    f"{ahead_s:.1f} s of {name} prompts have piled up beside {offered:.2f} s per "
+                    f"second: {most} clear them in {config.drain_backlog_s:g} s"
+                )
+            if correction > 1:
+                reason += f" (TTFT is {correction:.2f} x what is predicted)"
+    return Need(most, reason)
+
+
+def _backlog_s(lane: LaneLoad, target: Targets, num_serving: int, within_s: float) -> float:
+    """Work ahead of the tail beyond what the workers can do in time."""
+    mean_s = math.fsum(lane.works_s) / len(lane.works_s) if lane.works_s else 0.0
+    return max(0.0, lane.queued_s - num_serving * max(0.0, within_s - mean_s) - mean_s)
+
+
+def decode_need(
+    observation: Observation,
+    config: ScalingConfig,
+    samples: tuple[Sample, ...],
+    correction: float,
+    now: float,
+) -> Need:
+    """Enough for the requests that decode and prefill now, and for those expected."""
+    itl_s = min((one.itl_s for _, one in config.targets if one.itl_s is not None), default=math.inf)
+    within_s = itl_s * (1 - config.margin) / correction
+    load, latency = observation.decode, observation.latency
+    rising = forecast.growth(samples, now, config.cold_start_s)
+    rate = forecast.load(samples, now, lambda one: one.rate)
+    tokens = forecast.load(samples, now, lambda one: one.output_tokens)
+    held = forecast.load(samples, now, lambda one: one.kv_tokens)
+    # Of one request: on average, and with all of its output.
+    held_each = held / rate if rate else load.reserved_tokens / max(1, load.num_decodes)
+    room_each = (held + tokens / 2) / rate if rate else held_each
+    if load.num_decodes:
+        room_each = max(room_each, load.reserved_tokens / load.num_decodes)
+    # What a worker may have at a time, by step time and by room.
+    by_time = queueing.most_requests(latency, within_s, held_each)
+    room = load.kv_tokens * config.kv_share
+    by_room = max(1.0, room / room_each) if room and room_each else math.inf
+    each = min(by_time, by_room)
+    # Little's law, with steps as long as they then are.
+    step_s = latency.decode_step_s(1, 0)
+    if math.isfinite(each):
+        step_s = latency.decode_step_s(math.ceil(each), math.ceil(each * held_each))
+    expected = tokens * rising * min(step_s, within_s)
+    waiting = sum(
+        dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
+    )
+    present = load.num_decodes + waiting
+    number, at_once = _spread(expected, each), _spread(present, each, sure=True)
+    if not number and not at_once:
+        return Need(0, "no request is expected")
+    reason = f"{expected:.0f} requests at a time"
+    if rising > 1:
+        reason += f", rising {rising:.2f} x in {config.cold_start_s:g} s"
+    if at_once > number:
+        reason = (
+            f"{present} requests, {load.num_in_prefill + waiting} of them before their first token"
+        )
+    limit = f"{itl_s * 1e3:.0f} ms" if by_time <= by_room else "its KV cache"
+    reason += f": a worker takes {each:.0f} within {limit}"
+    if correction > 1:
+        reason += f" (ITL is {correction:.2f} x what is predicted)"
+    return Need(max(number, at_once), reason)
+
+
+def _lanes(config: ScalingConfig) -> list[str]:
+    return [name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None]
+
+
+def _spread(number: float, each: float, *, sure: bool = False) -> int:
+    """Workers for so many requests; of an expected number, for its 95th percentile (Poisson)."""
+    if not number > 0:
+        return 0
+    most = number if sure else number + _Z95 * math.sqrt(number)
+    return max(1, math.ceil(most / each - 1e-9))

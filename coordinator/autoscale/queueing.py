@@ -1,0 +1,77 @@
+"""How many workers a load needs, by queueing theory over the latency model. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from baton.runtime.latency import LatencyModel
+
+_MOST = 4096
+
+
+def erlang_c(num_workers: int, load: float) -> float:
+    """The probability that an arrival waits (Erlang, 1917).
+
+    Args:
+        num_workers: that serve one queue.
+        load: offered, in workers; at least `num_workers` is never served: 1.
+    """
+    if load >= num_workers:
+        return 1.0
+    blocked = 1.0
+    for number in range(1, num_workers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    return blocked / (1 - (load / num_workers) * (1 - blocked))
+
+
+def share_late(num_workers: int, load: float, works_s: Sequence[float], target_s: float) -> float:
+    """Of requests whose wait and own work exceed the target.
+
+    The wait of an M/G/c queue is taken as exponential beyond its mass at 0, with the mean of Lee
+    and Longton (1959). Requests whose own work is longer than the target are left out: no number of
+    workers helps them.
+
+    Args:
+        num_workers: that serve one queue.
+        load: seconds of work that arrive per second.
+        works_s: of some requests, in seconds.
+        target_s: for wait and work.
+    """
+    in_time = [work for work in works_s if work < target_s]
+    if not in_time:
+        return 0.0
+    if load >= num_workers:
+        return 1.0
+    mean = math.fsum(works_s) / len(works_s)
+    squares = math.fsum(work * work for work in works_s) / len(works_s)
+    if not mean > 0:
+        return 0.0
+    spread = squares / (mean * mean)  # 1 + the squared coefficient of variation.
+    waits = erlang_c(num_workers, load)
+    decay = 2 * (num_workers - load) / (spread * mean)
+    return math.fsum(waits * math.exp(-decay * (target_s - work)) for work in in_time) / len(
+        in_time
+    )
+
+
+def prefill_workers(load: float, works_s: Sequence[float], target_s: float, may_miss: float) -> int:
+    """The fewest workers with which at most `may_miss` of the requests are late."""
+    if not load > 0 or not works_s:
+        return 0
+    number = max(1, math.ceil(load))
+    while number < _MOST and share_late(number, load, works_s, target_s) > may_miss:
+        number += 1
+    return number
+
+
+def most_requests(latency: LatencyModel, itl_s: float, kv_per_request: float) -> float:
+    """Requests that a decode worker may have at a time, at least 1.
+
+    Args:
+        latency: of its steps.
+        itl_s: at most, per step.
+        kv_per_request: KV tokens that one of them holds, on average.
+    """
+    slope = latency.step_per_request_s + latency.step_per_kv_token_s * kv_per_request
+    return max(1.0, (itl_s - latency.step_base_s) / slope) if slope > 0 else math.inf

@@ -1,0 +1,172 @@
+"""From what is needed to what a pool is to have: limits, window, steps, budget and flips. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.coordinator.autoscale.types import (
+    Observation,
+    Phase,
+    PoolState,
+    ScalingConfig,
+    WorkerView,
+)
+from baton.coordinator.load_index import Pool
+
+POOLS = (Pool.PREFILL, Pool.DECODE)
+
+
+def other(pool: Pool) -> Pool:
+    return Pool.DECODE if pool is Pool.PREFILL else Pool.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Workers of a pool.
+
+    Attributes:
+        stuck: that have been starting for too long.
+        num_gpus: of all of them, stuck and draining ones included.
+    """
+
+    serving: tuple[WorkerView, ...]
+    starting: tuple[WorkerView, ...]
+    stuck: tuple[WorkerView, ...]
+    num_gpus: int
+
+    @property
+    def current(self) -> int:
+        """Serving, or on the way there; each counted once."""
+        return len(self.serving) + len(self.starting)
+
+    @classmethod
+    def of(cls, observation: Observation, pool: Pool, config: ScalingConfig, now: float) -> Members:
+        starting = observation.of(pool, Phase.STARTING)
+        stuck = tuple(one for one in starting if now - one.since > config.start_timeout_s)
+        everyone = sum(one.pool is pool for one in observation.workers)
+        return cls(
+            serving=tuple(observation.of(pool, Phase.SERVING)),
+            starting=tuple(one for one in starting if one not in stuck),
+            stuck=stuck,
+            num_gpus=everyone * config.limits(pool).gpus,
+        )
+
+
+def remembered(
+    state: PoolState, current: int, needed: int, config: ScalingConfig, now: float
+) -> tuple[tuple[float, int], ...]:
+    """What was wanted within the window, with what is wanted now.
+
+    Where nothing is known of the window, the pool's size counts as wanted. What a later want
+    exceeds never decides again and is left out.
+    """
+    since = now - config.down_window_s
+    found = [one for one in state.wanted if since <= one[0] <= now]
+    if not found:
+        found = [(now, current)]
+    return (*(one for one in found if one[1] > needed), (now, needed))
+
+
+def bounded(
+    current: int,
+    needed: int,
+    wanted: Sequence[tuple[float, int]],
+    config: ScalingConfig,
+    pool: Pool,
+) -> tuple[int, str]:
+    """The size that a pool is to have next, but for the budget; and what bounded it, in words."""
+    limits = config.limits(pool)
+    most = max(number for _, number in wanted)
+    within = min(limits.ceiling, max(limits.floor, needed))
+    if within > current:
+        step = max(current + 1, math.floor(current * config.max_up))
+        if current < limits.floor:
+            step = max(step, limits.floor)
+        if step < within:
+            return step, f"at most {step} in one step"
+        if within < needed:
+            return within, f"at most {limits.ceiling} allowed"
+        return within, ""
+    lowest = min(limits.ceiling, max(limits.floor, most))
+    if lowest < current:
+        step = current - max(1, math.floor(current * config.max_down))
+        if current > limits.ceiling:
+            step = min(step, limits.ceiling)
+        return max(lowest, step), ""
+    if within < current:
+        if limits.floor >= current:
+            return current, f"at least {limits.floor} allowed"
+        return current, f"{most} were needed within {config.down_window_s:g} s"
+    return current, ""
+
+
+def flips(
+    sizes: dict[Pool, int],
+    members: dict[Pool, Members],
+    needed: dict[Pool, int],
+    states: dict[Pool, PoolState],
+    config: ScalingConfig,
+    now: float,
+) -> tuple[int, Pool] | None:
+    """How many workers change pools, and into which; None for none.
+
+    Only what the short pool lacks and the other has not needed for half a window, with one spare
+    worker left there unless both together have too few. A pool that has just got a worker so does
+    not give one back: it must first have been quiet.
+    """
+    if not config.flip or config.prefill.gpus != config.decode.gpus:
+        return None
+    for pool in POOLS:
+        giver = other(pool)
+        short = min(sizes[pool], config.limits(pool).ceiling) - members[pool].current
+        if short <= 0 or now - states[giver].flipped_in_at < config.flip_quiet_s:
+            continue
+        since = now - config.down_window_s / 2
+        lately = max(
+            (number for at, number in states[giver].wanted if at >= since), default=needed[giver]
+        )
+        keep = max(config.limits(giver).floor, needed[giver], lately)
+        spare = min(
+            len(members[giver].serving) - keep, len(members[giver].serving) - 1 if keep else 10**9
+        )
+        number = min(short, spare)
+        if number > 0:
+            return number, pool
+    return None
+
+
+def within_budget(
+    sizes: dict[Pool, int], members: dict[Pool, Members], config: ScalingConfig
+) -> tuple[dict[Pool, int], dict[Pool, str]]:
+    """Cuts growth to the GPUs that are free: those of workers that leave count until they have.
+
+    Who is shortest, relative to its size, grows first.
+    """
+    found, why = dict(sizes), dict.fromkeys(POOLS, "")
+    if config.max_gpus is None:
+        return found, why
+    free = config.max_gpus - sum(one.num_gpus for one in members.values())
+    for pool in POOLS:
+        found[pool] = min(sizes[pool], members[pool].current)
+    while True:
+        growing = [
+            pool for pool in POOLS if found[pool] < sizes[pool] and config.limits(pool).gpus <= free
+        ]
+        if not growing:
+            break
+        pool = max(growing, key=lambda one: (sizes[one] - found[one]) / max(1, sizes[one]))
+        found[pool] += 1
+        free -= config.limits(pool).gpus
+    for pool in POOLS:
+        if found[pool] < sizes[pool]:
+            why[pool] = f"{sizes[pool]} wanted, {max(0, free)} of {config.max_gpus} GPUs are free"
+    return found, why
+
+
+def leaving(members: Members, number: int) -> list[WorkerView]:
+    """Who goes first: those that do not serve yet, the youngest of them, then the least loaded."""
+    starting = sorted(members.starting, key=lambda one: (-one.since, one.worker_id))
+    serving = sorted(members.serving, key=lambda one: (one.num_tokens, -one.since, one.worker_id))
+    return [*starting, *serving][: max(0, number)]

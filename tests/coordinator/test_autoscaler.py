@@ -1,0 +1,245 @@
+"""The autoscaler as a pure function: what it wants, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.coordinator.autoscale.autoscaler import decide
+from baton.coordinator.autoscale.types import (
+    DecodeLoad,
+    Drain,
+    Flip,
+    LaneLoad,
+    Observation,
+    Phase,
+    PoolLimits,
+    ScalingConfig,
+    State,
+    Targets,
+    Want,
+    WorkerView,
+)
+from baton.coordinator.load_index import Pool
+from baton.runtime.latency import LatencyModel
+
+MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)
+CONFIG = ScalingConfig(
+    prefill=PoolLimits(1, 16), decode=PoolLimits(1, 16), cold_start_s=60.0, down_window_s=120.0
+)
+
+
+def workers(num_prefill, num_decode, phase=Phase.SERVING, since=0.0):
+    return [WorkerView(f"p{n}", Pool.PREFILL, phase, since, n) for n in range(num_prefill)] + [
+        WorkerView(f"d{n}", Pool.DECODE, phase, since, n) for n in range(num_decode)
+    ]
+
+
+class Days:
+    """A load that goes on, and the decisions about it; workers are there as soon as wanted."""
+
+    def __init__(self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True):
+        self.config, self.state, self.now, self.obeyed = config, State(), 1000.0, obeyed
+        self.members = workers(num_prefill, num_decode)
+        self.lane, self.decode = LaneLoad(), DecodeLoad(kv_tokens=200_000)
+        self.decisions = []
+
+    def size(self, pool):
+        return sum(one.pool is pool for one in self.members)
+
+    def passes(self, seconds, rate=0.0, work_s=0.1, output=200.0, **changes):
+        end = self.now + seconds
+        while self.now < end:
+            self.now += self.config.interval_s
+            count = rate * self.config.interval_s
+            self.lane = replace(
+                self.lane,
+                num_arrived=round(self.lane.num_arrived + count),
+                work_s=self.lane.work_s + count * work_s,
+                num_output_tokens=self.lane.num_output_tokens + count * output,
+                num_kv_tokens=self.lane.num_kv_tokens + count * 1000.0,
+                works_s=(work_s,) * 8,
+                **changes,
+            )
+            observation = Observation(
+                self.now,
+                tuple(self.members),
+                MODEL,
+                (("interactive", self.lane),),
+                self.decode,
+            )
+            decision, self.state = decide(observation, self.config, self.state, self.now)
+            self.decisions.append(decision)
+            if self.obeyed:
+                self._obey(decision)
+        return self.decisions[-1]
+
+    def _obey(self, decision):
+        for action in decision.actions:
+            if isinstance(action, Drain):
+                self.members = [one for one in self.members if one.worker_id != action.worker_id]
+            elif isinstance(action, Flip):
+                self.members = [
+                    replace(one, pool=action.to) if one.worker_id == action.worker_id else one
+                    for one in self.members
+                ]
+        for action in decision.actions:
+            if isinstance(action, Want):
+                for number in range(action.num_workers - self.size(action.pool)):
+                    name = f"new-{self.now}-{action.pool.value}-{number}"
+                    view = WorkerView(name, action.pool, Phase.SERVING, self.now)
+                    self.members.append(view)
+
+
+def test_prefill_grows_with_its_load_and_says_why():
+    days = Days(config=replace(CONFIG, flip=False))
+    decision = days.passes(60, rate=50)
+    # 5 s of work per second.
+    assert 6 <= days.size(Pool.PREFILL) <= 9
+    assert "5.00 s of prompts per second" in decision.prefill.reason
+    assert "500 ms" in decision.prefill.reason
+
+
+def test_decode_grows_on_its_own():
+    days = Days(config=replace(CONFIG, flip=False))
+    # 10,000 tokens/s; a worker makes some 2,200 within 45 ms.
+    decision = days.passes(60, rate=10, work_s=0.01, output=1000.0)
+    assert days.size(Pool.PREFILL) == 1
+    assert 4 <= days.size(Pool.DECODE) <= 7
+    assert "within 50 ms" in decision.decode.reason
+
+
+def test_kv_room_counts():
+    days = Days(config=replace(CONFIG, flip=False))
+    days.decode = DecodeLoad(num_decodes=40, reserved_tokens=400_000, kv_tokens=100_000)
+    decision = days.passes(20, rate=1, work_s=0.01)
+    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests.
+    assert decision.decode.needed == 5
+    assert "its KV cache" in decision.decode.reason
+
+
+def test_requests_in_prefill_count_before_they_decode():
+    days = Days(config=replace(CONFIG, flip=False), obeyed=False)
+    few = days.passes(10, rate=1, work_s=0.01)
+    days.decode = DecodeLoad(
+        num_decodes=300, num_in_prefill=290, reserved_tokens=300_000, kv_tokens=200_000
+    )
+    many = days.passes(5, rate=1, work_s=0.01)
+    assert many.decode.needed > few.decode.needed
+    assert "290 of them before their first token" in many.decode.reason
+
+
+def test_work_that_has_piled_up_is_cleared():
+    days = Days(config=replace(CONFIG, flip=False), obeyed=False)
+    calm = days.passes(30, rate=5).prefill
+    days.lane = replace(days.lane, queued_s=100.0)
+    decision = days.passes(5, rate=5).prefill
+    assert decision.needed >= calm.needed + 4
+    assert "piled up" in decision.reason
+
+
+def test_a_pool_shrinks_only_after_the_window_and_step_by_step():
+    days = Days(config=replace(CONFIG, flip=False))
+    days.passes(60, rate=50)
+    before = days.size(Pool.PREFILL)
+    decision = days.passes(90, rate=1)
+    assert days.size(Pool.PREFILL) == before
+    assert "were needed within 120 s" in decision.prefill.reason
+    sizes = []
+    for _ in range(40):
+        days.passes(5, rate=1)
+        sizes.append(days.size(Pool.PREFILL))
+    assert sizes[-1] == 1
+    steps = [one - other for one, other in zip([before, *sizes], sizes, strict=False)]
+    assert max(steps) <= before * CONFIG.max_down
+
+
+def test_who_shrinks_drains_the_idlest():
+    days = Days(config=replace(CONFIG, flip=False, down_window_s=5.0), num_prefill=4, obeyed=False)
+    days.passes(30, rate=1)
+    drained = [one for one in days.decisions[-1].actions if isinstance(one, Drain)]
+    assert [one.worker_id for one in drained] == ["p0"]
+
+
+def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
+    days = Days(num_prefill=8, num_decode=2)
+    days.passes(200, rate=1, work_s=0.01, output=100.0)
+    # Nothing was needed there for a while: it has shrunk by draining.
+    days = Days(num_prefill=8, num_decode=1, config=replace(CONFIG, down_window_s=1000.0))
+    days.passes(510, rate=1, work_s=0.01, output=100.0)
+    decision = days.passes(5, rate=20, work_s=0.01, output=1000.0)
+    flips = [one for one in decision.actions if isinstance(one, Flip)]
+    assert flips
+    assert all(one.to is Pool.DECODE for one in flips)
+    assert not any(isinstance(one, Want) and one.num_workers > 2 for one in decision.actions)
+    # The load turns: nothing flips back at once.
+    days.passes(60, rate=60, work_s=0.1, output=1.0)
+    later = [one for each in days.decisions[-12:] for one in each.actions if isinstance(one, Flip)]
+    assert not any(one.to is Pool.PREFILL for one in later)
+
+
+def test_a_shared_budget_waits_until_the_shrunk_pool_is_gone():
+    config = replace(CONFIG, max_gpus=6, flip=False)
+    days = Days(config=config, num_prefill=3, num_decode=3, obeyed=False)
+    days.members[-1] = replace(days.members[-1], phase=Phase.DRAINING)
+    decision = days.passes(30, rate=60)
+    assert decision.prefill.target == 3
+    assert "0 of 6 GPUs are free" in decision.prefill.reason
+    del days.members[-1]
+    assert days.passes(5, rate=60).prefill.target == 4
+
+
+def test_a_worker_stuck_in_starting_counts_no_more():
+    config = replace(CONFIG, start_timeout_s=100.0, flip=False, down_window_s=30.0)
+    days = Days(config=config, num_prefill=1, obeyed=False)
+    days.members.append(WorkerView("stuck", Pool.PREFILL, Phase.STARTING, days.now))
+    decision = days.passes(60, rate=10)
+    assert decision.prefill.current == 2
+    assert not any(isinstance(one, Drain) for one in decision.actions)
+    decision = days.passes(60, rate=10)
+    assert decision.prefill.current == 1
+    assert [one.worker_id for one in decision.actions if isinstance(one, Drain)] == ["stuck"]
+    assert Want(Pool.PREFILL, 2) in decision.actions
+
+
+def test_zero_and_back():
+    none = PoolLimits(0, 16)
+    days = Days(config=replace(CONFIG, prefill=none, decode=none, idle_s=100.0))
+    days.passes(60, rate=1, work_s=0.01)
+    days.passes(90)
+    assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
+    days.passes(300)
+    assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 0
+    days.passes(5, rate=1, work_s=0.01)
+    assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
+
+
+def test_what_is_measured_corrects_what_is_predicted():
+    days = Days(config=replace(CONFIG, flip=False))
+    predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed
+    days.passes(120, rate=10, work_s=0.1, ttft_s=0.9)
+    assert days.decisions[-1].prefill.needed > predicted
+    assert "x what is predicted" in days.decisions[-1].prefill.reason
+    days.passes(600, rate=10, work_s=0.1, ttft_s=0.2)
+    assert days.decisions[-1].prefill.needed == predicted
+
+
+def test_a_lane_without_targets_makes_no_pool_grow():
+    days = Days(config=replace(CONFIG, targets=(("batch", Targets(None, None)),)))
+    decision = days.passes(60, rate=50)
+    assert (decision.prefill.target, decision.decode.target) == (1, 1)
+
+
+def test_stale_measurements_freeze_the_pools_but_not_below_the_floor():
+    days = Days(config=replace(CONFIG, prefill=PoolLimits(3, 16)), num_prefill=2, obeyed=False)
+    old = Observation(900.0, tuple(days.members), MODEL)
+    decision, _ = decide(old, days.config, State(now=995.0), 1000.0)
+    assert "last heard of 100 s ago" in decision.frozen
+    assert decision.actions == (Want(Pool.PREFILL, 3),)
+
+
+def test_targets_change_live():
+    days = Days(config=replace(CONFIG, flip=False))
+    loose = days.passes(60, rate=12, work_s=0.2).prefill.needed
+    tight = replace(days.config, targets=(("interactive", Targets(0.3, 0.05)),))
+    days.config = tight
+    assert days.passes(5, rate=12, work_s=0.2).prefill.needed > loose

@@ -1,0 +1,301 @@
+"""What the autoscaler never does, whatever it is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.coordinator.autoscale import queueing
+from baton.coordinator.autoscale.autoscaler import decide
+from baton.coordinator.autoscale.types import (
+    DecodeLoad,
+    Drain,
+    Flip,
+    LaneLoad,
+    Observation,
+    Phase,
+    PoolLimits,
+    ScalingConfig,
+    State,
+    Want,
+    WorkerView,
+)
+from baton.coordinator.load_index import Pool
+from baton.runtime.latency import LatencyModel
+
+MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)
+POOLS = (Pool.PREFILL, Pool.DECODE)
+
+limits = st.tuples(st.integers(0, 6), st.integers(0, 12)).map(
+    lambda pair: PoolLimits(min(pair), max(max(pair), 1))
+)
+configs = st.builds(
+    ScalingConfig,
+    prefill=limits,
+    decode=limits,
+    max_gpus=st.one_of(st.none(), st.integers(2, 24)),
+    cold_start_s=st.sampled_from([10.0, 60.0, 180.0]),
+    down_window_s=st.sampled_from([0.0, 60.0, 300.0]),
+    max_up=st.sampled_from([1.0, 1.5, 4.0]),
+    max_down=st.sampled_from([0.0, 0.25, 1.0]),
+    start_timeout_s=st.sampled_from([30.0, 600.0]),
+    flip=st.booleans(),
+)
+numbers = st.one_of(
+    st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
+)
+lane_loads = st.builds(
+    LaneLoad,
+    num_arrived=st.integers(0, 10**6),
+    work_s=numbers,
+    num_output_tokens=numbers,
+    num_kv_tokens=numbers,
+    works_s=st.lists(numbers, max_size=4).map(tuple),
+    queued_s=numbers,
+    num_waiting=st.integers(0, 10**6),
+    ttft_s=st.one_of(st.none(), numbers),
+)
+decode_loads = st.builds(
+    DecodeLoad,
+    num_decodes=st.integers(0, 10**6),
+    reserved_tokens=st.integers(0, 10**9),
+    kv_tokens=st.integers(0, 10**6),
+    itl_s=st.one_of(st.none(), numbers),
+)
+views = st.lists(
+    st.tuples(
+        st.sampled_from(POOLS), st.sampled_from(list(Phase)), st.floats(0, 5000), st.integers(0, 99)
+    ),
+    max_size=16,
+).map(lambda found: tuple(WorkerView(f"w{number}", *one) for number, one in enumerate(found)))
+clocks = st.one_of(st.floats(0, 20), st.sampled_from([-500.0, 0.0, 5.0, 1e6]))
+
+
+def serving(observation: Observation, pool: Pool) -> set[str]:
+    return {one.worker_id for one in observation.of(pool, Phase.SERVING)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    configs,
+    st.lists(st.tuples(clocks, numbers, views, lane_loads, decode_loads), min_size=1, max_size=8),
+)
+def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
+    state, now = State(), 1000.0
+    for passed, age, workers, lane, decode in moments:
+        now = max(0.0, now + passed)
+        observation = Observation(
+            now - age, workers, MODEL, (("interactive", lane), ("batch", LaneLoad())), decode
+        )
+        decision, state = decide(observation, config, state, now)
+        gpus = len(workers)
+        for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
+            allowed = config.limits(pool)
+            if one.target > one.current:
+                assert one.target <= max(allowed.ceiling, allowed.floor)
+                gpus += one.target - one.current
+            if one.target < one.current:
+                assert one.target >= min(allowed.floor, one.current)
+            assert one.reason
+        flips = [one for one in decision.actions if isinstance(one, Flip)]
+        drains = [one for one in decision.actions if isinstance(one, Drain)]
+        known = {one.worker_id: one for one in workers}
+        for flip in flips:
+            assert known[flip.worker_id].phase is Phase.SERVING
+            assert known[flip.worker_id].pool is not flip.to
+        named = [one.worker_id for one in (*flips, *drains)]
+        assert len(named) == len(set(named))
+        # As many leave as the pool is to be smaller, and none of one that is to grow.
+        for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
+            healthy = {
+                view.worker_id
+                for view in observation.workers
+                if view.pool is pool
+                and view.phase is not Phase.DRAINING
+                and not (view.phase is Phase.STARTING and now - view.since > config.start_timeout_s)
+            }
+            gone = {action.worker_id for action in (*flips, *drains)} & healthy
+            assert len(gone) == max(0, one.current - one.target) or (
+                flips and len(gone) >= one.current - one.target
+            )
+        # Nobody leaves who keeps a pool at its floor.
+        for pool in POOLS:
+            gone = {one.worker_id for one in (*flips, *drains)} & serving(observation, pool)
+            left = len(serving(observation, pool)) - len(gone)
+            assert not gone or left >= min(
+                config.limits(pool).floor - len(observation.of(pool, Phase.STARTING)),
+                len(serving(observation, pool)),
+            )
+        if config.max_gpus is not None and any(isinstance(one, Want) for one in decision.actions):
+            assert gpus <= max(config.max_gpus, len(workers))
+        if decision.frozen:
+            assert not flips
+            assert not drains
+
+
+class Closed:
+    """A constant load on pools that are what was wanted, after a cold start."""
+
+    def __init__(self, config, rate, work_s, output, num_prefill, num_decode):
+        self.config, self.rate, self.work_s, self.output = config, rate, work_s, output
+        self.now, self.state, self.names = 1000.0, State(), itertools.count()
+        self.arrived = 0.0
+        self.members = [self._new(Pool.PREFILL, Phase.SERVING) for _ in range(num_prefill)]
+        self.members += [self._new(Pool.DECODE, Phase.SERVING) for _ in range(num_decode)]
+        self.sizes: dict[Pool, list[int]] = {pool: [] for pool in POOLS}
+
+    def _new(self, pool, phase):
+        return WorkerView(f"w{next(self.names)}", pool, phase, self.now)
+
+    def run(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            self.now += self.config.interval_s
+            self.arrived += self.rate * self.config.interval_s
+            self.members = [
+                replace(one, phase=Phase.SERVING)
+                if one.phase is Phase.STARTING and self.now - one.since >= self.config.cold_start_s
+                else one
+                for one in self.members
+            ]
+            decision, self.state = decide(self._seen(), self.config, self.state, self.now)
+            self._obey(decision)
+            for pool in POOLS:
+                self.sizes[pool].append(sum(one.pool is pool for one in self.members))
+
+    def _seen(self):
+        lane = LaneLoad(
+            num_arrived=round(self.arrived),
+            work_s=self.arrived * self.work_s,
+            num_output_tokens=self.arrived * self.output,
+            num_kv_tokens=self.arrived * 1000,
+            works_s=(self.work_s,) * 8,
+        )
+        decoders = sum(
+            one.pool is Pool.DECODE and one.phase is Phase.SERVING for one in self.members
+        )
+        # Fluid: as many as make the tokens that arrive, on so many workers.
+        slope = MODEL.step_per_request_s + MODEL.step_per_kv_token_s * 1000
+        each = self.rate * self.output / max(1, decoders)
+        batch = each * MODEL.step_base_s / (1 - each * slope) if each * slope < 0.95 else 256.0
+        number = round(batch * decoders)
+        decode = DecodeLoad(number, 0, number * 1100, 400_000)
+        return Observation(self.now, tuple(self.members), MODEL, (("interactive", lane),), decode)
+
+    def _obey(self, decision):
+        leave = {one.worker_id for one in decision.actions if isinstance(one, Drain)}
+        self.members = [one for one in self.members if one.worker_id not in leave]
+        flips = {one.worker_id: one.to for one in decision.actions if isinstance(one, Flip)}
+        self.members = [
+            replace(one, pool=flips[one.worker_id]) if one.worker_id in flips else one
+            for one in self.members
+        ]
+        for action in decision.actions:
+            if isinstance(action, Want):
+                number = sum(one.pool is action.pool for one in self.members)
+                for _ in range(action.num_workers - number):
+                    self.members.append(self._new(action.pool, Phase.STARTING))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(0.2, 40),
+    st.floats(0.01, 0.3),
+    st.floats(1, 600),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_never_oscillates_on_constant_load(rate, work_s, output, num_prefill, num_decode, flip):
+    config = ScalingConfig(
+        prefill=PoolLimits(1, 24), decode=PoolLimits(1, 24), flip=flip, cold_start_s=30.0
+    )
+    days = Closed(config, rate, work_s, output, num_prefill, num_decode)
+    days.run(1500)
+    for pool in POOLS:
+        sizes = days.sizes[pool]
+        moves = [after - before for before, after in itertools.pairwise(sizes) if after != before]
+        turns = sum(one * other < 0 for one, other in itertools.pairwise(moves))
+        assert turns <= 1, sizes
+        # At rest long before the end.
+        assert len(set(sizes[-60:])) == 1, sizes
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.floats(0.1, 50),
+    st.floats(1, 3),
+    st.floats(0.005, 0.4),
+    st.floats(1, 800),
+    st.floats(0, 50),
+    st.integers(0, 500),
+    st.integers(0, 20),
+)
+def test_more_load_never_means_fewer_workers(
+    rate, factor, work_s, output, queued_s, decodes, waiting
+):
+    config = ScalingConfig(prefill=PoolLimits(0, 10**4), decode=PoolLimits(0, 10**4), max_up=1e4)
+
+    def needed(scale):
+        state, arrived, found = State(), 0.0, None
+        for number in range(8):
+            arrived += rate * scale * config.interval_s
+            lane = LaneLoad(
+                num_arrived=math.ceil(arrived),
+                work_s=arrived * work_s,
+                num_output_tokens=arrived * output,
+                num_kv_tokens=arrived * 1000,
+                works_s=(work_s, work_s / 2),
+                queued_s=queued_s * scale,
+                num_waiting=round(waiting * scale),
+            )
+            count = round(decodes * scale)
+            observation = Observation(
+                1000.0 + 5 * number,
+                (WorkerView("p", Pool.PREFILL, Phase.SERVING, 0.0),),
+                MODEL,
+                (("interactive", lane),),
+                DecodeLoad(count, 0, count * 1000, 200_000),
+            )
+            found, state = decide(observation, config, state, 1000.0 + 5 * number)
+        return found.prefill.needed, found.decode.needed
+
+    less, more = needed(1.0), needed(factor)
+    assert more[0] >= less[0]
+    assert more[1] >= less[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(0.01, 60),
+    st.floats(0, 5),
+    st.lists(st.floats(0.001, 0.6), min_size=1, max_size=8),
+    st.floats(0.05, 2),
+)
+def test_prefill_workers_grow_with_load_and_suffice(load, more, works, target_s):
+    number = queueing.prefill_workers(load, works, target_s, 0.05)
+    assert queueing.share_late(number, load, works, target_s) <= 0.05
+    assert queueing.prefill_workers(load + more, works, target_s, 0.05) >= number
+    assert queueing.prefill_workers(load, works, target_s / 2, 0.05) >= number or any(
+        one >= target_s / 2 for one in works
+    )
+
+
+def test_gaps_and_clock_jumps_cost_the_memory_and_shrink_nothing():
+    config = ScalingConfig(prefill=PoolLimits(1, 16), decode=PoolLimits(1, 16), flip=False)
+    days = Closed(config, 40, 0.1, 100, 6, 3)
+    days.run(600)
+    size = days.sizes[Pool.PREFILL][-1]
+    for jump in (-400.0, 3600.0, 86400.0):
+        days.now += jump
+        days.rate = 0.1
+        days.run(config.down_window_s - config.interval_s)
+        assert days.sizes[Pool.PREFILL][-1] == size
+        days.rate = 40
+        days.run(600)
+        size = days.sizes[Pool.PREFILL][-1]
+        assert size >= 5
