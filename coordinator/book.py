@@ -27,9 +27,22 @@ from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 _RETRY_AFTER_S = 1.0
+
+
+def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
+    """What is the same in all of a request's commands, but its prompt."""
+    return cluster_pb2.RequestSpec(
+        request_id=submission.request_id,
+        sampling=submission.sampling,
+        lane=submission.lane,
+        # Smaller first: when KV runs out, the engine's victim is a batch request.
+        priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+        traceparent=submission.traceparent,
+    )
 
 
 def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
@@ -200,6 +213,7 @@ class RequestBook:
                 prefiller.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
             self.out.append(ev.SendCommand(prefiller.key, command))
+            self._announce(request, now)
         else:
             self._send_decode(request, now)
 
@@ -423,13 +437,43 @@ class RequestBook:
         assert request.decode is not None
         assert worker is not None, "with its decode worker an attempt is lost"
         self._sent(request, worker)
-        command = cluster_pb2.DecodeCommand()
-        self._specify(command.spec, request, now)
-        command.spec.known_token_ids.extend(request.token_ids)
-        command.spec.known_text_chars = request.text_chars
-        if request.handoff_id:
+        command = cluster_pb2.DecodeCommand(expected=request.expected)
+        self._specify(command.spec, request, now, with_prompt=not request.expected)
+        self._add_known(command.spec, request)
+        if request.handoff_id and not request.expected:
             command.handoff.CopyFrom(self._handoff_plan(request))
         self.out.append(ev.SendCommand(request.decode, command))
+
+    def _announce(self, request: Request, now: float) -> None:
+        """Its decode worker may load what it is handed as it comes, if it makes use of that.
+
+        Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
+        """
+        worker = self._workers.get(request.decode)
+        sampling = request.submission.sampling
+        num_coming = 0 if request.num_known else 1
+        request.expected = (
+            worker is not None
+            and bool(request.handoff_id)
+            and worker.hello.capacity.loads_early
+            and not needs_exact_state(sampling)
+            and not (
+                sampling.HasField("max_tokens")
+                and sampling.max_tokens <= request.num_known + num_coming
+            )
+        )
+        if worker is None or not request.expected:
+            return
+        command = cluster_pb2.ExpectCommand(num_coming_tokens=num_coming)
+        self._specify(command.spec, request, now)
+        self._add_known(command.spec, request)
+        command.handoff.CopyFrom(self._handoff_plan(request))
+        self.out.append(ev.SendCommand(worker.key, command))
+
+    @staticmethod
+    def _add_known(spec: cluster_pb2.RequestSpec, request: Request) -> None:
+        spec.known_token_ids.extend(request.token_ids)
+        spec.known_text_chars = request.text_chars
 
     def _cancel_workers(self, request: Request) -> None:
         """Both legs, in every state: each ignores what it does not know."""
@@ -494,7 +538,7 @@ class RequestBook:
         self._cancel_workers(request)
         self._let_go(request)
         request.prefill = request.decode = None
-        request.prefill_done, request.handoff_id = False, b""
+        request.prefill_done, request.handoff_id, request.expected = False, b"", False
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(stage, now))
         self._advance(request, state, now)
@@ -520,19 +564,22 @@ class RequestBook:
         if worker is not None and worker.release(request.id):
             self.room_made = True
 
-    def _specify(self, spec: cluster_pb2.RequestSpec, request: Request, now: float) -> None:
-        if request.spec is None:
-            submission = request.submission
-            request.spec = cluster_pb2.RequestSpec(
-                request_id=request.id,
-                prompt_token_ids=submission.prompt_token_ids,
-                sampling=submission.sampling,
-                lane=submission.lane,
-                # Smaller first: when KV runs out, the engine's victim is a batch request.
-                priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
-                traceparent=submission.traceparent,
-            )
-        spec.CopyFrom(request.spec)
+    def _specify(
+        self,
+        spec: cluster_pb2.RequestSpec,
+        request: Request,
+        now: float,
+        *,
+        with_prompt: bool = True,
+    ) -> None:
+        submission = request.submission
+        if not with_prompt:
+            spec.CopyFrom(_spec(submission))
+        else:
+            if request.spec is None:
+                request.spec = _spec(submission)
+                request.spec.prompt_token_ids.extend(submission.prompt_token_ids)
+            spec.CopyFrom(request.spec)
         spec.attempt = request.attempt_number
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
 

@@ -71,6 +71,8 @@ class WorkerLink:
             message.prefill.CopyFrom(command)
         elif isinstance(command, cluster_pb2.DecodeCommand):
             message.decode.CopyFrom(command)
+        elif isinstance(command, cluster_pb2.ExpectCommand):
+            message.expect.CopyFrom(command)
         elif isinstance(command, cluster_pb2.CancelCommand):
             message.cancel.CopyFrom(command)
         elif isinstance(command, cluster_pb2.SetRoleCommand):

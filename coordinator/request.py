@@ -141,6 +141,7 @@ class Request:
         prefill_done: the prefill worker's part of this attempt is over.
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
+        expected: its decode worker was told of this attempt with its prefill worker.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
@@ -168,6 +169,7 @@ class Request:
     prefill_done: bool = False
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
+    expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None

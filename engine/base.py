@@ -207,6 +207,7 @@ class EngineInfo:
         max_num_batched_tokens: tokens of one step at most: the prefill chunk.
         supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
         keeps_prefixes: whether computed blocks stay for equal prefixes.
+        loads_early: whether announcing a request is of use.
     """
 
     engine: str
@@ -219,18 +220,27 @@ class EngineInfo:
     max_num_batched_tokens: int
     supports_forced_tokens: bool
     keeps_prefixes: bool
+    loads_early: bool = False
 
 
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
-    Ids passed to `submit` stay live until an output with `finish` or `abort`; after `abort` returns
+    Ids passed to `announce` or `submit` stay live until an output with `finish` or `abort`; after `abort` returns
     nothing more is reported for them. An engine never touches the network: a handoff's bytes go
     through the staging of the worker's transfer service.
     """
 
     async def start(self) -> EngineInfo:
         """Loads the model. Raises EngineDead when it cannot."""
+        ...
+
+    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
+        """A request of this id follows, or an abort: the same with so many known tokens more.
+
+        A hint: the engine may load what arrives of its handoff meanwhile. It reports nothing of the
+        request before it is submitted. Raises EngineDead.
+        """
         ...
 
     async def submit(self, request: EngineRequest) -> None:

@@ -135,6 +135,10 @@ class SimulatedEngine:
             keeps_prefixes=settings.prefix_caching,
         )
 
+    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
+        """Of no use here: loading a baton takes no time."""
+        del request, num_coming_tokens
+
     async def submit(self, request: EngineRequest) -> None:
         if self._dead is not None:
             raise EngineDead(self._dead)

@@ -110,6 +110,7 @@ class CoordinatorMessage(_message.Message):
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    EXPECT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
     ack: _builtins.int
@@ -128,6 +129,8 @@ class CoordinatorMessage(_message.Message):
     def drain(self) -> Global___DrainCommand: ...
     @_builtins.property
     def release(self) -> Global___ReleaseCommand: ...
+    @_builtins.property
+    def expect(self) -> Global___ExpectCommand: ...
     def __init__(
         self,
         *,
@@ -140,12 +143,13 @@ class CoordinatorMessage(_message.Message):
         set_role: Global___SetRoleCommand | None = ...,
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
+        expect: Global___ExpectCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -292,6 +296,7 @@ class Capacity(_message.Message):
     MAX_RECEIVE_BYTES_FIELD_NUMBER: _builtins.int
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
+    LOADS_EARLY_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -307,6 +312,8 @@ class Capacity(_message.Message):
     """
     keeps_prefixes: _builtins.bool
     """Prefix caching: what a prompt has computed is not lost when it is cancelled."""
+    loads_early: _builtins.bool
+    """ExpectCommands are of use to it."""
     def __init__(
         self,
         *,
@@ -318,10 +325,11 @@ class Capacity(_message.Message):
         max_receive_bytes: _builtins.int = ...,
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
+        loads_early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "loads_early", b"loads_early", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,6 +636,9 @@ class DecodeCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    expected: _builtins.bool
+    """The attempt's ExpectCommand came before: its prompt and its handoff plan are left out here."""
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
@@ -639,14 +650,49 @@ class DecodeCommand(_message.Message):
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
+        expected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class ExpectCommand(_message.Message):
+    """A decode of this attempt follows, or a cancel: its prompt is being computed elsewhere. The worker
+    may load what arrives of the handoff, so that it is there when the first token is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    NUM_COMING_TOKENS_FIELD_NUMBER: _builtins.int
+    num_coming_tokens: _builtins.int
+    """Tokens that the DecodeCommand will have known beyond these."""
+    @_builtins.property
+    def spec(self) -> Global___RequestSpec:
+        """With the tokens that are known already."""
+
+    @_builtins.property
+    def handoff(self) -> Global___HandoffPlan: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___RequestSpec | None = ...,
+        handoff: Global___HandoffPlan | None = ...,
+        num_coming_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "num_coming_tokens", b"num_coming_tokens", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectCommand: _TypeAlias = ExpectCommand  # noqa: Y015
 
 @_typing.final
 class HandoffPlan(_message.Message):
