@@ -115,6 +115,7 @@ class EngineOutput:
         handoff_wait_s: with the first output: how much of queue_s passed waiting for the commit.
         num_cached_tokens: with the first output: prompt tokens from this engine's prefix cache.
         num_handoff_tokens: with the first output: prompt tokens loaded from the handoff.
+        num_early_tokens: with the first output: of those, the ones loaded before it was submitted.
         error: with Finish.ERROR: why.
     """
 
@@ -130,6 +131,7 @@ class EngineOutput:
     handoff_wait_s: float | None = None
     num_cached_tokens: int = 0
     num_handoff_tokens: int = 0
+    num_early_tokens: int = 0
     error: str = ""
 
 
@@ -226,9 +228,9 @@ class EngineInfo:
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
-    Ids passed to `announce` or `submit` stay live until an output with `finish` or `abort`; after `abort` returns
-    nothing more is reported for them. An engine never touches the network: a handoff's bytes go
-    through the staging of the worker's transfer service.
+    Ids passed to `announce` or `submit` stay live until an output with `finish` or `abort`; after
+    `abort` returns nothing more is reported for them. An engine never touches the network: a
+    handoff's bytes go through the staging of the worker's transfer service.
     """
 
     async def start(self) -> EngineInfo:

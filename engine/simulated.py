@@ -133,10 +133,12 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_forced_tokens=True,
             keeps_prefixes=settings.prefix_caching,
+            # As real ones: what it leads to between processes is rehearsed.
+            loads_early=True,
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        """Of no use here: loading a baton takes no time."""
+        """Nothing to do ahead: loading a baton takes no time here."""
         del request, num_coming_tokens
 
     async def submit(self, request: EngineRequest) -> None:

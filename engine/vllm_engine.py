@@ -440,6 +440,7 @@ class VllmEngine:
                 num_early = min(live.num_early_tokens, stats.num_local_cached_tokens)
                 output.num_cached_tokens = stats.num_local_cached_tokens - num_early
                 output.num_handoff_tokens = stats.num_external_cached_tokens + num_early
+                output.num_early_tokens = num_early
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output

@@ -139,6 +139,7 @@ class WorkerHost:
             transfer,
             self._runner.num_tokens,
             dict(self._runner.num_ended),
+            dict(self._runner.num_handoff_tokens),
             self._handoffs.counts(),
         )
         return report

@@ -101,6 +101,8 @@ class Runner:
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
         self.num_ended: dict[str, int] = {}
+        # Prompt tokens that came by handoff, by when they were loaded.
+        self.num_handoff_tokens = {"early": 0, "at_start": 0}
 
     @property
     def num_requests(self) -> int:
@@ -341,6 +343,8 @@ class Runner:
     def _take(self, held: _Held, output: EngineOutput) -> cluster_pb2.RequestOutput:
         message = held.attempt.report(output)
         self.num_tokens += len(output.token_ids)
+        self.num_handoff_tokens["early"] += output.num_early_tokens
+        self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
         held.policy.on_output(held.attempt, output)
         if end := message.WhichOneof("end"):
             self._forget(held, end)

@@ -928,6 +928,7 @@ class StageTimings(_message.Message):
     HANDOFF_WAIT_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EARLY_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the engine first ran the request."""
     run_us: _builtins.int
@@ -937,6 +938,8 @@ class StageTimings(_message.Message):
     num_cached_tokens: _builtins.int
     num_handoff_tokens: _builtins.int
     """Prompt tokens that came by handoff; 0 when the baton was lost and the prompt recomputed."""
+    num_early_tokens: _builtins.int
+    """Of those, the ones that were loaded before the first token was known."""
     def __init__(
         self,
         *,
@@ -945,10 +948,11 @@ class StageTimings(_message.Message):
         handoff_wait_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
+        num_early_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_early_tokens", b"num_early_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
