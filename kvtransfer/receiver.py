@@ -50,8 +50,6 @@ TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
-# Subscribers are told again of a handoff that is being received after so many bytes of it.
-PROGRESS_BYTES = 4 * 2**20
 _SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
 
 
@@ -86,6 +84,7 @@ class ReceiverLimits:
         commit_ttl_s: COMMITTED without a claim.
         claim_timeout_s: CLAIMED, from each rank's claim.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.
+        progress_bytes: subscribers are told again of a handoff after so many bytes of it.
         max_queued: handoffs that wait for room.
         max_tombstones: ended handoffs that are remembered.
     """
@@ -95,6 +94,7 @@ class ReceiverLimits:
     commit_ttl_s: float
     claim_timeout_s: float
     retry_timeout_s: float
+    progress_bytes: int = 4 * 2**20
     max_queued: int = 1024
     max_tombstones: int = 4096
 
@@ -623,7 +623,7 @@ class Receiver:
         self.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
         self.statistics.num_frames[handoff.choice.transport] += 1
         handoff.num_bytes_received += len(frame.payload)
-        if handoff.num_bytes_received - handoff.num_bytes_told >= PROGRESS_BYTES:
+        if handoff.num_bytes_received - handoff.num_bytes_told >= self._limits.progress_bytes:
             handoff.num_bytes_told = handoff.num_bytes_received
             self._effects.append(_changed(handoff))
 

@@ -197,9 +197,9 @@ class _SchedulerHalf:
         self._early_tokens: dict[str, int] = {}
         # Requests given to the engine, as it has seen them and as their giver has counted.
         self._num_added = self._num_submitted = 0
-        # The last step computed nothing and none is under way: until the next one an engine that
-        # only has requests which wait may wait for them.
-        self._may_wait = False
+        # The last step computed nothing and none is under way: the engine has nothing to do but
+        # wait for handoffs, which it does once per step.
+        self._idle = self._may_wait = False
         self._loads: list[Load] = []
         self._ended_sends: list[bytes] = []
         # Loads of the step under way, each with every block the request has from there on.
@@ -249,13 +249,12 @@ class _SchedulerHalf:
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
             return None
-        if (
-            self._early_loads.loading(receive.handoff_id)
-            and receive.handoff_id in self._committed
-            and time.monotonic() < receive.deadline
-        ):
-            # A step away from being in the prefix cache.
-            return None
+        if self._early_loads.loading(receive.handoff_id) and receive.handoff_id in self._committed:
+            if self._idle and time.monotonic() < receive.deadline:
+                # A step away from being in the prefix cache, and that step takes no time.
+                return None
+            # Sooner loaded at once than with the step after the next.
+            self._early_loads.drop(receive.handoff_id)
         if receive.handoff_id in self._committed:
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         if not (
@@ -349,7 +348,7 @@ class _SchedulerHalf:
         work = self._counter.count(output)
         self._works.append(None if metadata.loads else work)
         self._steps_busy.append(work is not None)
-        self._may_wait = not any(self._steps_busy)
+        self._idle = self._may_wait = not any(self._steps_busy)
         return metadata
 
     def finish_step(self, events: Sequence[KVCacheEvent]) -> dict[str, Any]:

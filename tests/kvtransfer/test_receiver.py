@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kvtransfer import frames, receiver
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
@@ -561,9 +561,8 @@ def test_a_peek_shows_what_has_come_and_takes_nothing():
     assert set(grant.frames) == {*seen.frames, *rest.frames}
 
 
-def test_subscribers_hear_of_the_progress_of_large_handoffs(monkeypatch):
-    monkeypatch.setattr(receiver, "PROGRESS_BYTES", 3 * LAYOUT.block_bytes)
-    harness, told = Harness(), []
+def test_subscribers_hear_of_the_progress_of_large_handoffs():
+    harness, told = Harness(replace(LIMITS, progress_bytes=3 * LAYOUT.block_bytes)), []
     harness.deliver(1, open_message(IDS[0], 1, 4))
     data, _ = honest_messages(IDS[0], 1, 4)
     for message in data:
