@@ -129,8 +129,8 @@ class RequestBook:
             )
         return None
 
-    def admit(self, submission: Submission, now: float) -> None:
-        """Queues a submission, or fails it."""
+    def admit(self, submission: Submission, now: float) -> Request | None:
+        """Queues a submission; None: it was refused."""
         refused = self.admission_error(submission.lane)
         older = self._requests.get(submission.request_id)
         if refused is None and older is not None:
@@ -146,7 +146,7 @@ class RequestBook:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1
             self.out.append(ev.SendFailed(submission.to, refused))
-            return
+            return None
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -168,6 +168,20 @@ class RequestBook:
         self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True
+        return request
+
+    def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """A worker goes on with an attempt of a queued request that another coordinator sent it."""
+        self._advance(request, RequestState.DECODING, now)
+        request.attempts_before, request.attempt = attempt - 1, 1
+        request.dispatched_at = request.decoding_at = now
+        request.decode = worker.key
+        self.stats.dispatched(request, now)
+        self.stats.num_adopted += 1
+        self.lanes.dispatched(request, 0)
+        self._placer.leaves(request)
+        self._placer.adopt(request, worker.key)
+        worker.assign(request.id, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
@@ -461,6 +475,8 @@ class RequestBook:
         self, submission: Submission, hashes: array[int], now: float
     ) -> errors.BatonError | None:
         """Why it would come too late, by what is known now; None when it would not."""
+        if len(submission.known_token_ids):
+            return None
         wanted_s = lane_ttft_s(self._config.lanes, submission)
         if submission.timeout_s is not None:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)

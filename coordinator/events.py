@@ -52,9 +52,14 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAttached:
-    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker."""
+    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker.
+
+    Attributes:
+        returns: it heard another coordinator's welcome last.
+    """
 
     hello: cluster_pb2.Hello
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +233,15 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class WelcomeWorker:
-    """The worker is attached in this role."""
+    """The worker is attached in this role.
+
+    Attributes:
+        adopted: what it goes on with, of a worker that comes from another coordinator.
+    """
 
     worker: WorkerKey
     role: common_pb2.Role.ValueType
+    adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,18 @@ class Placer:
             if urgent:
                 self.crowded[placement.decode.worker] = None
 
+    def adopt(self, request: Request, worker: WorkerKey) -> None:
+        """It decodes there already."""
+        submission, model = request.submission, self._workers.model
+        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        num_known = len(request.token_ids)
+        num_more = self._outputs.expected(submission.lane, most, num_known)
+        num_tokens = request.num_prompt_tokens + num_known + num_more
+        choice = DecodeChoice(worker, 0.0, num_tokens, 0, "it decodes there already")
+        urgent = submission.lane != _BATCH
+        self.router.assign_decode(request.id, choice, submission.session_id, urgent=urgent)
+        self.router.first_token(request.id)
+
     def computed(self, request: Request) -> None:
         """Its prompt is."""
         self._batch_prompt_over(request)

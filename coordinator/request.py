@@ -36,7 +36,8 @@ class RequestState(Enum):
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING},
+    # A worker may go on with what another coordinator had sent it.
+    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
     # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
     RequestState.PREFILLING: _ENDED
     | {

@@ -150,7 +150,8 @@ class Shell:
             BatonError: it is refused, in the words of cluster.proto.
         """
         self._refusal = None
-        self.post(ev.WorkerAttached(hello))
+        returns = hello.generation not in (0, self.generation)
+        self.post(ev.WorkerAttached(hello, returns))
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
@@ -227,7 +228,8 @@ class Shell:
         if effect.worker not in self._links:
             self._links[effect.worker] = WorkerLink(effect.worker)
             _log.info("worker attached", extra={"worker": effect.worker[0]})
-        self._links[effect.worker].role = effect.role
+        link = self._links[effect.worker]
+        link.role, link.adopted = effect.role, effect.adopted
 
     def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
         self._refusal = effect.error

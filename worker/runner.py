@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from google.rpc import code_pb2
@@ -29,6 +32,11 @@ from baton.worker.handoffs import HandoffLog
 from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
+
+# Of a Hello, which is one message with everything that runs.
+_MAX_RUNNING_BYTES = 8 * 2**20
+# Requests that ended so lately may have to be told of again, to another coordinator.
+_ENDED_LATELY_S, _MAX_ENDED_LATELY = 30.0, 256
 
 
 class RolePolicy(Protocol):
@@ -95,6 +103,9 @@ class Runner:
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
+        self._ended: deque[tuple[float, cluster_pb2.RunningRequest]] = deque(
+            maxlen=_MAX_ENDED_LATELY
+        )
         # Reported since the start.
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
@@ -105,8 +116,19 @@ class Runner:
         return len(self._held)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
-        """Every request here, for a coordinator to adopt."""
-        return [held.attempt.running() for held in self._held.values()]
+        """The requests here, and outputs that have ended lately, for a coordinator to adopt.
+
+        What does not fit a message is left out, and begun again elsewhere.
+        """
+        since = monotonic() - _ENDED_LATELY_S
+        every = [held.attempt.running() for held in self._held.values()]
+        every += [ended for at, ended in self._ended if at >= since]
+        sums = itertools.accumulate(one.ByteSize() for one in every)
+        return [
+            one
+            for one, num_bytes in zip(every, sums, strict=True)
+            if num_bytes <= _MAX_RUNNING_BYTES
+        ]
 
     async def run(self) -> None:
         """Carries the engine's steps and the handoffs' news outwards, without end.
@@ -280,6 +302,10 @@ class Runner:
         self.num_tokens += len(output.token_ids)
         held.policy.on_output(held.attempt, output)
         if end := message.WhichOneof("end"):
+            if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
+                ended = held.attempt.running()
+                ended.finished.CopyFrom(message.finished)
+                self._ended.append((monotonic(), ended))
             self._forget(held, end)
         return message
 
