@@ -85,7 +85,7 @@ class RequestBook:
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
         self.room_made = False
-        self.closing = False
+        self.closing: errors.Unavailable | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -110,8 +110,8 @@ class RequestBook:
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request would be admitted now, whoever's; None when one would."""
-        if self.closing:
-            return errors.Unavailable("the coordinator is stopping")
+        if self.closing is not None:
+            return self.closing
         if len(self._requests) >= self._config.max_running_requests:
             return errors.ResourceExhausted(
                 f"{len(self._requests)} requests are running; "

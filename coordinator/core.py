@@ -125,7 +125,7 @@ class Core:
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and both pools have a serving worker."""
-        return not self._book.closing and all(
+        return self._book.closing is None and all(
             self.workers.serving(role) for role in _POOLS.values()
         )
 
@@ -196,10 +196,13 @@ class Core:
             self._book.cancel(request, now, tell=False)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
-        self._book.closing = True
+        self._book.closing = errors.Unavailable("the coordinator is stopping")
+        if event.restarts:
+            what = "the coordinator is restarting: submit again"
+            self._book.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
     def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
-        self._book.closing = True
+        self._book.closing = errors.Unavailable(event.reason)
         for request in self._book.all():
             self._book.fail(request, errors.Unavailable(event.reason), now)
 

@@ -138,7 +138,13 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionClosed:
-    """The process is about to stop: no new requests, those admitted go on."""
+    """The process is about to stop: no new requests, those admitted go on.
+
+    Attributes:
+        restarts: another coordinator follows; clients are told to come back.
+    """
+
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,11 @@ class WorkerLink:
         self._num_bytes = 0
         self.wake.set()
 
+    def leave(self) -> None:
+        """Ends the stream and nothing else: the worker looks for the next coordinator."""
+        self.stream = None
+        self.wake.set()
+
     def send(self, command: Command) -> bool:
         """Keeps a command until it is acknowledged.
 
