@@ -280,6 +280,10 @@ class Core:
             self._book.fail(request, error, now)
             return True
         # A caller resumes whose connection broke between the last token and Finished.
+        if request.submission.known_stop is not None and not request.attempt:
+            stop = request.submission.known_stop
+            self._book.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            return True
         if num_known and (
             (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
             or (max_len and request.num_prompt_tokens + num_known >= max_len)

@@ -92,6 +92,8 @@ class Submission:
         request_id: unique among the requests that have not ended.
         known_token_ids: output the caller already has; the stream continues after it.
         known_text_chars: code points of text that went with them.
+        known_stop: what the last of them has ended the output by, as Finished.stop says it; None:
+            nothing has.
         arrived_at: when the request reached this process, by the core's clock, in seconds.
         timeout_s: from `arrived_at`; None for none but the coordinator's limit.
         traceparent: W3C trace context, handed on to workers.
@@ -109,6 +111,7 @@ class Submission:
     timeout_s: float | None = None
     known_token_ids: Sequence[int] = ()
     known_text_chars: int = 0
+    known_stop: str | None = None
     traceparent: str = ""
     session_id: str = ""
     slo_ttft_s: float | None = None
