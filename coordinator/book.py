@@ -210,6 +210,7 @@ class RequestBook:
             self._specify(command.spec, request, now)
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
+                command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
             if placement.handoff:
                 prefiller.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
@@ -558,7 +559,7 @@ class RequestBook:
             handoff_id=request.handoff_id,
             epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
-            num_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
         )
         plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
         return plan

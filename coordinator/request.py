@@ -10,6 +10,7 @@ from enum import Enum
 
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 WorkerKey = tuple[str, int]
@@ -200,6 +201,25 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.submission.prompt_token_ids)
+
+    def known_prompt(self, num_known: int) -> Sequence[int]:
+        """Known tokens that are computed with the prompt, and handed over with it.
+
+        All but the last, so that the decode worker computes one token before it goes on; none
+        where it is to go through them one by one, or they would be taken for the prompt's.
+
+        Args:
+            num_known: output tokens that are known when the prompt is computed.
+        """
+        sampling = self.submission.sampling
+        if num_known < 2 or sampling.HasField("prompt_logprobs") or needs_exact_state(sampling):
+            return ()
+        return self.token_ids[: num_known - 1]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """What a prefill worker computes of it when it is dispatched now."""
+        return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))
 
     @property
     def ended(self) -> bool:

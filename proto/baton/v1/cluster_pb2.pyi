@@ -685,7 +685,9 @@ class HandoffPlan(_message.Message):
     target: _builtins.str
     """The decode worker's KvTransfer address."""
     num_tokens: _builtins.int
-    """How many prompt tokens it holds."""
+    """How many tokens it holds: the prompt's, and known tokens after them when the prefill worker is
+    given these as the end of its prompt.
+    """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
         """How long the decode worker waits for the commit before it computes the prompt itself."""
