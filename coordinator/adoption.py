@@ -21,9 +21,9 @@ from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
-# From the first worker that is back to the last one: until then those that come back wait for
-# their worker.
-_RETURN_S = 0.6
+# From the first worker that is back to the last one, who all look for a coordinator three times a
+# second and more: until then those that come back wait for their worker.
+_RETURN_S = 0.4
 # How long a worker goes on with what nobody has come back for.
 _UNCLAIMED_S = 10.0
 

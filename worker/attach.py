@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Grows by half: a coordinator that is back is found within half of the time that it was away.
-_BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.5), 1.5
+# A coordinator that is back is found within half of the time that it was away, and soon after the
+# first worker has found it: until then it waits with what clients come back for.
+_BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
 # A connection that is accepted and then silent counts as none.
 _WELCOME_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0

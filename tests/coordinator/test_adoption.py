@@ -180,7 +180,7 @@ def test_those_that_come_back_wait_for_their_worker_and_not_for_ever(restarted):
     world.attach("p", PREFILL)
     restarted.resumes()
     restarted.comes_back(name="d2")
-    world.after(0.5)
+    world.after(0.3)
     assert restarted.commands(cluster_pb2.PrefillCommand) == []
     world.after(0.2)
     assert len(restarted.commands(cluster_pb2.PrefillCommand)) == 1
