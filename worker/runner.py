@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Protocol
 
 from google.rpc import code_pb2
@@ -35,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 # Of a Hello, which is one message with everything that runs.
 _MAX_RUNNING_BYTES = 8 * 2**20
-# Requests that ended so lately may have to be told of again, to another coordinator.
-_ENDED_LATELY_S, _MAX_ENDED_LATELY = 30.0, 256
+# Of those that end while nobody acknowledges it.
+_MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
@@ -103,9 +102,8 @@ class Runner:
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
-        self._ended: deque[tuple[float, cluster_pb2.RunningRequest]] = deque(
-            maxlen=_MAX_ENDED_LATELY
-        )
+        # Outputs that have ended, and the number of the message that says so.
+        self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
         # Reported since the start.
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
@@ -116,13 +114,12 @@ class Runner:
         return len(self._held)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
-        """The requests here, and outputs that have ended lately, for a coordinator to adopt.
+        """The requests here, and outputs whose end nobody has heard of, for a coordinator to adopt.
 
         What does not fit a message is left out, and begun again elsewhere.
         """
-        since = monotonic() - _ENDED_LATELY_S
         every = [held.attempt.running() for held in self._held.values()]
-        every += [ended for at, ended in self._ended if at >= since]
+        every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
         sums = itertools.accumulate(one.ByteSize() for one in every)
         return [
             one
@@ -170,6 +167,7 @@ class Runner:
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
                 self._drop(held, "cancelled")
         self._give_up_the_rest()
+        self._ended.clear()
         self._cache.tell_all()
 
     def report_cache(self) -> None:
@@ -305,7 +303,8 @@ class Runner:
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
                 ended = held.attempt.running()
                 ended.finished.CopyFrom(message.finished)
-                self._ended.append((monotonic(), ended))
+                # This step's outputs are posted next.
+                self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
         return message
 

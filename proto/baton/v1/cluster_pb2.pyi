@@ -363,7 +363,7 @@ class RunningRequest(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___WorkerFinished:
-        """It has ended lately, and the coordinator may not have heard so."""
+        """It has ended, and no coordinator has acknowledged that."""
 
     def __init__(
         self,
