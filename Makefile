@@ -50,6 +50,7 @@ bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.transport $(TRANSPORT_ARGS)
 	$(BIN)/python -m baton.bench.soak $(SOAK_ARGS)
 	$(BIN)/python -m baton.bench.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m baton.bench.pressure $(PRESSURE_ARGS)
 	$(BIN)/python -m baton.bench.coordinator_cost $(COST_ARGS)
 
 proto: $(DEV)

@@ -98,7 +98,7 @@ class RequestBook:
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
         self.room_made = False
-        self.closing = False
+        self.closing: errors.Unavailable | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,8 +123,8 @@ class RequestBook:
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request would be admitted now, whoever's; None when one would."""
-        if self.closing:
-            return errors.Unavailable("the coordinator is stopping")
+        if self.closing is not None:
+            return self.closing
         if len(self._requests) >= self._config.max_running_requests:
             return errors.ResourceExhausted(
                 f"{len(self._requests)} requests are running; "
@@ -142,8 +142,8 @@ class RequestBook:
             )
         return None
 
-    def admit(self, submission: Submission, now: float) -> None:
-        """Queues a submission, or fails it."""
+    def admit(self, submission: Submission, now: float) -> Request | None:
+        """Queues a submission; None: it was refused."""
         refused = self.admission_error(submission.lane)
         older = self._requests.get(submission.request_id)
         if refused is None and older is not None:
@@ -159,7 +159,7 @@ class RequestBook:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1
             self.out.append(ev.SendFailed(submission.to, refused))
-            return
+            return None
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -181,6 +181,20 @@ class RequestBook:
         self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True
+        return request
+
+    def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """A worker goes on with an attempt of a queued request that another coordinator sent it."""
+        self._advance(request, RequestState.DECODING, now)
+        request.attempts_before, request.attempt = attempt - 1, 1
+        request.dispatched_at = request.decoding_at = now
+        request.decode = worker.key
+        self.stats.dispatched(request, now)
+        self.stats.num_adopted += 1
+        self.lanes.dispatched(request, 0)
+        self._placer.leaves(request)
+        self._placer.adopt(request, worker.key)
+        worker.assign(request.id, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
@@ -209,6 +223,7 @@ class RequestBook:
             self._specify(command.spec, request, now)
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
+                command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
             if placement.handoff:
                 prefiller.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
@@ -505,6 +520,8 @@ class RequestBook:
         self, submission: Submission, hashes: array[int], now: float
     ) -> errors.BatonError | None:
         """Why it would come too late, by what is known now; None when it would not."""
+        if len(submission.known_token_ids):
+            return None
         wanted_s = lane_ttft_s(self._config.lanes, submission)
         if submission.timeout_s is not None:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
@@ -589,7 +606,7 @@ class RequestBook:
             handoff_id=request.handoff_id,
             epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
-            num_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
         )
         plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
         return plan

@@ -24,6 +24,7 @@ class WorkerLink:
 
     Attributes:
         role: that the worker is to serve.
+        adopted: what it goes on with, by its last Hello.
         received: highest sequence number processed.
         stream: the stream it runs over now; a newer one takes over from an older.
         wake: set when the writer has something to do.
@@ -33,6 +34,7 @@ class WorkerLink:
     def __init__(self, key: WorkerKey) -> None:
         self.key = key
         self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
+        self.adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
         self.received = 0
         self.stream: object | None = None
         self.wake = asyncio.Event()
@@ -58,6 +60,11 @@ class WorkerLink:
         self._kept.clear()
         self._first_seq = self._next_to_send = self._next_seq
         self._num_bytes = 0
+        self.wake.set()
+
+    def leave(self) -> None:
+        """Ends the stream and nothing else: the worker looks for the next coordinator."""
+        self.stream = None
         self.wake.set()
 
     def send(self, command: Command) -> bool:

@@ -171,7 +171,7 @@ class Placer:
         if entry is not None:
             match = self.router.match(self._hashes(request))
             cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-            work_s = entry.traits.latency.prefill_s(max(1, request.num_prompt_tokens - cached))
+            work_s = entry.traits.latency.prefill_s(max(1, request.num_prefill_tokens - cached))
         self._waiting_s[lane][request.id] = work_s
         self._sum_waiting_s[lane] += work_s
 
@@ -213,6 +213,18 @@ class Placer:
             self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
             if urgent:
                 self.crowded[placement.decode.worker] = None
+
+    def adopt(self, request: Request, worker: WorkerKey) -> None:
+        """It decodes there already."""
+        submission, model = request.submission, self._workers.model
+        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        num_known = len(request.token_ids)
+        num_more = self._outputs.expected(submission.lane, most, num_known)
+        num_tokens = request.num_prompt_tokens + num_known + num_more
+        choice = DecodeChoice(worker, 0.0, num_tokens, 0, "it decodes there already")
+        urgent = submission.lane != _BATCH
+        self.router.assign_decode(request.id, choice, submission.session_id, urgent=urgent)
+        self.router.first_token(request.id)
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""
@@ -349,7 +361,7 @@ class Placer:
         model = self._workers.model
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         prefill = self.router.choose_prefill(
-            match, request.num_prompt_tokens, session, _MAX_CHUNKS_QUEUED[lane]
+            match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)
@@ -417,7 +429,7 @@ class Placer:
     def _wait_s(self, request: Request, match: PrefixMatch) -> float:
         """Until its first token, could it be queued at a prefill worker now."""
         choice = self.router.choose_prefill(
-            match, request.num_prompt_tokens, request.submission.session_id
+            match, request.num_prefill_tokens, request.submission.session_id
         )
         return choice.predicted_s if choice is not None else math.inf
 
@@ -426,7 +438,7 @@ class Placer:
         sender, receiver = self._workers.get(prefill), self._workers.get(decode)
         assert sender is not None
         assert receiver is not None
-        num_bytes = handoff_bytes(sender.hello, request.num_prompt_tokens)
+        num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens)
         exact = needs_exact_state(request.submission.sampling)
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes

@@ -41,7 +41,7 @@ class SendHandoff:
     Attributes:
         handoff_id: 16 bytes.
         offset: of the handoff's bytes in the shared segment (LocalSendOpened).
-        num_tokens: prompt tokens to hand over, from the first.
+        num_tokens: of the prompt to hand over, from the first.
     """
 
     handoff_id: bytes
@@ -55,7 +55,7 @@ class ReceiveHandoff:
 
     Attributes:
         handoff_id: 16 bytes.
-        num_tokens: prompt tokens it holds, from the first.
+        num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
         timeout_s: how long to wait for the commit before computing the prompt here.
     """
 

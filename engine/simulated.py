@@ -444,7 +444,7 @@ class SimulatedEngine:
             return
         live.receive_deadline = None
         try:
-            loaded = self._port.load(receive, live.request.prompt_token_ids)
+            loaded = self._port.load(receive, live.tokens)
         except WrongBaton as error:
             live.live = False
             del self._requests[live.id]

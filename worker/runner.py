@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +31,11 @@ from baton.worker.handoffs import HandoffLog
 from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
+
+# Of a Hello, which is one message with everything that runs.
+_MAX_RUNNING_BYTES = 8 * 2**20
+# Of those that end while nobody acknowledges it.
+_MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
@@ -97,6 +104,8 @@ class Runner:
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
+        # Outputs that have ended, and the number of the message that says so.
+        self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
         # Reported since the start.
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
@@ -109,8 +118,18 @@ class Runner:
         return len(self._held)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
-        """Every request here, for a coordinator to adopt."""
-        return [held.attempt.running() for held in self._held.values()]
+        """The requests here, and outputs whose end nobody has heard of, for a coordinator to adopt.
+
+        What does not fit a message is left out, and begun again elsewhere.
+        """
+        every = [held.attempt.running() for held in self._held.values()]
+        every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
+        sums = itertools.accumulate(one.ByteSize() for one in every)
+        return [
+            one
+            for one, num_bytes in zip(every, sums, strict=True)
+            if num_bytes <= _MAX_RUNNING_BYTES
+        ]
 
     async def run(self) -> None:
         """Carries the engine's steps and the handoffs' news outwards, without end.
@@ -177,6 +196,7 @@ class Runner:
                 self._drop(held, "cancelled")
         self._drop_all_expected()
         self._give_up_the_rest()
+        self._ended.clear()
         self._cache.tell_all()
 
     def report_cache(self) -> None:
@@ -347,6 +367,11 @@ class Runner:
         self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
         held.policy.on_output(held.attempt, output)
         if end := message.WhichOneof("end"):
+            if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
+                ended = held.attempt.running()
+                ended.finished.CopyFrom(message.finished)
+                # This step's outputs are posted next.
+                self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
         return message
 

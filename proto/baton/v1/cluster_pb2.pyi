@@ -244,7 +244,9 @@ class Hello(_message.Message):
     def capacity(self) -> Global___Capacity: ...
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]:
-        """Requests in this worker, for a restarted coordinator to adopt or cancel."""
+        """Requests in this worker, for a restarted coordinator to adopt or cancel, as far as they fit a
+        message; the worker ends those that are left out when it hears a new generation.
+        """
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -347,14 +349,30 @@ class RunningRequest(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    LAST_TEXT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
     next_offset: _builtins.int
     """Index of the next token this worker will produce."""
     num_text_chars: _builtins.int
+    decoding: _builtins.bool
+    """It has produced output here. One that has not is begun again elsewhere."""
+    last_text: _builtins.str
+    """The end of its text, as much as is kept: a client that comes back may lack some of it."""
+    digest: _builtins.int
+    """xxh3_64 of prompt and sampling: a client that comes back must want the same."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The whole output so far, tokens known at its dispatch included."""
+
+    @_builtins.property
+    def finished(self) -> Global___WorkerFinished:
+        """It has ended, and no coordinator has acknowledged that."""
+
     def __init__(
         self,
         *,
@@ -364,10 +382,14 @@ class RunningRequest(_message.Message):
         next_offset: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_text_chars: _builtins.int = ...,
+        decoding: _builtins.bool = ...,
+        last_text: _builtins.str = ...,
+        digest: _builtins.int = ...,
+        finished: Global___WorkerFinished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -709,7 +731,9 @@ class HandoffPlan(_message.Message):
     target: _builtins.str
     """The decode worker's KvTransfer address."""
     num_tokens: _builtins.int
-    """How many prompt tokens it holds."""
+    """How many tokens it holds: the prompt's, and known tokens after them when the prefill worker is
+    given these as the end of its prompt.
+    """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
         """How long the decode worker waits for the commit before it computes the prompt itself."""
