@@ -37,7 +37,12 @@ SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "baton-kv-*"
 POOLS = ("prefill", "decode")
 # Of the coordinator: what it did about workers that died or stood still.
-COUNTERS = ("baton_recoveries", "baton_workers_lost", "baton_workers_unresponsive")
+COUNTERS = (
+    "baton_recoveries",
+    "baton_workers_lost",
+    "baton_workers_unresponsive",
+    "baton_adopted",
+)
 
 
 @dataclass(slots=True, eq=False)

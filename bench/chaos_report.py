@@ -20,6 +20,7 @@ LONGEST_PAUSE_S = 3.0
 # What a kill does shows for a while: until it is noticed, and its streams flow elsewhere.
 AFTERMATH_S = 4.0
 PERCENTS = (50.0, 90.0, 99.0)
+_NUM_WORST = 40
 
 
 class Kind(StrEnum):
@@ -144,6 +145,7 @@ def figures(chaos: Chaos) -> dict[str, Any]:
         "replaced": dict(chaos.num_replaced),
         "disturbances": [asdict(one) for one in chaos.disturbances],
         "longest_gap_s": _percentiles(longest),
+        "worst": _worst(streams),
         "pauses": {
             kind: {
                 "num_disturbances": sum(one.kind == kind for one in chaos.disturbances),
@@ -158,6 +160,16 @@ def figures(chaos: Chaos) -> dict[str, Any]:
         "left": chaos.left,
         "reaches": [asdict(one) | {"reached": one.reached} for one in faults + pauses],
     }
+
+
+def _worst(streams: Sequence[Stream]) -> list[dict[str, float]]:
+    """The longest gaps of all, and how many tokens their streams had before them."""
+    every = [(gap, index) for one in streams for index, gap in enumerate(one.gaps())]
+    every.sort(key=lambda found: found[0].length_s, reverse=True)
+    return [
+        {"begin": gap.begin, "length_s": gap.length_s, "num_events": index}
+        for gap, index in every[:_NUM_WORST]
+    ]
 
 
 def show(name: str, results: dict[str, Any]) -> None:

@@ -137,7 +137,8 @@ class _Worker:
         total = len(spec.prompt_token_ids) + num_known
         hashes = block_hashes(spec.prompt_token_ids, self.shape.block_size_tokens)
         num_cached = 0 if handed else self._num_cached(hashes)
-        num_missing = num_known or 1 if handed else total - min(num_cached, total - 1)
+        num_done = command.handoff.num_tokens if handed else num_cached
+        num_missing = total - min(num_done, total - 1)
         live = _Live(
             spec=spec,
             order=(spec.priority, next(cell.order)),

@@ -25,6 +25,7 @@ class Connector:
     Every request that has not ended is in one place: with the session, waiting for one, or waiting
     until it may be submitted again. A session opens when a request waits. When it is lost, its
     requests wait for the next one; addresses are tried in turn, with a pause after each round.
+    A coordinator that says that it stops keeps what it has, and what is new goes to another one.
 
     Args:
         addresses: of coordinators, host:port; at least one.
@@ -43,12 +44,15 @@ class Connector:
         self._waiting: dict[RequestState, None] = {}
         self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
+        # With coordinators that stop: at most one for each address but the current one's.
+        self._leaving: dict[Session, asyncio.Task[None]] = {}
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        in_session = self._session.num_requests if self._session is not None else 0
-        return in_session + len(self._waiting) + len(self._delayed)
+        sessions = [*self._leaving, *([self._session] if self._session is not None else [])]
+        in_sessions = sum(session.num_requests for session in sessions)
+        return in_sessions + len(self._waiting) + len(self._delayed)
 
     @property
     def address(self) -> str | None:
@@ -82,9 +86,10 @@ class Connector:
     async def aclose(self) -> None:
         """Ends the session and every request; returns when the tasks are gone."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        tasks = [*self._leaving.values(), *([task] if task is not None else [])]
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
 
     def _place(self, state: RequestState) -> None:
@@ -117,13 +122,13 @@ class Connector:
             state.fail(error)
 
     async def _run(self) -> None:
-        """Opens sessions for as long as requests wait for one."""
+        """Opens sessions for as long as requests wait for one, and it is this task's to do."""
         try:
             num_failures = 0
-            while self._waiting:
+            while self._waiting and self._task is asyncio.current_task():
                 served = await self._round()
                 num_failures = 0 if served else num_failures + 1
-                if self._waiting:
+                if self._waiting and self._task is asyncio.current_task():
                     await asyncio.sleep(backoff_s(max(0, num_failures - 1), random.random()))
         except Exception as error:
             self._fail_all(errors.make(code_pb2.INTERNAL, f"the client failed: {error!r}"))
@@ -133,7 +138,10 @@ class Connector:
         """Tries each address once, until a session that was of use has ended."""
         began_with = list(self._waiting)
         ends: list[SessionEnd] = []
+        left = {session.address for session in self._leaving}
         for address in self.addresses:
+            if address in left:
+                continue
             end = await self._serve(address)
             if end.served:
                 return True
@@ -161,11 +169,15 @@ class Connector:
             try:
                 end = await session.run()
             finally:
-                self._session = None
-                self._next_address = (self._next_address + 1) % len(self._addresses)
+                if self._leaving.pop(session, None) is None:
+                    self._session = None
+                    self._pass_on()
                 for state in session.release():
                     self._take_back(state, end)
         return end
+
+    def _pass_on(self) -> None:
+        self._next_address = (self._next_address + 1) % len(self._addresses)
 
     def _opened(self, session: Session) -> None:
         self._session = session
@@ -179,11 +191,34 @@ class Connector:
             state.fail(end.error)
         elif end is not None and not end.refused:
             state.lose(end.error, self._resume_timeout_s)
-        if not state.ended:
+        if end is None:
             self._wait(state)
+        elif not state.ended:
+            self._place(state)
+
+    def _leave(self) -> bool:
+        """Lets the session go on by itself, for what it has; False with nowhere else to go."""
+        session, task = self._session, self._task
+        if session is None or not session.leaving or task is None:
+            return False
+        left = {one.address for one in self._leaving} | {session.address}
+        if left >= set(self._addresses):
+            return False
+        self._leaving[session] = task
+        self._session = self._task = None
+        self._pass_on()
+        return True
 
     def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
         """Submits a request again that was refused for now, or gives it up."""
+        if not state.resuming and errors.restarting(error):
+            # The coordinator stops: the request waits for the next one.
+            state.lose(error, self._resume_timeout_s)
+            if state.ended:
+                return
+        if self._leave():
+            self._place(state)
+            return
         if state.resuming:
             delay_s = retry_delay_s(error, state.num_refusals, random.random())
             left_s = state.resume_left_s

@@ -1,6 +1,6 @@
 """Errors of client calls: one class per code, mapped here and nowhere else.
 
-RemoteError (runtime/errors.py: code, details(), retry_after_s)
+RemoteError (runtime/errors.py: code, details(), reason, retry_after_s)
 ├── InvalidArgumentError     `field` names what is wrong
 ├── NotFoundError
 ├── AlreadyExistsError
@@ -29,7 +29,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2
 
 from baton.runtime import errors
-from baton.runtime.errors import BatonError, RemoteError
+from baton.runtime.errors import RESTARTING, BatonError, RemoteError
 from baton.v1 import common_pb2
 
 
@@ -65,14 +65,7 @@ class UnauthenticatedError(RemoteError):
 
 
 class ResourceExhaustedError(RemoteError):
-    @property
-    def reason(self) -> str | None:
-        """What is exhausted, as an upper-case word: "QUEUE_FULL"."""
-        info = error_details_pb2.ErrorInfo()
-        for detail in self.details():
-            if detail.Unpack(info):
-                return str(info.reason)
-        return None
+    pass
 
 
 class UnavailableError(RemoteError):
@@ -151,6 +144,11 @@ def of_all(found: Sequence[RemoteError]) -> RemoteError:
     if telling is not None or len(found) == 1:
         return telling or found[0]
     return make(code_pb2.UNAVAILABLE, "; ".join(map(str, found)))
+
+
+def restarting(error: RemoteError) -> bool:
+    """Whether the coordinator said that it stops, and that another one follows."""
+    return error.code == code_pb2.UNAVAILABLE and error.reason == RESTARTING
 
 
 def invalid(field: str, value: object, allowed: str) -> RemoteError:

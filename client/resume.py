@@ -12,19 +12,21 @@ from baton.runtime.errors import RemoteError
 MAX_UNACCEPTED = 64
 # Sessions that one request may lose in a row without a new token: it may be what ends them.
 MAX_FRUITLESS_LOSSES = 8
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_GROWTH = 0.1, 2.0, 1.5
 # The old coordinator has not noticed yet that the old session is gone, or workers are not back.
 _PASSING = (code_pb2.ALREADY_EXISTS, code_pb2.UNAVAILABLE)
 
 
 def backoff_s(num_failures: int, random: float) -> float:
-    """The pause before the next try: doubles from 0.1 s to 2 s.
+    """The pause before the next try: grows by half each time, from 0.1 s to 2 s.
+
+    So a coordinator that is back is found within half of the time that it was away.
 
     Args:
         num_failures: in a row, before the one just seen.
         random: in [0, 1); takes away up to half, so that clients do not come back in step.
     """
-    longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures, 16))
+    longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * _BACKOFF_GROWTH ** min(num_failures, 16))
     return longest * (1 - random / 2)
 
 

@@ -63,8 +63,11 @@ class Session:
         channel: not shared with another session.
         address: for messages.
         on_open: called once when there is a connection.
-        on_refused: gets a request that may be submitted again (it resumes, or retries), and why the
-            coordinator did not accept it.
+        on_refused: gets a request that may be submitted again (it resumes, retries, or the
+            coordinator stops), and why the coordinator did not accept it.
+
+    Attributes:
+        leaving: the coordinator stops, and said so: it takes nothing new.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Session:
         self._to_send = asyncio.Event()
         self._closed = False
         self._served = False
+        self.leaving = False
 
     @property
     def closed(self) -> bool:
@@ -168,16 +172,17 @@ class Session:
         state = self._requests.get(event.stream)
         if state is None:
             return  # Cancelled here while this was under way.
-        if event.stream in self._unaccepted:
+        resumes = event.stream in self._unaccepted
+        if resumes:
             self._answered(event.stream)
-            if event.HasField("failed") and state.resuming:
+        if event.HasField("failed"):
+            error = errors.from_message(event.failed)
+            self.leaving |= errors.restarting(error)
+            again = resumes and state.resuming
+            if again or state.may_retry or errors.restarting(error):
                 del self._requests[event.stream]
-                self._on_refused(state, errors.from_message(event.failed))
+                self._on_refused(state, error)
                 return
-        elif state.may_retry and event.HasField("failed"):
-            del self._requests[event.stream]
-            self._on_refused(state, errors.from_message(event.failed))
-            return
         state.on_event(event)
         if state.ended:
             self._requests.pop(event.stream, None)

@@ -84,9 +84,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return hello
 
     def _welcome(self, link: WorkerLink) -> cluster_pb2.Welcome:
-        """First form: after a restart nothing is adopted, and workers abort what they run."""
         welcome = cluster_pb2.Welcome(
-            generation=self._shell.generation, ack=link.received, role=link.role
+            generation=self._shell.generation,
+            ack=link.received,
+            role=link.role,
+            adopted=link.adopted,
         )
         welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))

@@ -27,9 +27,22 @@ from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 _RETRY_AFTER_S = 1.0
+
+
+def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
+    """What is the same in all of a request's commands, but its prompt."""
+    return cluster_pb2.RequestSpec(
+        request_id=submission.request_id,
+        sampling=submission.sampling,
+        lane=submission.lane,
+        # Smaller first: when KV runs out, the engine's victim is a batch request.
+        priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+        traceparent=submission.traceparent,
+    )
 
 
 def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
@@ -85,7 +98,7 @@ class RequestBook:
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
         self.room_made = False
-        self.closing = False
+        self.closing: errors.Unavailable | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -110,8 +123,8 @@ class RequestBook:
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request would be admitted now, whoever's; None when one would."""
-        if self.closing:
-            return errors.Unavailable("the coordinator is stopping")
+        if self.closing is not None:
+            return self.closing
         if len(self._requests) >= self._config.max_running_requests:
             return errors.ResourceExhausted(
                 f"{len(self._requests)} requests are running; "
@@ -129,8 +142,8 @@ class RequestBook:
             )
         return None
 
-    def admit(self, submission: Submission, now: float) -> None:
-        """Queues a submission, or fails it."""
+    def admit(self, submission: Submission, now: float) -> Request | None:
+        """Queues a submission; None: it was refused."""
         refused = self.admission_error(submission.lane)
         older = self._requests.get(submission.request_id)
         if refused is None and older is not None:
@@ -149,7 +162,7 @@ class RequestBook:
             if isinstance(refused, errors.ResourceExhausted):
                 self.stats.sheds[refused.reason.lower()] += 1
             self.out.append(ev.SendFailed(submission.to, refused))
-            return
+            return None
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -171,6 +184,20 @@ class RequestBook:
         self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True
+        return request
+
+    def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """A worker goes on with an attempt of a queued request that another coordinator sent it."""
+        self._advance(request, RequestState.DECODING, now)
+        request.attempts_before, request.attempt = attempt - 1, 1
+        request.dispatched_at = request.decoding_at = now
+        request.decode = worker.key
+        self.stats.dispatched(request, now)
+        self.stats.num_adopted += 1
+        self.lanes.dispatched(request, 0)
+        self._placer.leaves(request)
+        self._placer.adopt(request, worker.key)
+        worker.assign(request.id, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
@@ -199,10 +226,12 @@ class RequestBook:
             self._specify(command.spec, request, now)
             if request.num_known:
                 command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
+                command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
             if placement.handoff:
                 prefiller.sending.add(request.id)
                 command.handoff.CopyFrom(self._handoff_plan(request))
             self.out.append(ev.SendCommand(prefiller.key, command))
+            self._announce(request, now)
         else:
             self._send_decode(request, now)
 
@@ -426,13 +455,43 @@ class RequestBook:
         assert request.decode is not None
         assert worker is not None, "with its decode worker an attempt is lost"
         self._sent(request, worker)
-        command = cluster_pb2.DecodeCommand()
-        self._specify(command.spec, request, now)
-        command.spec.known_token_ids.extend(request.token_ids)
-        command.spec.known_text_chars = request.text_chars
-        if request.handoff_id:
+        command = cluster_pb2.DecodeCommand(expected=request.expected)
+        self._specify(command.spec, request, now, with_prompt=not request.expected)
+        self._add_known(command.spec, request)
+        if request.handoff_id and not request.expected:
             command.handoff.CopyFrom(self._handoff_plan(request))
         self.out.append(ev.SendCommand(request.decode, command))
+
+    def _announce(self, request: Request, now: float) -> None:
+        """Its decode worker may load what it is handed as it comes, if it makes use of that.
+
+        Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
+        """
+        worker = self._workers.get(request.decode)
+        sampling = request.submission.sampling
+        num_coming = 0 if request.num_known else 1
+        request.expected = (
+            worker is not None
+            and bool(request.handoff_id)
+            and worker.hello.capacity.loads_early
+            and not needs_exact_state(sampling)
+            and not (
+                sampling.HasField("max_tokens")
+                and sampling.max_tokens <= request.num_known + num_coming
+            )
+        )
+        if worker is None or not request.expected:
+            return
+        command = cluster_pb2.ExpectCommand(num_coming_tokens=num_coming)
+        self._specify(command.spec, request, now)
+        self._add_known(command.spec, request)
+        command.handoff.CopyFrom(self._handoff_plan(request))
+        self.out.append(ev.SendCommand(worker.key, command))
+
+    @staticmethod
+    def _add_known(spec: cluster_pb2.RequestSpec, request: Request) -> None:
+        spec.known_token_ids.extend(request.token_ids)
+        spec.known_text_chars = request.text_chars
 
     def _cancel_workers(self, request: Request) -> None:
         """Both legs, in every state: each ignores what it does not know."""
@@ -464,6 +523,8 @@ class RequestBook:
         self, submission: Submission, hashes: array[int], now: float
     ) -> errors.BatonError | None:
         """Why it would come too late, by what is known now; None when it would not."""
+        if len(submission.known_token_ids):
+            return None
         wanted_s = lane_ttft_s(self._config.lanes, submission)
         if submission.timeout_s is not None:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
@@ -497,7 +558,7 @@ class RequestBook:
         self._cancel_workers(request)
         self._let_go(request)
         request.prefill = request.decode = None
-        request.prefill_done, request.handoff_id = False, b""
+        request.prefill_done, request.handoff_id, request.expected = False, b"", False
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(stage, now))
         self._advance(request, state, now)
@@ -523,19 +584,22 @@ class RequestBook:
         if worker is not None and worker.release(request.id):
             self.room_made = True
 
-    def _specify(self, spec: cluster_pb2.RequestSpec, request: Request, now: float) -> None:
-        if request.spec is None:
-            submission = request.submission
-            request.spec = cluster_pb2.RequestSpec(
-                request_id=request.id,
-                prompt_token_ids=submission.prompt_token_ids,
-                sampling=submission.sampling,
-                lane=submission.lane,
-                # Smaller first: when KV runs out, the engine's victim is a batch request.
-                priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
-                traceparent=submission.traceparent,
-            )
-        spec.CopyFrom(request.spec)
+    def _specify(
+        self,
+        spec: cluster_pb2.RequestSpec,
+        request: Request,
+        now: float,
+        *,
+        with_prompt: bool = True,
+    ) -> None:
+        submission = request.submission
+        if not with_prompt:
+            spec.CopyFrom(_spec(submission))
+        else:
+            if request.spec is None:
+                request.spec = _spec(submission)
+                request.spec.prompt_token_ids.extend(submission.prompt_token_ids)
+            spec.CopyFrom(request.spec)
         spec.attempt = request.attempt_number
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
 
@@ -545,7 +609,7 @@ class RequestBook:
             handoff_id=request.handoff_id,
             epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
-            num_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
         )
         plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
         return plan

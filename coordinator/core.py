@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
+from baton.coordinator.adoption import SETTLED, Adoption
 from baton.coordinator.autoscale.observer import Observer
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
@@ -58,6 +59,7 @@ class Core:
         self.latency = LatencyRegistry(config.latency)
         self.placer = Placer(config, self.workers, self.latency)
         self._book = RequestBook(config, self.workers, self.placer, self._timers, random_bytes)
+        self._adoption = Adoption(self._book, self.workers, self._timers)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
         # Workers that said that they drain and have something assigned.
@@ -124,7 +126,7 @@ class Core:
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and both pools have a serving worker."""
-        return not self._book.closing and all(
+        return self._book.closing is None and all(
             self.workers.serving(role) for role in _POOLS.values()
         )
 
@@ -174,14 +176,17 @@ class Core:
         queued = sum(request.waits for request in requests.values())
         assert queued == len(self._book.lanes)
         self._book.lanes.check_integrity()
-        assert len(self._timers) == len(requests) + len(self.workers)
+        num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
+        assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
         self.placer.router.check_integrity()
 
     # ---- Clients
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
-        self._book.admit(event.submission, now)
+        request = self._book.admit(event.submission, now)
+        if request is not None:
+            self._adoption.admitted(request, now)
 
     def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
         request = self._book.by_stream(event.to)
@@ -203,10 +208,13 @@ class Core:
             self._book.cancel(request, now, tell=False)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
-        self._book.closing = True
+        self._book.closing = errors.Unavailable("the coordinator is stopping")
+        if event.restarts:
+            what = "the coordinator is restarting: submit again"
+            self._book.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
     def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
-        self._book.closing = True
+        self._book.closing = errors.Unavailable(event.reason)
         for request in self._book.all():
             self._book.fail(request, errors.Unavailable(event.reason), now)
 
@@ -215,7 +223,7 @@ class Core:
     def _dispatch(self, now: float) -> None:
         self._book.room_made = False
         for request in self._book.lanes.candidates():
-            if self._settled(request, now):
+            if self._settled(request, now) or self._adoption.may_return(request):
                 continue
             placement = self.placer.place(request)
             if self._made_room(request, placement, now):
@@ -284,6 +292,10 @@ class Core:
             self._book.fail(request, error, now)
             return True
         # A caller resumes whose connection broke between the last token and Finished.
+        if request.submission.known_stop is not None and not request.attempt:
+            stop = request.submission.known_stop
+            self._book.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            return True
         if num_known and (
             (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
             or (max_len and request.num_prompt_tokens + num_known >= max_len)
@@ -335,7 +347,8 @@ class Core:
         worker.unresponsive = ""
         self._watch(worker, now)
         self.placer.attach(worker)
-        self._book.out.append(ev.WelcomeWorker(worker.key, worker.role))
+        adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
+        self._book.out.append(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         self._book.room_made = True
 
     def _heard(self, key: WorkerKey, now: float) -> Worker | None:
@@ -372,6 +385,7 @@ class Core:
         if self._heard(event.worker, now) is None:
             return
         apply_step(self._book, event.worker, event.step, now)
+        self._adoption.apply_step(event.worker, event.step)
 
     def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
         report = event.report
@@ -467,6 +481,7 @@ class Core:
             blame: whether what it computed may be what ended it.
         """
         self.workers.remove(worker, reason)
+        self._adoption.lost(worker.key)
         self.placer.detach(worker)
         self.latency.forget(worker.key)
         self._timers.cancel(worker.key)
@@ -545,8 +560,13 @@ class Core:
         while (key := self._timers.pop_due(now)) is not None:
             if isinstance(key, str):
                 request = self._book.get(key)
-                assert request is not None
-                self._book.expire(request, self._queue_error, now)
+                if request is not None:
+                    self._book.expire(request, self._queue_error, now)
+                else:
+                    self._adoption.expire(key)
+                continue
+            if key == SETTLED:
+                self._adoption.settled()
                 continue
             worker = self.workers.get(key)
             assert worker is not None

@@ -52,9 +52,14 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAttached:
-    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker."""
+    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker.
+
+    Attributes:
+        returns: it heard another coordinator's welcome last.
+    """
 
     hello: cluster_pb2.Hello
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,13 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionClosed:
-    """The process is about to stop: no new requests, those admitted go on."""
+    """The process is about to stop: no new requests, those admitted go on.
+
+    Attributes:
+        restarts: another coordinator follows; clients are told to come back.
+    """
+
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +224,7 @@ class SendFailed:
 Command = (
     cluster_pb2.PrefillCommand
     | cluster_pb2.DecodeCommand
+    | cluster_pb2.ExpectCommand
     | cluster_pb2.CancelCommand
     | cluster_pb2.SetRoleCommand
     | cluster_pb2.DrainCommand
@@ -228,10 +240,15 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class WelcomeWorker:
-    """The worker is attached in this role."""
+    """The worker is attached in this role.
+
+    Attributes:
+        adopted: what it goes on with, of a worker that comes from another coordinator.
+    """
 
     worker: WorkerKey
     role: common_pb2.Role.ValueType
+    adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

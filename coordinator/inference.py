@@ -79,6 +79,8 @@ async def _write_one(session: ClientSession, guard: StallGuard) -> None:
             await guard.write(event)
             if event.HasField("finished"):
                 return
+        if session.left is not None and session.outbox.empty:
+            raise session.left
 
 
 class _SessionCall:
@@ -128,6 +130,8 @@ class _SessionCall:
 
     def _submit(self, submit: inference_pb2.Submit) -> None:
         session, stream = self._session, submit.stream
+        if session.left is not None:
+            raise session.left
         if session.outbox.overfull or not self._shell.is_open(session):
             # Refusals need no worker: a client that reads none could send wrong requests for ever.
             raise slow_reader()
@@ -186,6 +190,8 @@ class _SessionCall:
                 raise slow_reader()
             if taken:
                 await self._guard.write(inference_pb2.SessionEvents.FromString(encoded(taken)))
+            if session.left is not None and session.outbox.empty:
+                raise session.left
             if reader.done():
                 reader.result()
                 if not session.live and session.outbox.empty:

@@ -11,6 +11,7 @@ from collections import Counter
 from google.rpc import code_pb2
 
 from baton.coordinator.core import Core
+from baton.coordinator.known_end import known_stop
 from baton.coordinator.lanes import lane_config, lane_name
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.tokenization import Tokenizer
@@ -135,6 +136,15 @@ class Intake:
         if lane_limits.max_output_tokens is not None and not sampling.HasField("max_tokens"):
             room = (limits.max_model_len or math.inf) - len(prompt)
             sampling.max_tokens = int(min(lane_limits.max_output_tokens, room))
+        known = array("I", request.resume.token_ids)
+        tokenizer = self._tokenizer
+        stop = known_stop(
+            known,
+            sampling,
+            tokenizer.eos_token_id,
+            tokenizer.more_eos_token_ids,
+            tokenizer.decode,
+        )
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
         return Submission(
             to=to,
@@ -144,8 +154,9 @@ class Intake:
             lane=lane,
             arrived_at=arrived_at,
             timeout_s=min(timeouts, default=None),
-            known_token_ids=array("I", request.resume.token_ids),
+            known_token_ids=known,
             known_text_chars=request.resume.num_text_chars,
+            known_stop=stop,
             traceparent=traceparent,
             session_id=request.session_id,
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,

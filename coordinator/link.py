@@ -24,6 +24,7 @@ class WorkerLink:
 
     Attributes:
         role: that the worker is to serve.
+        adopted: what it goes on with, by its last Hello.
         received: highest sequence number processed.
         stream: the stream it runs over now; a newer one takes over from an older.
         wake: set when the writer has something to do.
@@ -33,6 +34,7 @@ class WorkerLink:
     def __init__(self, key: WorkerKey) -> None:
         self.key = key
         self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
+        self.adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
         self.received = 0
         self.stream: object | None = None
         self.wake = asyncio.Event()
@@ -60,6 +62,11 @@ class WorkerLink:
         self._num_bytes = 0
         self.wake.set()
 
+    def leave(self) -> None:
+        """Ends the stream and nothing else: the worker looks for the next coordinator."""
+        self.stream = None
+        self.wake.set()
+
     def send(self, command: Command) -> bool:
         """Keeps a command until it is acknowledged.
 
@@ -71,6 +78,8 @@ class WorkerLink:
             message.prefill.CopyFrom(command)
         elif isinstance(command, cluster_pb2.DecodeCommand):
             message.decode.CopyFrom(command)
+        elif isinstance(command, cluster_pb2.ExpectCommand):
+            message.expect.CopyFrom(command)
         elif isinstance(command, cluster_pb2.CancelCommand):
             message.cancel.CopyFrom(command)
         elif isinstance(command, cluster_pb2.SetRoleCommand):

@@ -109,6 +109,11 @@ class CoreCollector(Collector):
             ),
             ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
             ("baton_parked", "Times that batch requests made room.", stats.num_parked),
+            (
+                "baton_adopted",
+                "Requests that workers went on with after another coordinator's end.",
+                stats.num_adopted,
+            ),
         ):
             yield CounterMetricFamily(name, documentation, value=count)
 

@@ -167,7 +167,7 @@ class Placer:
     def waits(self, request: Request) -> None:
         """It has joined its lane."""
         lane = request.submission.lane
-        work_s = self._work_s(request.num_prompt_tokens, self._hashes(request)) or 0.0
+        work_s = self._work_s(request.num_prefill_tokens, self._hashes(request)) or 0.0
         self._waiting_s[lane][request.id] = work_s
         self._sum_waiting_s[lane] += work_s
 
@@ -209,6 +209,18 @@ class Placer:
             self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
             if urgent:
                 self.crowded[placement.decode.worker] = None
+
+    def adopt(self, request: Request, worker: WorkerKey) -> None:
+        """It decodes there already."""
+        submission, model = request.submission, self._workers.model
+        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        num_known = len(request.token_ids)
+        num_more = self._outputs.expected(submission.lane, most, num_known)
+        num_tokens = request.num_prompt_tokens + num_known + num_more
+        choice = DecodeChoice(worker, 0.0, num_tokens, 0, "it decodes there already")
+        urgent = submission.lane != _BATCH
+        self.router.assign_decode(request.id, choice, submission.session_id, urgent=urgent)
+        self.router.first_token(request.id)
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""
@@ -377,7 +389,7 @@ class Placer:
         model = self._workers.model
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         prefill = self.router.choose_prefill(
-            match, request.num_prompt_tokens, session, _MAX_CHUNKS_QUEUED[lane]
+            match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)
@@ -445,7 +457,7 @@ class Placer:
     def _wait_s(self, request: Request, match: PrefixMatch) -> float:
         """Until its first token, could it be queued at a prefill worker now."""
         choice = self.router.choose_prefill(
-            match, request.num_prompt_tokens, request.submission.session_id
+            match, request.num_prefill_tokens, request.submission.session_id
         )
         return choice.predicted_s if choice is not None else math.inf
 
@@ -454,7 +466,7 @@ class Placer:
         sender, receiver = self._workers.get(prefill), self._workers.get(decode)
         assert sender is not None
         assert receiver is not None
-        num_bytes = handoff_bytes(sender.hello, request.num_prompt_tokens)
+        num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens)
         exact = needs_exact_state(request.submission.sampling)
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes

@@ -10,6 +10,7 @@ from enum import Enum
 
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 WorkerKey = tuple[str, int]
@@ -36,7 +37,8 @@ class RequestState(Enum):
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING},
+    # A worker may go on with what another coordinator had sent it.
+    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
     # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
     RequestState.PREFILLING: _ENDED
     | {
@@ -91,6 +93,8 @@ class Submission:
         request_id: unique among the requests that have not ended.
         known_token_ids: output the caller already has; the stream continues after it.
         known_text_chars: code points of text that went with them.
+        known_stop: what the last of them has ended the output by, as Finished.stop says it; None:
+            nothing has.
         arrived_at: when the request reached this process, by the core's clock, in seconds.
         timeout_s: from `arrived_at`; None for none but the coordinator's limit.
         traceparent: W3C trace context, handed on to workers.
@@ -108,6 +112,7 @@ class Submission:
     timeout_s: float | None = None
     known_token_ids: Sequence[int] = ()
     known_text_chars: int = 0
+    known_stop: str | None = None
     traceparent: str = ""
     session_id: str = ""
     slo_ttft_s: float | None = None
@@ -141,6 +146,7 @@ class Request:
         prefill_done: the prefill worker's part of this attempt is over.
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
+        expected: its decode worker was told of this attempt with its prefill worker.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
@@ -168,6 +174,7 @@ class Request:
     prefill_done: bool = False
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
+    expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None
@@ -196,6 +203,25 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.submission.prompt_token_ids)
+
+    def known_prompt(self, num_known: int) -> Sequence[int]:
+        """Known tokens that are computed with the prompt, and handed over with it.
+
+        All but the last, so that the decode worker computes one token before it goes on; none
+        where it is to go through them one by one, or they would be taken for the prompt's.
+
+        Args:
+            num_known: output tokens that are known when the prompt is computed.
+        """
+        sampling = self.submission.sampling
+        if num_known < 2 or sampling.HasField("prompt_logprobs") or needs_exact_state(sampling):
+            return ()
+        return self.token_ids[: num_known - 1]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """What a prefill worker computes of it when it is dispatched now."""
+        return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))
 
     @property
     def ended(self) -> bool:

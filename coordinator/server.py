@@ -25,7 +25,7 @@ from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import BatonError
+from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc, inference_pb2_grpc
@@ -38,6 +38,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # After requests have ended: for clients to read their last events.
 _CLOSE_GRACE_S = 1.0
+
+
+def _restarting() -> Unavailable:
+    why = "the coordinator is restarting: resume with the tokens received"
+    return Unavailable(why, reason=RESTARTING)
 
 
 class WorkersFailed(BatonError):
@@ -122,24 +127,34 @@ class Coordinator:
         trace: TracebackType | None,
     ) -> None:
         assert self._health_task is not None
-        self.shell.post(ev.EverythingEnds("the coordinator stopped"))
         self._health_task.cancel()
         await asyncio.gather(self._health_task, return_exceptions=True)
-        await self._server.stop(_CLOSE_GRACE_S)
+        if self._launched:
+            self.shell.post(ev.EverythingEnds("the coordinator stopped"))
+        else:
+            self.shell.leave(_restarting())
+        await asyncio.gather(
+            self._server.stop(_CLOSE_GRACE_S), asyncio.to_thread(self._metrics.close)
+        )
         self.shell.close()
-        await asyncio.to_thread(self._metrics.close)
         self._tokenizer.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Admits nothing more and waits for what runs, for so long at most."""
+        """Admits nothing more and waits for what runs, for so long at most.
+
+        What has not ended then fails; without launched workers, who end too, it is left to the
+        next coordinator.
+        """
         await self._health.set(_INFERENCE, _NOT_SERVING)
-        self.shell.post(ev.AdmissionClosed())
+        self.shell.post(ev.AdmissionClosed(restarts=not self._launched))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.shell.idle()
         except TimeoutError:
             _log.warning("requests did not end within %g s", timeout_s)
-            self.shell.post(ev.EverythingEnds(f"the coordinator stopped after {timeout_s:g} s"))
+            if self._launched:
+                why = f"the coordinator stopped after {timeout_s:g} s"
+                self.shell.post(ev.EverythingEnds(why))
 
     def drain_workers(self, worker_ids: Iterable[str], timeout_s: float) -> None:
         """Tells workers to take nothing new and leave."""
@@ -205,8 +220,8 @@ async def serve(
         if not launch:
             ready(coordinator.address)
             await stop.wait()
-            # 1. Admit nothing more; let what runs end. 2. The servers close. Workers stay: they
-            # wait for the next coordinator.
+            # 1. Admit nothing more; let what runs end. 2. The streams end, the servers close.
+            # Workers stay: they go on with what has not ended, for the next coordinator.
             await coordinator.drain(config.coordinator.drain_timeout_s)
             return 0
         return await _serve_with_workers(coordinator, config, ready, stop, command)

@@ -30,6 +30,7 @@ class ClientSession:
 
     Attributes:
         slow: it was given up, since more waited for its reader than may.
+        left: why it ends once its reader has what waits, while its requests go on; None: it stays.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,6 +38,7 @@ class ClientSession:
         self.outbox = Outbox()
         self.live: set[int] = set()
         self.slow = False
+        self.left: BatonError | None = None
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
         """The stream's last event."""
@@ -60,6 +62,7 @@ class Shell:
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._refusal: BatonError | None = None
+        self._left: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._follow_ups: deque[ev.Event] = deque()
@@ -114,6 +117,20 @@ class Shell:
             self._idle.clear()
             await self._idle.wait()
 
+    def leave(self, why: BatonError) -> None:
+        """Ends all streams and none of the requests: they are for the next coordinator.
+
+        Clients come back to it with what they have, and workers go on until then. Nobody is let in
+        any more.
+        """
+        self._left = why
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.left = why
+            session.outbox.wake()
+        for link in self._links.values():
+            link.leave()
+
     def close(self) -> None:
         self._closed = True
         if self._timer is not None:
@@ -147,10 +164,13 @@ class Shell:
         """Lets a worker in over a new stream.
 
         Raises:
-            BatonError: it is refused, in the words of cluster.proto.
+            BatonError: it is refused, in the words of cluster.proto; or this coordinator stops.
         """
+        if self._left is not None:
+            raise self._left
         self._refusal = None
-        self.post(ev.WorkerAttached(hello))
+        returns = hello.generation not in (0, self.generation)
+        self.post(ev.WorkerAttached(hello, returns))
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
@@ -227,7 +247,8 @@ class Shell:
         if effect.worker not in self._links:
             self._links[effect.worker] = WorkerLink(effect.worker)
             _log.info("worker attached", extra={"worker": effect.worker[0]})
-        self._links[effect.worker].role = effect.role
+        link = self._links[effect.worker]
+        link.role, link.adopted = effect.role, effect.adopted
 
     def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
         self._refusal = effect.error

@@ -80,6 +80,7 @@ class CoreStats:
         num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
         num_recoveries: attempts lost whose requests went on.
         num_parked: times that a batch request made room for interactive ones.
+        num_adopted: requests that a worker went on with after another coordinator's end.
     """
 
     def __init__(self) -> None:
@@ -99,6 +100,7 @@ class CoreStats:
         self.num_workers_unresponsive = 0
         self.num_recoveries = 0
         self.num_parked = 0
+        self.num_adopted = 0
 
     def dispatched(self, request: Request, now: float) -> None:
         lane = self.lanes[request.submission.lane]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ _FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
 )
 _NUM_THREADS = 2
 # A few milliseconds of work: longer texts leave the event loop.
@@ -42,6 +43,8 @@ class Tokenizer:
     Attributes:
         max_model_len: context length by config.json; None when it does not say.
         vocab_size: by config.json, else the tokenizer's own.
+        eos_token_id: the tokenizer's end of sequence; None when it has none.
+        more_eos_token_ids: others that end an output, by generation_config.json.
 
     Raises:
         ConfigError: no such model, or no tokenizer.json in it.
@@ -68,6 +71,15 @@ class Tokenizer:
             self._tokenizer.get_vocab_size(with_added_tokens=True)
         )
         self._max_token_chars = _max_token_chars(self._tokenizer)
+        eos_token = self._special_tokens.get("eos_token")
+        self.eos_token_id = (
+            self._tokenizer.token_to_id(eos_token) if eos_token is not None else None
+        )
+        generation = _read_json(directory / "generation_config.json").get("eos_token_id")
+        every = generation if isinstance(generation, list) else [generation]
+        self.more_eos_token_ids = frozenset(
+            one for one in every if isinstance(one, int) and one != self.eos_token_id
+        )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -102,6 +114,10 @@ class Tokenizer:
     def encode_chat(self, chat: inference_pb2.ChatPrompt) -> array[int]:
         """Messages through the chat template, which writes its own special tokens."""
         return self._encode(self.render(chat), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of some tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def render(self, chat: inference_pb2.ChatPrompt) -> str:
         """Messages as the text of a prompt.

@@ -68,20 +68,32 @@ class DecodeRole:
         """Handoffs to this worker that hold staging, or wait for some."""
         return len(self._receives)
 
+    async def expect(self, attempt: Attempt, num_coming_tokens: int) -> None:
+        """Lets the engine load what comes of a handoff before its first token is known.
+
+        Raises:
+            EngineDead.
+        """
+        receive = self._receive(attempt)
+        request = attempt.engine_request(receive=receive)
+        await self._engine.announce(request, num_coming_tokens)
+
     async def begin(self, attempt: Attempt) -> None:
         """Gives the request to the engine, which waits for the commit.
 
         Raises:
             RequestRejected, EngineDead.
         """
-        receive = None
-        if (plan := attempt.handoff) is not None:
-            self._attempts[plan.handoff_id] = attempt
-            receive = ReceiveHandoff(
-                plan.handoff_id, plan.num_tokens, plan.commit_timeout.ToNanoseconds() / 1e9
-            )
+        receive = self._receive(attempt)
         attempt.submitted_at = monotonic()
         await self._engine.submit(attempt.engine_request(receive=receive))
+
+    def _receive(self, attempt: Attempt) -> ReceiveHandoff | None:
+        if (plan := attempt.handoff) is None:
+            return None
+        self._attempts[plan.handoff_id] = attempt
+        timeout_s = plan.commit_timeout.ToNanoseconds() / 1e9
+        return ReceiveHandoff(plan.handoff_id, plan.num_tokens, timeout_s)
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
         """Once the engine has run the request its handoff is loaded or never will be."""

@@ -15,6 +15,7 @@ from baton.engine.base import (
     SendHandoff,
 )
 from baton.runtime.errors import BatonError, Internal, Unavailable
+from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
 _REASONS = {
@@ -22,6 +23,8 @@ _REASONS = {
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     Finish.CUT: common_pb2.FINISH_REASON_UNSPECIFIED,
 }
+# Of an output's text, told to a restarted coordinator: far more than clients lag behind.
+_MAX_LAST_CHARS = 2**15
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +35,7 @@ class Attempt:
         token_ids: the whole output so far, known tokens included.
         num_text_chars: characters of text that went out with them, here or elsewhere.
         arrived_at: monotonic, when the command came.
+        decoding: it has produced output here.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -41,6 +45,8 @@ class Attempt:
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
     submitted_at: float | None = field(init=False, default=None)
+    decoding: bool = field(init=False, default=False)
+    _text: list[str] = field(init=False, default_factory=list)
     _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -73,6 +79,7 @@ class Attempt:
         )
 
     def running(self) -> cluster_pb2.RunningRequest:
+        """As a restarted coordinator is told of it."""
         return cluster_pb2.RunningRequest(
             request_id=self.spec.request_id,
             attempt=self.spec.attempt,
@@ -80,6 +87,9 @@ class Attempt:
             next_offset=len(self.token_ids),
             token_ids=self.token_ids,
             num_text_chars=self.num_text_chars,
+            decoding=self.decoding,
+            last_text="".join(self._text)[-_MAX_LAST_CHARS:],
+            digest=request_digest(self.spec.prompt_token_ids, self.spec.sampling),
         )
 
     def report(self, output: EngineOutput) -> cluster_pb2.RequestOutput:
@@ -94,6 +104,9 @@ class Attempt:
             message.delta.logprobs.extend(_logprobs(output.logprobs))
             self.token_ids.extend(output.token_ids)
             self.num_text_chars += len(output.text)
+            self.decoding = True
+            if output.text:
+                self._text.append(output.text)
         if output.queue_s is not None:
             self._add_timings(message.timings, output)
         if output.finish is Finish.ERROR:
@@ -136,6 +149,7 @@ class Attempt:
         timings.handoff_wait_us = round((output.handoff_wait_s or 0) * 1e6)
         timings.num_cached_tokens = output.num_cached_tokens
         timings.num_handoff_tokens = output.num_handoff_tokens
+        timings.num_early_tokens = output.num_early_tokens
 
 
 def _logprobs(rows: Sequence[Sequence[Logprob]]) -> list[common_pb2.TokenLogprobs]:

@@ -41,7 +41,7 @@ class SendHandoff:
     Attributes:
         handoff_id: 16 bytes.
         offset: of the handoff's bytes in the shared segment (LocalSendOpened).
-        num_tokens: prompt tokens to hand over, from the first.
+        num_tokens: of the prompt to hand over, from the first.
     """
 
     handoff_id: bytes
@@ -55,7 +55,7 @@ class ReceiveHandoff:
 
     Attributes:
         handoff_id: 16 bytes.
-        num_tokens: prompt tokens it holds, from the first.
+        num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
         timeout_s: how long to wait for the commit before computing the prompt here.
     """
 
@@ -115,6 +115,7 @@ class EngineOutput:
         handoff_wait_s: with the first output: how much of queue_s passed waiting for the commit.
         num_cached_tokens: with the first output: prompt tokens from this engine's prefix cache.
         num_handoff_tokens: with the first output: prompt tokens loaded from the handoff.
+        num_early_tokens: with the first output: of those, the ones loaded before it was submitted.
         error: with Finish.ERROR: why.
     """
 
@@ -130,6 +131,7 @@ class EngineOutput:
     handoff_wait_s: float | None = None
     num_cached_tokens: int = 0
     num_handoff_tokens: int = 0
+    num_early_tokens: int = 0
     error: str = ""
 
 
@@ -207,6 +209,7 @@ class EngineInfo:
         max_num_batched_tokens: tokens of one step at most: the prefill chunk.
         supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
         keeps_prefixes: whether computed blocks stay for equal prefixes.
+        loads_early: whether announcing a request is of use.
     """
 
     engine: str
@@ -219,18 +222,27 @@ class EngineInfo:
     max_num_batched_tokens: int
     supports_forced_tokens: bool
     keeps_prefixes: bool
+    loads_early: bool = False
 
 
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
-    Ids passed to `submit` stay live until an output with `finish` or `abort`; after `abort` returns
-    nothing more is reported for them. An engine never touches the network: a handoff's bytes go
-    through the staging of the worker's transfer service.
+    Ids passed to `announce` or `submit` stay live until an output with `finish` or `abort`; after
+    `abort` returns nothing more is reported for them. An engine never touches the network: a
+    handoff's bytes go through the staging of the worker's transfer service.
     """
 
     async def start(self) -> EngineInfo:
         """Loads the model. Raises EngineDead when it cannot."""
+        ...
+
+    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
+        """A request of this id follows, or an abort: the same with so many known tokens more.
+
+        A hint: the engine may load what arrives of its handoff meanwhile. It reports nothing of the
+        request before it is submitted. Raises EngineDead.
+        """
         ...
 
     async def submit(self, request: EngineRequest) -> None:

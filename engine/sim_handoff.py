@@ -60,11 +60,15 @@ class HandoffPort:
         """Whether waiting is over: committed, or never to be."""
         return self._states.get(handoff_id) in _SETTLED
 
-    def load(self, receive: ReceiveHandoff, prompt: Sequence[int]) -> int:
+    def load(self, receive: ReceiveHandoff, tokens: Sequence[int]) -> int:
         """Loads a committed handoff, once, and gives its staging back in any case.
 
+        Args:
+            receive: what is expected.
+            tokens: of the prompt, and the known ones after it.
+
         Returns:
-            How many prompt tokens it brought; 0 when it is not there or damaged.
+            How many of these tokens it brought; 0 when it is not there or damaged.
 
         Raises:
             WrongBaton: intact, but of another prompt.
@@ -85,7 +89,7 @@ class HandoffPort:
             layers = self._copy(claim.offset, num_blocks, claim.frames)
             if layers is None:
                 return 0
-            self._verify(layers, receive, prompt)
+            self._verify(layers, receive, tokens)
             return receive.num_tokens
         finally:
             self._port.release(receive.handoff_id, all_ranks=True)
@@ -111,9 +115,9 @@ class HandoffPort:
                 return None
         return data
 
-    def _verify(self, data: bytes, receive: ReceiveHandoff, prompt: Sequence[int]) -> None:
+    def _verify(self, data: bytes, receive: ReceiveHandoff, tokens: Sequence[int]) -> None:
         layout, num_blocks = self.layout, self.layout.num_blocks(receive.num_tokens)
-        digests = KvDigests(prompt, receive.num_tokens, layout.block_size_tokens)
+        digests = KvDigests(tokens, receive.num_tokens, layout.block_size_tokens)
         for block in range(num_blocks):
             for layer in range(layout.num_layers):
                 begin = layout.offset(0, layer, block, num_blocks)

@@ -133,7 +133,13 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_forced_tokens=True,
             keeps_prefixes=settings.prefix_caching,
+            # As real ones: what it leads to between processes is rehearsed.
+            loads_early=True,
         )
+
+    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
+        """Nothing to do ahead: loading a baton takes no time here."""
+        del request, num_coming_tokens
 
     async def submit(self, request: EngineRequest) -> None:
         if self._dead is not None:
@@ -438,7 +444,7 @@ class SimulatedEngine:
             return
         live.receive_deadline = None
         try:
-            loaded = self._port.load(receive, live.request.prompt_token_ids)
+            loaded = self._port.load(receive, live.tokens)
         except WrongBaton as error:
             live.live = False
             del self._requests[live.id]

@@ -50,6 +50,8 @@ from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
+from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.early_loads import EARLY_TOKENS
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -74,6 +76,7 @@ class _Live:
         num_dropped: forced tokens that vLLM will still report, known to everyone already.
         num_swallowed: characters of text that vLLM will still report, known likewise.
         pending_text: text that became final with the known tokens but was not sent with them.
+        num_early_tokens: of the prompt, loaded from the handoff into the prefix cache.
         cut: the prompt is computed, the first token is out, and the request would go on.
     """
 
@@ -85,9 +88,24 @@ class _Live:
     pending_text: str = ""
     scheduled_at: float | None = None
     prefill_stats: PrefillStats | None = None
+    num_early_tokens: int = 0
     reported: bool = False
     cut: bool = False
     retried: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Announced:
+    """A request inside vLLM that waits for its last known tokens.
+
+    Attributes:
+        shown, run: see VllmEngine._engine_core_requests.
+    """
+
+    live: _Live
+    num_coming_tokens: int
+    shown: EngineCoreRequest
+    run: EngineCoreRequest
 
 
 class VllmEngine:
@@ -107,12 +125,15 @@ class VllmEngine:
         self._engine_args, self._transfer_socket = engine_args, transfer_socket
         self._live: dict[str, _Live] = {}
         self._by_internal_id: dict[str, _Live] = {}
+        self._announced: dict[str, _Announced] = {}
+        self._num_submitted = 0
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
         self._core: Any = None
+        self._port: EnginePort | None = None
 
     async def start(self) -> EngineInfo:
         try:
@@ -139,6 +160,7 @@ class VllmEngine:
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
+        self._port = EnginePort(self._transfer_socket)
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
@@ -162,15 +184,43 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
-            keeps_prefixes=bool(config.cache_config.enable_prefix_caching),
+            keeps_prefixes=(caching := bool(config.cache_config.enable_prefix_caching)),
+            loads_early=caching,
         )
+
+    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
+        if request.receive is None or needs_exact_state(request.sampling):
+            return
+        live = self._new_live(request)
+        try:
+            shown, run = self._engine_core_requests(live, num_coming_tokens)
+        except (ValueError, TypeError):
+            # It is said when the request is submitted, should it come to that.
+            return
+        self._announced[request.request_id] = _Announced(live, num_coming_tokens, shown, run)
+        await self._add(run)
 
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
             raise RequestRejected(f"request {request.request_id} is already running here")
-        await self._submit(
-            _Live(request, self._new_internal_id(request), submitted_at=time.monotonic())
-        )
+        announced = self._announced.pop(request.request_id, None)
+        if announced is None:
+            await self._submit(self._new_live(request))
+            return
+        live, num_announced = announced.live, len(announced.live.request.known_token_ids)
+        coming = request.known_token_ids[num_announced:]
+        if len(coming) != announced.num_coming_tokens or request.receive is None:
+            await self._core.abort_requests_async([live.internal_id])
+            await self._submit(self._new_live(request))
+            return
+        live.request, live.submitted_at = request, time.monotonic()
+        self._output.add_request(announced.shown, prompt=None)
+        self._replay(live, announced.run)
+        self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
+        self._note(request.receive.handoff_id, coming)
+
+    def _new_live(self, request: EngineRequest) -> _Live:
+        return _Live(request, self._new_internal_id(request), submitted_at=time.monotonic())
 
     def _new_internal_id(self, request: EngineRequest) -> str:
         return f"{request.request_id}#{next(self._counter)}"
@@ -184,16 +234,34 @@ class VllmEngine:
         self._output.add_request(shown, prompt=None)
         self._replay(live, run)
         self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
+        await self._add(run)
+
+    async def _add(self, run: EngineCoreRequest) -> None:
         try:
             await self._core.add_request_async(run)
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
+        self._num_submitted += 1
+        if self._announced:
+            # The scheduler may be waiting for one of them.
+            self._note()
 
-    def _engine_core_requests(self, live: _Live) -> tuple[EngineCoreRequest, EngineCoreRequest]:
+    def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> None:
+        # Should the transfer service have ended, so does the worker.
+        assert self._port is not None, "submit before start"
+        self._port.note(self._num_submitted, handoff_id, token_ids)
+
+    def _engine_core_requests(
+        self, live: _Live, num_coming_tokens: int | None = None
+    ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
         """The request as its reader sees it, and as the engine core runs it.
 
         They differ in what is known already: the reader's limits and text count from the prompt,
         whatever the core is given to begin with.
+
+        Args:
+            live: not submitted.
+            num_coming_tokens: of an announced request, which waits to be told of them.
         """
         request = live.request
         shown: EngineCoreRequest = self._input.process_inputs(
@@ -206,22 +274,23 @@ class VllmEngine:
         shown.external_req_id = live.internal_id
         known, sampling = list(request.known_token_ids), shown.sampling_params
         params = sampling.clone()
-        params.extra_args = {"kv_transfer_params": transfer_params(request)}
+        num_known, announced = len(known) + (num_coming_tokens or 0), num_coming_tokens is not None
+        params.extra_args = {"kv_transfer_params": transfer_params(request, announced=announced)}
         prompt = list(request.prompt_token_ids)
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
-        elif known:
+        elif num_known:
             # They came with the first token; asking for them had turned prefix caching off.
             sampling.prompt_logprobs = params.prompt_logprobs = None
             params.skip_reading_prefix_cache = False
-            if len(known) >= params.max_tokens:
+            if num_known >= params.max_tokens:
                 raise ValueError(f"all {params.max_tokens} tokens are known already")
             if needs_exact_state(request.sampling):
                 params.extra_args[EXTRA_ARG] = known
             else:
                 prompt += known
-                params.max_tokens -= len(known)
-                params.min_tokens = max(0, params.min_tokens - len(known))
+                params.max_tokens -= num_known
+                params.min_tokens = max(0, params.min_tokens - num_known)
         run = copy.copy(shown)
         run.prompt_token_ids, run.sampling_params = prompt, params
         return shown, run
@@ -247,7 +316,10 @@ class VllmEngine:
         return text[swallowed:]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        found = [live for name in request_ids if (live := self._live.pop(name, None))]
+        announced = [
+            one.live for name in request_ids if (one := self._announced.pop(name, None)) is not None
+        ]
+        found = [live for name in request_ids if (live := self._live.pop(name, None))] + announced
         if not found:
             return
         internal_ids = [live.internal_id for live in found]
@@ -269,6 +341,9 @@ class VllmEngine:
             self._sample(told.get(STEP_WORK), outputs.timestamp)
             if (change := told.get(CACHE_CHANGE)) is not None:
                 step.cache = CacheChange(**change)
+            for internal_id, num_tokens in told.get(EARLY_TOKENS, {}).items():
+                if (live := self._by_internal_id.get(internal_id)) is not None:
+                    live.num_early_tokens = num_tokens
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
@@ -361,8 +436,11 @@ class VllmEngine:
             output.queue_s = max(0.0, scheduled_at - live.submitted_at)
             output.run_s = max(0.0, timestamp - scheduled_at)
             if (stats := live.prefill_stats) is not None:
-                output.num_cached_tokens = stats.num_local_cached_tokens
-                output.num_handoff_tokens = stats.num_external_cached_tokens
+                # Some may have been reused before the request ran.
+                num_early = min(live.num_early_tokens, stats.num_local_cached_tokens)
+                output.num_cached_tokens = stats.num_local_cached_tokens - num_early
+                output.num_handoff_tokens = stats.num_external_cached_tokens + num_early
+                output.num_early_tokens = num_early
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output
@@ -394,10 +472,11 @@ class VllmEngine:
         samples = list(self._samples)
         self._samples.clear()
         waiting = [live for live in self._live.values() if not live.reported]
+        num_waiting = self._stats.num_waiting_reqs + self._stats.num_skipped_waiting_reqs
         return EngineLoad(
             num_steps=self._num_steps,
             num_running=self._stats.num_running_reqs,
-            num_waiting=self._stats.num_waiting_reqs + self._stats.num_skipped_waiting_reqs,
+            num_waiting=max(0, num_waiting - len(self._announced)),
             kv_tokens_used=round(self._stats.kv_cache_usage * self._kv_tokens),
             kv_tokens_total=self._kv_tokens,
             prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
@@ -406,6 +485,8 @@ class VllmEngine:
 
     async def stop(self) -> None:
         core, self._core = self._core, None
+        if self._port is not None:
+            self._port.close()
         children = psutil.Process().children(recursive=True)
         segments = await asyncio.to_thread(_rank_segments, children)
         if core is not None:

@@ -60,8 +60,13 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
     return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
 
 
-def transfer_params(request: EngineRequest) -> dict[str, Any]:
-    """What the connector reads as request.kv_transfer_params."""
+def transfer_params(request: EngineRequest, *, announced: bool = False) -> dict[str, Any]:
+    """What the connector reads as request.kv_transfer_params.
+
+    Args:
+        request: as the engine core gets it.
+        announced: it is to wait for a note that says with which tokens it goes on.
+    """
     params: dict[str, Any] = {}
     if request.send is not None:
         params["baton_send"] = {
@@ -74,6 +79,7 @@ def transfer_params(request: EngineRequest) -> dict[str, Any]:
             "handoff_id": request.receive.handoff_id.hex(),
             "num_tokens": request.receive.num_tokens,
             "timeout_s": request.receive.timeout_s,
+            "announced": announced,
         }
     return params
 

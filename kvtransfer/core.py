@@ -152,6 +152,10 @@ class TransferCore:
             grant, effects = self._receiver.claim(request.claim.handoff_id, request.claim.rank, now)
             self._carry_out(effects)
             return pb.LocalReply(claimed=_claimed(grant, request.claim.rank))
+        if kind == "peek":
+            peek = request.peek
+            seen = self._receiver.peek(peek.handoff_id, peek.rank, peek.epoch, peek.num_seen)
+            return pb.LocalReply(claimed=_claimed(seen, peek.rank))
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "restart_send":
@@ -168,6 +172,8 @@ class TransferCore:
             )
         elif kind == "drop":
             self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
+        elif kind == "note":
+            self._forward(request.note)
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main
@@ -365,6 +371,11 @@ class TransferCore:
             if connection.subscribed:
                 _notify(connection, changed)
 
+    def _forward(self, note: pb.LocalNote) -> None:
+        for connection in self._connections:
+            if connection.subscribed and not connection.is_main:
+                connection.reply(pb.LocalReply(note=note))
+
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
@@ -476,6 +487,7 @@ def _claimed(grant: receiving.Grant, rank: int) -> pb.LocalClaimed:
         offset=grant.offset,
         num_blocks=grant.num_blocks,
         num_tokens=grant.num_tokens,
+        epoch=grant.epoch,
         frames=[
             pb.LocalFrame(
                 handoff_id=grant.handoff_id,
@@ -502,5 +514,6 @@ def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
         num_tokens=changed.num_tokens,
         num_bytes=changed.num_bytes,
         transport=changed.transport,
+        num_bytes_received=changed.num_bytes_received,
     )
     connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

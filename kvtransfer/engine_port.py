@@ -23,18 +23,20 @@ _RECEIVE_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Committed staging that one rank is about to load.
+    """Staging that one rank is about to load.
 
     Attributes:
         offset: of this rank's bytes in the segment; layer l, block b is at
             offset + (l * num_blocks + b) * block_bytes.
-        frames: what was received, in layer order. A loader verifies each frame's checksum over the
-            bytes as they are after its copy, not before it: staging may expire under a slow copy.
+        frames: what was received: of a claim all, in layer order; of a peek those that are new. A
+            loader verifies each frame's checksum over the bytes as they are after its copy, not
+            before it: staging may expire under a slow copy.
     """
 
     offset: int
     num_blocks: int
     num_tokens: int
+    epoch: int
     frames: tuple[kv_transfer_pb2.LocalFrame, ...]
 
 
@@ -99,6 +101,7 @@ class EnginePort:
         self._call_id = 0
         # The latest state of each handoff since the last poll.
         self._states: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
+        self._notes: list[kv_transfer_pb2.LocalNote] = []
         self._alive = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -188,10 +191,44 @@ class EnginePort:
             # The answer may still come: nobody would release what it claims.
             self.release(handoff_id, rank)
             return None
-        if not reply.HasField("claimed"):
-            return None
-        claimed = reply.claimed
-        return Claim(claimed.offset, claimed.num_blocks, claimed.num_tokens, tuple(claimed.frames))
+        return _claim(reply)
+
+    def peek(
+        self, handoff_id: bytes, rank: int, epoch: int, num_seen: int, *, timeout_s: float = 2.0
+    ) -> Claim | None:
+        """What has come of a handoff; None when nothing can be read of it now.
+
+        Args:
+            handoff_id: of 16 bytes.
+            rank: whose part.
+            epoch: of the frames seen before; 0 for none.
+            num_seen: frames that are not wanted again, unless the epoch is another one.
+            timeout_s: for the answer.
+        """
+        peek = kv_transfer_pb2.LocalPeek(
+            handoff_id=handoff_id, rank=rank, epoch=epoch, num_seen=num_seen
+        )
+        reply = self._call(kv_transfer_pb2.LocalRequest(peek=peek), timeout_s)
+        return None if reply is None else _claim(reply)
+
+    def note(
+        self, num_submitted: int, handoff_id: bytes = b"", token_ids: Iterable[int] = ()
+    ) -> bool:
+        """Tells the engine's scheduler something; see LocalNote in the contract."""
+        note = kv_transfer_pb2.LocalNote(
+            num_submitted=num_submitted, handoff_id=handoff_id, token_ids=token_ids
+        )
+        return self._send(kv_transfer_pb2.LocalRequest(note=note))
+
+    def take_notes(self) -> list[kv_transfer_pb2.LocalNote]:
+        """Those that `poll` and `wait` have received since the last call, in order."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to poll, at most so long."""
+        if self._alive and not self._states and not self._notes:
+            select.select([self._socket], [], [], timeout_s)
 
     def release(self, handoff_id: bytes, rank: int = 0, *, all_ranks: bool = False) -> bool:
         """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored."""
@@ -269,5 +306,20 @@ class EnginePort:
             # Again at the end: in the order of the latest changes.
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state
+        elif reply.HasField("note"):
+            self._notes.append(reply.note)
         elif reply.call_id == self._awaited != 0:
             self._replies[reply.call_id] = reply
+
+
+def _claim(reply: kv_transfer_pb2.LocalReply) -> Claim | None:
+    if not reply.HasField("claimed"):
+        return None
+    claimed = reply.claimed
+    return Claim(
+        claimed.offset,
+        claimed.num_blocks,
+        claimed.num_tokens,
+        claimed.epoch,
+        tuple(claimed.frames),
+    )

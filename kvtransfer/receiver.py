@@ -11,7 +11,7 @@ time, and its sender may send everything again as the next epoch, on another tra
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -84,6 +84,7 @@ class ReceiverLimits:
         commit_ttl_s: COMMITTED without a claim.
         claim_timeout_s: CLAIMED, from each rank's claim.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.
+        progress_bytes: subscribers are told again of a handoff after so many bytes of it.
         max_queued: handoffs that wait for room.
         max_tombstones: ended handoffs that are remembered.
     """
@@ -93,6 +94,7 @@ class ReceiverLimits:
     commit_ttl_s: float
     claim_timeout_s: float
     retry_timeout_s: float
+    progress_bytes: int = 4 * 2**20
     max_queued: int = 1024
     max_tombstones: int = 4096
 
@@ -124,6 +126,7 @@ class Changed:
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
     detail: str = ""
     transport: str = ""
+    num_bytes_received: int = 0
 
 
 Effect = Reply | Changed
@@ -191,6 +194,9 @@ class _Handoff:
     ranks: list[_Rank]
     choice: Choice
     extent: Extent | None = None
+    # Of this epoch; and how much of it when subscribers were last told of the progress.
+    num_bytes_received: int = 0
+    num_bytes_told: int = 0
     # Why the epoch was interrupted.
     problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
@@ -309,16 +315,32 @@ class Receiver:
             handoff.deadline = now + self._limits.claim_timeout_s
         if handoff.state is _S.COMMITTED:
             self._advance(handoff, _S.CLAIMED)
-        layout = self._known_layout()
-        grant = Grant(
-            handoff_id,
-            handoff.epoch,
-            handoff.extent.offset + layout.offset(rank, 0, 0, handoff.num_blocks),
-            handoff.num_blocks,
-            handoff.num_tokens,
-            tuple(sorted(part.frames, key=lambda frame: (frame.layer, frame.first_block))),
-        )
-        return grant, self._taken()
+        frames = sorted(part.frames, key=lambda frame: (frame.layer, frame.first_block))
+        return self._grant(handoff, rank, frames), self._taken()
+
+    def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
+        """What has come of one rank's part; frames in the order in which they came.
+
+        It gives no right to the staging: see LocalPeek in the contract.
+
+        Args:
+            handoff_id: of 16 bytes.
+            rank: whose part.
+            epoch: of the frames that were seen; those of another one are all new.
+            num_seen: leading frames to leave out.
+
+        Raises:
+            TransferRefused: it has no staging, or is over, or no such rank.
+        """
+        handoff = self._live.get(handoff_id)
+        readable = (_S.RECEIVING, _S.COMMITTED, _S.CLAIMED)
+        if handoff is None or handoff.extent is None or handoff.state not in readable:
+            words = handoff.state.name if handoff else self._state_in_words(handoff_id)
+            raise TransferRefused(f"handoff {handoff_id.hex()} is {words}")
+        if not 0 <= rank < len(handoff.ranks):
+            raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
+        begin = num_seen if epoch == handoff.epoch else 0
+        return self._grant(handoff, rank, handoff.ranks[rank].frames[begin:])
 
     def release(
         self, handoff_id: bytes, rank: int, now: float, *, all_ranks: bool = False
@@ -401,6 +423,18 @@ class Receiver:
             assert self._live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
 
+    def _grant(self, handoff: _Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
+        assert handoff.extent is not None
+        begin = self._known_layout().offset(rank, 0, 0, handoff.num_blocks)
+        return Grant(
+            handoff.handoff_id,
+            handoff.epoch,
+            handoff.extent.offset + begin,
+            handoff.num_blocks,
+            handoff.num_tokens,
+            tuple(frames),
+        )
+
     def _open(self, stream: int, frame: Frame, now: float) -> None:
         layout = self._known_layout()
         handoff_id, epoch = frame.handoff_id, frame.epoch
@@ -481,6 +515,7 @@ class Receiver:
             del self._streams[live.stream]
         live.epoch, live.ranks, live.stream = opened.epoch, ranks, stream
         live.choice, live.problem = choice, None
+        live.num_bytes_received = live.num_bytes_told = 0
         self._streams[stream] = live.handoff_id
         if live.extent is not None and live.num_bytes != num_bytes:
             self._arena.free(live.extent)
@@ -587,6 +622,10 @@ class Receiver:
         handoff.deadline = now + self._limits.idle_timeout_s
         self.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
         self.statistics.num_frames[handoff.choice.transport] += 1
+        handoff.num_bytes_received += len(frame.payload)
+        if handoff.num_bytes_received - handoff.num_bytes_told >= self._limits.progress_bytes:
+            handoff.num_bytes_told = handoff.num_bytes_received
+            self._effects.append(_changed(handoff))
 
     def _problem(self, handoff: _Handoff, frame: Frame) -> str | None:
         """What is wrong with a data frame's place or size, in words."""
@@ -777,6 +816,7 @@ def _changed(
         reason,
         detail,
         handoff.choice.transport,
+        handoff.num_bytes_received,
     )
 
 

@@ -10,8 +10,9 @@ that the next step's kernels do not wait for), so a preemption or a freed block 
 bytes into a handoff. What was gathered stays right when the request is preempted and computed
 again, so it is never sent twice.
 
-Receiving. While the handoff is not committed, the scheduler is told to ask again later (the request
-waits without blocks). Once it is, it is loaded synchronously by the step that first runs the
+Receiving. While the handoff is not committed, or the first token not known, the scheduler is told
+to ask again later (the request waits without blocks). Meanwhile what arrives is loaded into the
+prefix cache (early_loads.py). Then the rest is loaded synchronously by the step that first runs the
 request, into blocks the scheduler gave to it. Whatever fails (refused, expired, bytes changed) ends
 in the engine computing the prompt itself.
 """
@@ -24,7 +25,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.distributed.kv_events import (
@@ -37,16 +38,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.block_loads import Check, EarlyCopies, copy_in, holds
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE, CachedBlocks
-from baton.kvtransfer.control import Claim, EnginePort, checksum, split_blocks
+from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.early_loads import EARLY_TOKENS, EarlyLoads, EarlyReport, EarlyWork
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notifier import Copy, Filled, Notifier, NotifierThread
+from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.runtime import affinity
 from baton.runtime.orphans import end_with_parent
@@ -56,15 +60,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# Handoffs that failed before their request came; the oldest are forgotten (their requests then wait
-# for their deadline).
-_MAX_ENDED_EARLY = 4096
+# Handoffs that failed, or whose first token became known, before their request came; the oldest are
+# forgotten (their requests then wait for their deadline, or for their end).
+_MAX_AHEAD = 4096
+# How long an idle engine waits for news of handoffs at a time. Whoever gives it another request
+# says so; whoever takes one back waits this long.
+_IDLE_WAIT_S = 0.05
+_RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
+_COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+_Value = TypeVar("_Value")
+_OVER = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,19 @@ class StepMetadata(KVConnectorMetadata):
     pushes: list[Push] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
+    early: EarlyWork = field(default_factory=EarlyWork)
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):
+    """What the ranks say to the scheduler's half after a step."""
+
+    early: EarlyReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, RankReport)
+        self.early.add(other.early)
+        return self
 
 
 class StepStats(KVConnectorStats):
@@ -133,11 +158,24 @@ class _Send:
 
 @dataclass(slots=True)
 class _Receive:
-    """`over`: loaded, given up, or nothing to load; the connector has no more to say."""
+    """A request that awaits a handoff.
 
+    Attributes:
+        deadline: when to give it up; it counts from when the first token is known.
+        announced: it waits to be told with which tokens it goes on.
+        early_tried: something had come of it, and was loaded early or never will be.
+        num_early_tokens: of its prompt, that an early load has put into the prefix cache.
+        over: loaded, given up, or nothing to load; the connector has no more to say.
+    """
+
+    request: Request
     handoff_id: bytes
     num_tokens: int
+    timeout_s: float
     deadline: float
+    announced: bool
+    early_tried: bool = False
+    num_early_tokens: int = 0
     over: bool = False
 
 
@@ -150,7 +188,18 @@ class _SchedulerHalf:
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
         self._committed: set[bytes] = set()
+        # Of those some bytes are here: the epoch.
+        self._arrived: dict[bytes, int] = {}
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
+        # First tokens of requests that are not here yet, by handoff.
+        self._tokens_ahead: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._early: EarlyLoads | None = None
+        self._early_tokens: dict[str, int] = {}
+        # Requests given to the engine, as it has seen them and as their giver has counted.
+        self._num_added = self._num_submitted = 0
+        # The last step computed nothing and none is under way: the engine has nothing to do but
+        # wait for handoffs, which it does once per step.
+        self._idle = self._may_wait = False
         self._loads: list[Load] = []
         self._ended_sends: list[bytes] = []
         # Loads of the step under way, each with every block the request has from there on.
@@ -159,21 +208,32 @@ class _SchedulerHalf:
         # finishes them in order. None for a step whose time is not the model's.
         self._counter = StepCounter()
         self._works: deque[list[float] | None] = deque()
+        self._steps_busy: deque[bool] = deque()
         self._cached = CachedBlocks(layout.block_size_tokens)
         port.subscribe()
 
+    def bind(self, pool: BlockPool) -> None:
+        """Before the first request."""
+        self._early = EarlyLoads(self._layout, pool)
+
     def add(self, request: Request) -> None:
+        self._num_added += 1
         params = request.kv_transfer_params or {}
         if (send := params.get("baton_send")) is not None:
             self._sends[request.request_id] = _Send(
                 bytes.fromhex(send["handoff_id"]), send["offset"], send["num_tokens"]
             )
-        if (receive := params.get("baton_receive")) is not None:
-            self._receives[request.request_id] = _Receive(
-                bytes.fromhex(receive["handoff_id"]),
-                receive["num_tokens"],
-                time.monotonic() + receive["timeout_s"],
+        if (told := params.get("baton_receive")) is not None:
+            receive = self._receives[request.request_id] = _Receive(
+                request,
+                bytes.fromhex(told["handoff_id"]),
+                told["num_tokens"],
+                told["timeout_s"],
+                time.monotonic() + told["timeout_s"],
+                told["announced"],
             )
+            if (tokens := self._tokens_ahead.pop(receive.handoff_id, None)) is not None:
+                self._continue(receive, tokens)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond those computed here; None while that is not known."""
@@ -181,6 +241,20 @@ class _SchedulerHalf:
         if receive is None or receive.over:
             return 0
         self._poll()
+        if self._may_wait and receive.announced and not self._early_loads.has_work:
+            self._may_wait = False
+            if self._num_added >= self._num_submitted:
+                self._port.wait(_IDLE_WAIT_S)
+                self._poll()
+        self._load_early(receive, num_computed_tokens)
+        if receive.announced:
+            return None
+        if self._early_loads.loading(receive.handoff_id) and receive.handoff_id in self._committed:
+            if self._idle and time.monotonic() < receive.deadline:
+                # A step away from being in the prefix cache, and that step takes no time.
+                return None
+            # Sooner loaded at once than with the step after the next.
+            self._early_loads.drop(receive.handoff_id)
         if receive.handoff_id in self._committed:
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         if not (
@@ -192,6 +266,39 @@ class _SchedulerHalf:
         self._end(receive)
         return 0
 
+    def _load_early(self, receive: _Receive, num_computed_tokens: int) -> None:
+        """Begins with what has come of a handoff, once, and only ahead of the first token."""
+        if receive.early_tried or receive.handoff_id not in self._arrived:
+            return
+        receive.early_tried = True
+        if receive.announced:
+            self._early_loads.begin(
+                receive.handoff_id,
+                receive.request,
+                receive.num_tokens,
+                num_computed_tokens,
+                self._arrived[receive.handoff_id],
+                committed=receive.handoff_id in self._committed,
+            )
+
+    def _continue(self, receive: _Receive, token_ids: Sequence[int]) -> None:
+        """The tokens that a prompt was announced without, as vLLM's streaming sessions add some.
+
+        (Scheduler._update_request_as_session of vllm/v1/core/sched/scheduler.py.)
+        """
+        request, receive.announced = receive.request, False
+        receive.deadline = time.monotonic() + receive.timeout_s
+        assert request.prompt_token_ids is not None
+        request._all_token_ids.extend(token_ids)
+        request.prompt_token_ids.extend(token_ids)
+        request.num_prompt_tokens = len(request.prompt_token_ids)
+        request.update_block_hashes()
+
+    @property
+    def _early_loads(self) -> EarlyLoads:
+        assert self._early is not None, "vLLM binds its block pool before the first request"
+        return self._early
+
     @staticmethod
     def _usable_tokens(receive: _Receive, request: Request) -> int:
         # The engine computes at least one token to have something to sample from.
@@ -202,9 +309,12 @@ class _SchedulerHalf:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return
+        if receive.num_early_tokens:
+            self._early_tokens[request.request_id] = receive.num_early_tokens
         if num_loaded_tokens == 0:
             self._end(receive)
             return
+        self._early_loads.drop(receive.handoff_id)
         receive.over = True
         self._committed.discard(receive.handoff_id)
         usable = self._usable_tokens(receive, request)
@@ -228,10 +338,17 @@ class _SchedulerHalf:
         return untrusted
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        metadata = StepMetadata(list(self._pushes(output)), self._loads, self._ended_sends)
+        metadata = StepMetadata(
+            list(self._pushes(output)),
+            self._loads,
+            self._ended_sends,
+            self._early_loads.take_work(),
+        )
         self._loads, self._ended_sends = [], []
         work = self._counter.count(output)
         self._works.append(None if metadata.loads else work)
+        self._steps_busy.append(work is not None)
+        self._idle = self._may_wait = not any(self._steps_busy)
         return metadata
 
     def finish_step(self, events: Sequence[KVCacheEvent]) -> dict[str, Any]:
@@ -256,7 +373,10 @@ class _SchedulerHalf:
                 case AllBlocksCleared():
                     self._cached.cleared()
         work = self._works.popleft() if self._works else None
-        told = {STEP_WORK: work, CACHE_CHANGE: self._cached.take()}
+        if self._steps_busy:
+            self._steps_busy.popleft()
+        early, self._early_tokens = self._early_tokens or None, {}
+        told = {STEP_WORK: work, CACHE_CHANGE: self._cached.take(), EARLY_TOKENS: early}
         return {name: value for name, value in told.items() if value is not None}
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
@@ -306,22 +426,53 @@ class _SchedulerHalf:
         if receive is not None and not receive.over:
             self._end(receive)
 
+    def reported(self, report: EarlyReport) -> None:
+        """What the ranks have done of early loads."""
+        for request, num_tokens in self._early_loads.reported(report):
+            if (receive := self._receives.get(request.request_id)) is not None:
+                receive.num_early_tokens = num_tokens
+
     def _end(self, receive: _Receive) -> None:
         receive.over = True
+        self._early_loads.drop(receive.handoff_id)
         self._committed.discard(receive.handoff_id)
+        self._arrived.pop(receive.handoff_id, None)
         self._ended_early.pop(receive.handoff_id, None)
         self._port.release(receive.handoff_id, all_ranks=True)
 
     def _poll(self) -> None:
         for state in self._port.poll():
-            if state.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
-                self._committed.add(state.handoff_id)
+            handoff_id, committed = state.handoff_id, state.state == _COMMITTED
+            if committed:
+                self._committed.add(handoff_id)
             else:
-                self._committed.discard(state.handoff_id)
-                if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
-                    self._ended_early[state.handoff_id] = None
-                    if len(self._ended_early) > _MAX_ENDED_EARLY:
-                        self._ended_early.popitem(last=False)
+                self._committed.discard(handoff_id)
+            if committed or (state.state == _RECEIVING and state.num_bytes_received):
+                self._arrived[handoff_id] = state.epoch
+                self._early_loads.arrived(handoff_id, state.epoch, committed=committed)
+            elif state.state in _OVER:
+                self._arrived.pop(handoff_id, None)
+                self._early_loads.drop(handoff_id)
+            if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
+                _remember(self._ended_early, handoff_id, None)
+        for note in self._port.take_notes():
+            self._num_submitted = max(self._num_submitted, note.num_submitted)
+            if note.handoff_id:
+                self._take_tokens(note.handoff_id, list(note.token_ids))
+
+    def _take_tokens(self, handoff_id: bytes, token_ids: list[int]) -> None:
+        for receive in self._receives.values():
+            if receive.handoff_id == handoff_id:
+                if receive.announced:
+                    self._continue(receive, token_ids)
+                return
+        _remember(self._tokens_ahead, handoff_id, token_ids)
+
+
+def _remember(ahead: OrderedDict[bytes, _Value], handoff_id: bytes, value: _Value) -> None:
+    ahead[handoff_id] = value
+    if len(ahead) > _MAX_AHEAD:
+        ahead.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,22 +492,6 @@ class _Piece:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """What must hold of a frame in staging once it has been copied.
-
-    Attributes:
-        offset: of the frame in the segment.
-        block_ids: of the engine, that are wrong otherwise.
-    """
-
-    copy: Copy
-    offset: int
-    num_bytes: int
-    checksum: int
-    block_ids: list[int]
-
-
 class _RankHalf:
     """Copies between the paged cache and staging. Lives in a vLLM rank."""
 
@@ -369,7 +504,7 @@ class _RankHalf:
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
         # Loads of the step under way whose copies may not have ended.
-        self._unchecked: list[tuple[bytes, list[_Check]]] = []
+        self._unchecked: list[tuple[bytes, list[Check]]] = []
         self._invalid_block_ids: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -380,6 +515,7 @@ class _RankHalf:
         self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
+        self._early = EarlyCopies(self._port, self._rank, self._layout, self._copies)
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
             self._notifier = Notifier(self._port, self._rank)
@@ -461,13 +597,18 @@ class _RankHalf:
                 self._invalid_block_ids.update(load.block_ids)
                 self._port.release(load.handoff_id, self._rank)
                 continue
-            checks = []
-            for check in self._copy_in(load, claimed):
+            checks, num_copied = [], 0
+            for check in copy_in(
+                self._copies, self._layout, claimed, load.first_block, load.block_ids
+            ):
+                num_copied += len(check.block_ids)
                 if self._copies.finishes_at_once:
                     # The bytes are still in the core's own cache.
                     self._verify(check)
                 else:
                     checks.append(check)
+            if num_copied != self._layout.num_layers * len(load.block_ids):
+                self._invalid_block_ids.update(load.block_ids)
             if self._copies.finishes_at_once:
                 self._port.release(load.handoff_id, self._rank)
             else:
@@ -477,38 +618,16 @@ class _RankHalf:
             # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
             # undo that.
             self._copies.join()
+        if metadata.early:
+            self._early.step(metadata.early)
 
-    def _copy_in(self, load: Load, claimed: Claim) -> Iterator[_Check]:
-        """Begins the copies of a load, frame by frame: every byte loaded has a checksum."""
-        layout, num_blocks = self._layout, claimed.num_blocks
-        blocks = self._copies.prepare(load.block_ids)
-        last, num_copied = load.first_block + len(load.block_ids), 0
-        for frame in claimed.frames:
-            first = max(frame.first_block, load.first_block)
-            end = min(frame.first_block + frame.num_blocks, last)
-            if end <= first:
-                continue
-            at = frame.layer * num_blocks
-            begin = first - load.first_block
-            run = Run(begin, end - first, claimed.offset + (at + first) * layout.block_bytes)
-            yield _Check(
-                self._copies.scatter(frame.layer, blocks, run),
-                claimed.offset + (at + frame.first_block) * layout.block_bytes,
-                frame.num_blocks * layout.block_bytes,
-                frame.checksum,
-                load.block_ids[begin : begin + end - first],
-            )
-            num_copied += end - first
-        if num_copied != layout.num_layers * len(load.block_ids):
-            self._invalid_block_ids.update(load.block_ids)
-
-    def _verify(self, check: _Check) -> None:
-        # Checked end to end from the sender's cache, and after the copy: staging that is right now
-        # was right while it was copied.
-        check.copy.wait()
-        data = self._port.memory[check.offset : check.offset + check.num_bytes]
-        if checksum(data) != check.checksum:
+    def _verify(self, check: Check) -> None:
+        if not holds(check, self._port):
             self._invalid_block_ids.update(check.block_ids)
+
+    def take_early_report(self) -> EarlyReport:
+        """Of early loads, after the step's model has been launched."""
+        return self._early.take_report()
 
     def take_invalid_block_ids(self) -> set[int]:
         """Of the step under way, whose model has been launched and computes meanwhile.
@@ -649,6 +768,10 @@ class BatonConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank_half.take_invalid_block_ids()
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._rank_half.take_early_report()
+        return RankReport(report) if report else None
+
     # ---- scheduler
 
     @property
@@ -684,7 +807,14 @@ class BatonConnector(KVConnectorBase_V1):
         # taken them.
         return self._cache_events
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_half.bind(kv_cache_manager.block_pool)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, RankReport):
+            self._scheduler_half.reported(told.early)
         invalid = connector_output.invalid_block_ids
         if untrusted := self._scheduler_half.untrusted_block_ids(invalid):
             self._known_cache_manager.evict_blocks(untrusted)

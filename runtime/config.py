@@ -213,6 +213,10 @@ class KvTransferConfig(Section):
         30.0, description="a committed handoff that nobody loads for so long expires"
     )
     claim_timeout_s: PositiveSeconds = Field(10.0, description="longest load")
+    progress_bytes: PositiveInt = Field(
+        4 * 2**20,
+        description="what arrives is loaded by so many bytes at a time, and at the commit",
+    )
     cpus: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list,
         description="cores the service runs on; empty: any (baton up on CPUs: none that prefills)",

@@ -26,6 +26,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from baton.v1 import common_pb2
 
+RESTARTING = "RESTARTING"
+"""Reason of Unavailable: a coordinator stops, and another one follows. Come back with what came."""
+
 # Of a caller's value in an error: the whole message has to fit a call's trailing metadata.
 _MAX_SHOWN_CHARS = 80
 
@@ -117,7 +120,23 @@ class ResourceExhausted(BatonError):
 
 
 class Unavailable(BatonError):
+    """Nobody can serve it now.
+
+    Args:
+        message: why.
+        reason: upper-case word for machines, where there is one: RESTARTING.
+    """
+
     code = code_pb2.UNAVAILABLE
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def details(self) -> list[any_pb2.Any]:
+        if not self.reason:
+            return []
+        return [_packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="baton"))]
 
 
 class DeadlineExceeded(BatonError):
@@ -158,6 +177,15 @@ class RemoteError(BatonError):
     def name(self) -> str:
         """The code's name: "INVALID_ARGUMENT"."""
         return str(code_pb2.Code.Name(self.code))
+
+    @property
+    def reason(self) -> str | None:
+        """From ErrorInfo, an upper-case word: "QUEUE_FULL"; None when absent."""
+        info = error_details_pb2.ErrorInfo()
+        for detail in self._details:
+            if detail.Unpack(info):
+                return str(info.reason)
+        return None
 
     @property
     def retry_after_s(self) -> float | None:

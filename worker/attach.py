@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF_S = (0.05, 2.0)
+# A coordinator that is back is found within half of the time that it was away, and soon after the
+# first worker has found it: until then it waits with what clients come back for.
+_BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
 # A connection that is accepted and then silent counts as none.
 _WELCOME_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
@@ -149,31 +151,31 @@ class Attachment:
         Raises:
             Fenced, Refused, CoordinatorGone.
         """
-        async with rpc.channel(self._address) as channel:
-            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-            lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
-            while True:
-                attached = asyncio.Event()
-                try:
-                    await self._stream(stub, attached)
-                    return
-                except _StreamLost as lost:
-                    reason = str(lost)
-                if attached.is_set():
-                    lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
-                    _log.warning("coordinator lost: %s", reason)
-                if self._leaving:
-                    return
-                gone_s = monotonic() - lost_at
-                if self._generation and not abandoned and gone_s >= self._grace_s:
-                    abandoned = True
-                    self._host.abandon(f"no coordinator for {gone_s:.1f} s")
-                if gone_s >= max(self._attach_timeout_s, self._grace_s):
-                    raise CoordinatorGone(
-                        f"no coordinator at {self._address} for {gone_s:.0f} s: {reason}"
-                    )
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+        lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
+        while True:
+            attached = asyncio.Event()
+            try:
+                # A channel of its own: one that has failed waits by itself before it tries again.
+                async with rpc.channel(self._address) as channel:
+                    await self._stream(cluster_pb2_grpc.ClusterStub(channel), attached)
+                return
+            except _StreamLost as lost:
+                reason = str(lost)
+            if attached.is_set():
+                lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
+                _log.warning("coordinator lost: %s", reason)
+            if self._leaving:
+                return
+            gone_s = monotonic() - lost_at
+            if self._generation and not abandoned and gone_s >= self._grace_s:
+                abandoned = True
+                self._host.abandon(f"no coordinator for {gone_s:.1f} s")
+            if gone_s >= max(self._attach_timeout_s, self._grace_s):
+                raise CoordinatorGone(
+                    f"no coordinator at {self._address} for {gone_s:.0f} s: {reason}"
+                )
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(_BACKOFF_GROWTH * backoff_s, _BACKOFF_S[1])
 
     async def _stream(
         self, stub: cluster_pb2_grpc.ClusterAsyncStub, attached: asyncio.Event

@@ -34,6 +34,7 @@ class Snapshot:
     )
     num_tokens: int = 0
     num_ended: Mapping[str, int] = field(default_factory=dict)
+    num_handoff_tokens: Mapping[str, int] = field(default_factory=dict)
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -146,6 +147,13 @@ class WorkerCollector(Collector):
             "Handoffs of requests here that ended; committed: sent, verified; released: loaded.",
             ("direction", "outcome", "transport"),
             counts.num_ended,
+        )
+        yield self._split(
+            CounterMetricFamily,
+            "handoff_prompt_tokens",
+            "Prompt tokens loaded from handoffs; early: while the first token was not known.",
+            ("loaded",),
+            {(when,): count for when, count in self.snapshot.num_handoff_tokens.items()},
         )
         refusals: Counter[tuple[str, ...]] = Counter()
         for reason, count in transfer.refusals.items():

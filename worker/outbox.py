@@ -38,6 +38,15 @@ class Outbox:
     def has_unsent(self) -> bool:
         return self._next_to_send < self._next_seq
 
+    @property
+    def next_seq(self) -> int:
+        """Of the message that is posted next."""
+        return self._next_seq
+
+    def is_kept(self, seq: int) -> bool:
+        """Whether a message has been posted and not acknowledged."""
+        return self._first_seq <= seq < self._next_seq
+
     def post(self, message: cluster_pb2.WorkerMessage) -> None:
         """Keeps a message until it is acknowledged."""
         message.seq = self._next_seq

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +31,11 @@ from baton.worker.handoffs import HandoffLog
 from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
+
+# Of a Hello, which is one message with everything that runs.
+_MAX_RUNNING_BYTES = 8 * 2**20
+# Of those that end while nobody acknowledges it.
+_MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
@@ -92,21 +99,37 @@ class Runner:
             engine, transfer, report=self._report_handoff, on_change=self._update_idle
         )
         self._held: dict[str, _Held] = {}
+        # Attempts whose decode was announced and has not come, by request.
+        self._expected: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
+        # Outputs that have ended, and the number of the message that says so.
+        self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
         # Reported since the start.
         self.num_tokens = 0
         # How requests ended here, by a word for the metrics.
         self.num_ended: dict[str, int] = {}
+        # Prompt tokens that came by handoff, by when they were loaded.
+        self.num_handoff_tokens = {"early": 0, "at_start": 0}
 
     @property
     def num_requests(self) -> int:
         return len(self._held)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
-        """Every request here, for a coordinator to adopt."""
-        return [held.attempt.running() for held in self._held.values()]
+        """The requests here, and outputs whose end nobody has heard of, for a coordinator to adopt.
+
+        What does not fit a message is left out, and begun again elsewhere.
+        """
+        every = [held.attempt.running() for held in self._held.values()]
+        every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
+        sums = itertools.accumulate(one.ByteSize() for one in every)
+        return [
+            one
+            for one, num_bytes in zip(every, sums, strict=True)
+            if num_bytes <= _MAX_RUNNING_BYTES
+        ]
 
     async def run(self) -> None:
         """Carries the engine's steps and the handoffs' news outwards, without end.
@@ -126,13 +149,37 @@ class Runner:
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
         plan = command.handoff if command.HasField("handoff") else None
-        self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
+        if not command.expected:
+            self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
+            return
+        expected = self._take_expected(command.spec.request_id, command.spec.attempt)
+        if expected is None:
+            attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, None)
+            unknown = Internal("this worker was not told to expect the request, or was too full")
+            self._post([attempt.failed(unknown)])
+            return
+        command.spec.prompt_token_ids.extend(expected.attempt.spec.prompt_token_ids)
+        attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, expected.attempt.handoff)
+        self._start(attempt, self.decode, after=expected)
+
+    def expect_decode(self, command: cluster_pb2.ExpectCommand) -> None:
+        """Prepares for a decode that follows, or a cancel."""
+        attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, command.handoff)
+        self._drop_expected(command.spec.request_id)
+        if len(self._held) + len(self._expected) + len(self._cleanups) >= self._max_requests:
+            return
+        self.idle.clear()
+        held = self._expected[command.spec.request_id] = _Held(attempt, self.decode)
+        held.begin = asyncio.create_task(
+            self._announce(held, command.num_coming_tokens), name=f"announce {attempt.engine_id}"
+        )
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt without a word, whatever it is doing, and forgets its handoff."""
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")
+        self._drop_expected(command.request_id, command.attempt)
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
             if self.prefill.sends(command.handoff_id):
                 self.prefill.give_up(command.handoff_id)
@@ -147,7 +194,9 @@ class Runner:
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
                 self._drop(held, "cancelled")
+        self._drop_all_expected()
         self._give_up_the_rest()
+        self._ended.clear()
         self._cache.tell_all()
 
     def report_cache(self) -> None:
@@ -159,6 +208,7 @@ class Runner:
         outputs = [held.attempt.failed(error) for held in self._held.values()]
         for held in list(self._held.values()):
             self._drop(held, "failed")
+        self._drop_all_expected()
         self._post(outputs)
         self._give_up_the_rest()
 
@@ -169,7 +219,7 @@ class Runner:
 
     def _held_handoffs(self) -> set[bytes]:
         """Of requests that are here or being freed: the latter let go of theirs by themselves."""
-        every = [*self._held.values(), *self._cleanups.values()]
+        every = [*self._held.values(), *self._expected.values(), *self._cleanups.values()]
         plans = [held.attempt.handoff for held in every]
         return {plan.handoff_id for plan in plans if plan is not None}
 
@@ -180,10 +230,34 @@ class Runner:
 
     # ---- One request.
 
-    def _start(self, attempt: Attempt, policy: RolePolicy) -> None:
+    async def _announce(self, held: _Held, num_coming_tokens: int) -> None:
+        try:
+            await self.decode.expect(held.attempt, num_coming_tokens)
+        except EngineDead as error:
+            self._die(str(error))
+
+    def _take_expected(self, request_id: str, attempt: int | None) -> _Held | None:
+        """What was announced of an attempt, or of any when it is None; the caller's from now on."""
+        held = self._expected.get(request_id)
+        if held is None or attempt not in (None, held.attempt.spec.attempt):
+            return None
+        return self._expected.pop(request_id)
+
+    def _drop_expected(self, request_id: str, attempt: int | None = None) -> None:
+        if (held := self._take_expected(request_id, attempt)) is not None:
+            self._free_later(held)
+
+    def _drop_all_expected(self) -> None:
+        for request_id in list(self._expected):
+            self._drop_expected(request_id)
+
+    def _start(self, attempt: Attempt, policy: RolePolicy, *, after: _Held | None = None) -> None:
+        """Begins an attempt; `after`: what was done ahead of it, which it takes over."""
         older = self._held.get(attempt.spec.request_id)
         if older is not None:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
+                if after is not None:
+                    self._free_later(after)
                 return
             self._drop(older, "superseded")
         if len(self._held) + len(self._cleanups) >= self._max_requests:
@@ -193,7 +267,10 @@ class Runner:
                 retry_after_s=1.0,
             )
             self._post([attempt.failed(refusal)])
-            policy.release(attempt)
+            if after is not None:
+                self._free_later(after)
+            else:
+                policy.release(attempt)
             return
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
@@ -203,10 +280,15 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
             )
-        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
+        announced = after.begin if after is not None else None
+        held.begin = asyncio.create_task(
+            self._begin(held, announced), name=f"begin {attempt.engine_id}"
+        )
 
-    async def _begin(self, held: _Held) -> None:
+    async def _begin(self, held: _Held, announced: asyncio.Task[None] | None) -> None:
         try:
+            if announced is not None:
+                await announced
             await held.policy.begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
@@ -226,6 +308,9 @@ class Runner:
     def _drop(self, held: _Held, how: str) -> None:
         """Forgets a request at once; the engine's part and the handoff are freed in order."""
         self._forget(held, how)
+        self._free_later(held)
+
+    def _free_later(self, held: _Held) -> None:
         task = asyncio.create_task(self._free(held), name=f"free {held.attempt.engine_id}")
         self._cleanups[task] = held
         task.add_done_callback(self._freed)
@@ -278,8 +363,15 @@ class Runner:
     def _take(self, held: _Held, output: EngineOutput) -> cluster_pb2.RequestOutput:
         message = held.attempt.report(output)
         self.num_tokens += len(output.token_ids)
+        self.num_handoff_tokens["early"] += output.num_early_tokens
+        self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
         held.policy.on_output(held.attempt, output)
         if end := message.WhichOneof("end"):
+            if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
+                ended = held.attempt.running()
+                ended.finished.CopyFrom(message.finished)
+                # This step's outputs are posted next.
+                self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
         return message
 
@@ -308,7 +400,13 @@ class Runner:
             self.died.set_result(reason)
 
     def _update_idle(self) -> None:
-        busy = self._held or self._cleanups or self.prefill.num_sends or self.decode.num_receives
+        busy = (
+            self._held
+            or self._expected
+            or self._cleanups
+            or self.prefill.num_sends
+            or self.decode.num_receives
+        )
         if busy:
             self.idle.clear()
         else:

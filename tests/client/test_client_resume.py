@@ -13,6 +13,7 @@ from scripted_inference import (
     ScriptedInference,
     accepted,
     delta,
+    failed,
     finish,
     finished,
     flowing,
@@ -275,3 +276,60 @@ def test_arguments_that_make_no_sense(arguments):
 def test_addresses_are_told_apart():
     assert BatonClient("a:1, b:2,a:1").addresses == ("a:1", "b:2")
     assert BatonClient(["a:1"]).addresses == ("a:1",)
+
+
+RESTARTING = errors.Unavailable("restarting", reason=errors.RESTARTING)
+
+
+async def test_what_is_new_goes_to_another_coordinator_than_one_that_stops(inference):
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (first, _),
+        serving(other) as (second, _),
+        BatonClient([first, second]) as client,
+    ):
+        old, connection = await flowing(client, inference)
+        new = client.generate("new")
+        connection.send(failed((await connection.submitted()).stream, RESTARTING))
+        elsewhere = await other.connection()
+        request = await finish(elsewhere, 0, [5], "e")
+        assert request.text == "new"
+        assert (await new.complete()).token_ids == (5,)
+        assert client.address == second
+        # The old one is read where it is, for as long as the coordinator lets it.
+        connection.send(delta(1, 2, [3], "d"))
+        assert (await anext(old)).token_ids == (3,)
+        connection.end(RESTARTING)
+        request = await finish(elsewhere, 3, [4], "e")
+        assert list(request.resume.token_ids) == [1, 2, 3]
+        await old.complete()
+        assert old.token_ids == (1, 2, 3, 4)
+
+
+async def test_what_is_new_waits_for_the_only_coordinator_to_come_back(inference):
+    async with serving(inference) as (address, _):
+        client = await BatonClient(address).__aenter__()
+        stream = client.generate("new")
+        connection = await inference.connection()
+        connection.send(failed((await connection.submitted()).stream, RESTARTING))
+        # It is tried again meanwhile.
+        connection.send(failed((await connection.submitted()).stream, RESTARTING))
+        connection.end(RESTARTING)
+    async with serving(inference, address):
+        request = await finish(await inference.connection(), 0, [5], "e")
+        assert request.text == "new"
+        assert (await stream.complete()).token_ids == (5,)
+    await client.aclose()
+
+
+async def test_who_does_not_resume_is_told(inference):
+    async with (
+        serving(inference) as (address, _),
+        BatonClient(address, resume_timeout_s=0) as client,
+    ):
+        stream = client.generate("new")
+        connection = await inference.connection()
+        connection.send(failed((await connection.submitted()).stream, RESTARTING))
+        with pytest.raises(UnavailableError) as error:
+            await rest(stream)
+        assert error.value.reason == errors.RESTARTING

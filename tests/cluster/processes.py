@@ -59,11 +59,15 @@ class Cluster:
         self._start_coordinator()
         return self
 
-    def restart_coordinator(self) -> None:
-        """Kills it; another takes its address."""
+    def restart_coordinator(self, *, gently: bool = False) -> None:
+        """Kills it, or tells it to stop; another takes its address."""
         process = self._processes["coordinator"]
-        process.kill()
-        process.wait()
+        if gently:
+            process.terminate()
+            assert process.wait(START_S) == 0
+        else:
+            process.kill()
+            process.wait()
         assert process.stdout is not None
         process.stdout.close()
         self._start_coordinator("--listen", self.address)

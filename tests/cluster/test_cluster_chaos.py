@@ -38,3 +38,4 @@ async def test_every_stream_is_that_of_an_undisturbed_run(tmp_path, model, num_r
     assert {Kind.WORKER_KILLED, Kind.WORKER_STOPPED} <= set(kinds)
     assert seen.counters["baton_recoveries"] > 0
     assert any(one.num_resumes for one in seen.streams) == (num_restarts > 0)
+    assert (seen.counters["baton_adopted"] > 0) == (num_restarts > 0)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 
+import pytest
 from processes import COMMAND
 
 from baton.client import BatonClient, Tokens
@@ -16,8 +17,11 @@ def prompt_of(salt: int) -> list[int]:
     return [5 + (17 * index + 31 * salt) % 400 for index in range(20 + 13 * salt)]
 
 
-async def test_streams_go_on_at_a_restarted_coordinator(new_cluster):
-    cluster = new_cluster("p1", "d1", simulated={"step_base_ms": 15})
+@pytest.mark.parametrize("how", ["killed", "told to stop"])
+async def test_streams_go_on_at_a_restarted_coordinator(new_cluster, how):
+    cluster = new_cluster(
+        "p1", "d1", simulated={"step_base_ms": 15}, coordinator={"drain_timeout_s": 0.2}
+    )
     await cluster.serving()
     prompts = [prompt_of(salt) for salt in range(NUM_STREAMS)]
     flows = [asyncio.Event() for _ in prompts]
@@ -45,7 +49,7 @@ async def test_streams_go_on_at_a_restarted_coordinator(new_cluster):
         )
         assert '"tokens"' in [await asyncio.to_thread(typed.stdout.readline) for _ in range(2)][1]
         await asyncio.gather(*(flowing.wait() for flowing in flows))
-        await asyncio.to_thread(cluster.restart_coordinator)
+        await asyncio.to_thread(cluster.restart_coordinator, gently=how == "told to stop")
         results = await asyncio.gather(*reading)
         out, err = await asyncio.to_thread(typed.communicate, timeout=60)
 

@@ -436,3 +436,32 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
         assert world.kinds(to).count("Finished") == 1
     assert world.core.num_requests == 0
     assert not any(worker.assigned or worker.sending for worker in world.core.workers)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "joined"),
+    [
+        ({}, [7, 8]),
+        ({"seed": 3, "temperature": 0.0}, [7, 8]),
+        ({"seed": 3}, []),
+        ({"presence_penalty": 0.5}, []),
+        ({"prompt_logprobs": 1}, []),
+    ],
+)
+def test_known_tokens_are_computed_and_handed_over_with_the_prompt(two, out, sampling, joined):
+    """Unless they are to go through the sampler one by one, or would be taken for the prompt's."""
+    two.submit(sampling=sampling)
+    ((prefiller, prefill),) = prefills(two)
+    assert (len(prefill.spec.prompt_token_ids), prefill.handoff.num_tokens) == (20, 20)
+    two.step(prefiller, out("r1", [7], finish=0))
+    ((decoder, _),) = decodes(two)
+    two.step(decoder, out("r1", [8, 9], offset=1))
+    two.handle(ev.WorkerLost(decoder, "was killed"))
+    name, again = latest(prefills(two))
+    assert list(again.spec.prompt_token_ids) == [*range(20), *joined]
+    two.step(name, out("r1", [1], finish=0, attempt=2))
+    _, decode = latest(decodes(two))
+    assert list(decode.spec.prompt_token_ids) == list(range(20))
+    assert list(decode.spec.known_token_ids) == [7, 8, 9]
+    assert decode.handoff == again.handoff
+    assert decode.handoff.num_tokens == 20 + len(joined)

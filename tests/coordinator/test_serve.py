@@ -17,7 +17,7 @@ from scripted_worker import WAIT_S
 
 from baton.coordinator import launcher
 from baton.coordinator.server import WorkersFailed, serve
-from baton.runtime import rpc
+from baton.runtime import errors, rpc
 from baton.runtime.config import BatonConfig, ConfigError, dump, parse
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -178,7 +178,7 @@ async def test_port_in_use_and_missing_model(config, tmp_path):
         await serve(missing, launch=False, ready=print, stop=asyncio.Event())
 
 
-async def test_running_requests_end_before_the_coordinator_does(config):
+async def test_streams_are_told_that_another_coordinator_follows(config):
     stop, ready = asyncio.Event(), asyncio.Queue()
     running = asyncio.create_task(
         serve(config({"drain_timeout_s": 0.2}), launch=False, ready=ready.put_nowait, stop=stop)
@@ -192,7 +192,8 @@ async def test_running_requests_end_before_the_coordinator_does(config):
         with pytest.raises(grpc.RpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "stopped" in caught.value.details()
+        assert caught.value.details().endswith("restarting: resume with the tokens received")
+        assert errors.from_rpc_error(caught.value).reason == errors.RESTARTING
     assert await running == 0
 
 

@@ -363,7 +363,7 @@ async def test_cancel_while_a_long_prompt_is_tokenized(pair, inference):
 async def test_resume_continues_after_received_tokens(pair, inference):
     async with pair() as (p, d):
         request = generate()
-        request.resume.token_ids.extend([0, 1])
+        request.resume.token_ids.extend([0, 7])
         request.resume.num_text_chars = 2
         request.resume.prompt_token_ids.extend([5, 6, 7])
         events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
@@ -372,6 +372,17 @@ async def test_resume_continues_after_received_tokens(pair, inference):
         assert list(prefill.spec.known_token_ids) == []
         assert list(decode.spec.prompt_token_ids) == [5, 6, 7]
         assert decode.spec.known_text_chars == 2
+
+
+async def test_who_lacks_nothing_but_the_end_gets_it(inference):
+    request = generate()
+    # The last one is the tokenizer's end of sequence.
+    request.resume.token_ids.extend([7, 1])
+    events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
+    assert [event.WhichOneof("event") for event in events] == ["accepted", "finished"]
+    finished = events[-1].finished
+    assert finished.reason == common_pb2.FINISH_REASON_STOP
+    assert finished.usage.completion_tokens == 2
 
 
 async def test_a_stream_survives_its_decode_worker(coordinator, pair, inference, say_hello):

@@ -142,6 +142,22 @@ async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> N
     await pair.nothing_left()
 
 
+@pytest.mark.parametrize("num_known", [2, 3, 7])
+async def test_known_tokens_are_handed_over_with_the_prompt(pair: Pair, num_known: int) -> None:
+    prompt = [(7 * index) % 200 for index in range(30)]
+    expected = expected_tokens(pair.vocabulary, prompt, 8)
+    known = expected[:num_known]
+    longer = prompt + known[:-1]
+    send = await pair.open(longer)
+    await pair.sender.finish(prefill(longer, send))
+    request = decode(prompt, known, send.handoff_id)
+    receive = ReceiveHandoff(send.handoff_id, len(longer), 5.0)
+    rest, output, _ = await pair.receiver.finish(dataclasses.replace(request, receive=receive))
+    assert known + rest == expected
+    assert output.num_handoff_tokens == len(longer)
+    await pair.nothing_left()
+
+
 async def test_a_preempted_prefill_hands_over_in_a_new_epoch(pair: Pair) -> None:
     prompt = [index % 200 for index in range(300)]
     send = await pair.open(prompt)

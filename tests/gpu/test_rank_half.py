@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
@@ -62,9 +63,11 @@ class Worker:
         self.caches = {f"layer.{index}": memory.clone().permute(back) for index in range(LAYERS)}
         self.rank.register(self.caches)
 
-    def step(self, pushes=(), loads=(), ended=(), compute=None):
+    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None):
         """As vLLM's model runner makes one; returns the invalid block ids."""
-        metadata = connector().StepMetadata(list(pushes), list(loads), list(ended))
+        metadata = connector().StepMetadata(
+            list(pushes), list(loads), list(ended), early or EarlyWork()
+        )
         self.rank.begin_step(metadata)
         self.rank.load(metadata)
         for name, cache in self.caches.items():
@@ -204,4 +207,90 @@ async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender.step([push_of(handoff_id, offset, 0, 4, [4, 3], False)])
     sender.step(ended=[handoff_id])
     await empty(sender)
+    await empty(receiver)
+
+
+async def received(worker, handoff_id, num_blocks):
+    """Waits until so many blocks of every layer have come, and says which epoch they are of."""
+
+    def are_there():
+        nonlocal seen
+        seen = worker.port.peek(handoff_id, 0, 0, 0)
+        return seen is not None and sum(frame.num_blocks for frame in seen.frames) == (
+            LAYERS * num_blocks
+        )
+
+    seen = None
+    await until(are_there)
+    return seen
+
+
+async def half_sent(sender, receiver):
+    """A handoff of 20 blocks of which 12 have come: (id, its bytes' offset, sender's blocks)."""
+    source = random.Random(5).sample(range(BLOCKS), 20)
+    handoff_id, offset = await opened(sender, receiver, 20)
+    sender.step(
+        [push_of(handoff_id, offset, 0, 20, source[:12], False)],
+        compute=writes({block: index + 1 for index, block in enumerate(source)}),
+    )
+    return handoff_id, offset, source
+
+
+async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
+    sender, receiver = workers
+    handoff_id, offset, source = await half_sent(sender, receiver)
+    await received(receiver, handoff_id, 12)
+    # The first two blocks are in the receiver's prefix cache, and the last is not whole.
+    target = random.Random(6).sample(range(BLOCKS), 17)
+    load = EarlyLoad(handoff_id, 2, target)
+    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
+    assert not receiver.rank.take_early_report()
+    for name, cache in receiver.caches.items():
+        layer = int(name.removeprefix("layer."))
+        for index in range(10):
+            assert (cache[target[index]] == index + 3 + 100 * layer).all()
+    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    await committed(receiver, handoff_id)
+    receiver.step(early=EarlyWork(arrived=[handoff_id]))
+    assert receiver.rank.take_early_report().loaded == {(handoff_id, 1): 1}
+    for name, cache in receiver.caches.items():
+        layer = int(name.removeprefix("layer."))
+        for index, block in enumerate(target):
+            assert (cache[block] == index + 3 + 100 * layer).all()
+    # What was loaded early can be claimed as ever.
+    assert not receiver.step(loads=[load_of(handoff_id, 20 * TOKENS, 19, [0])])
+    await empty(receiver)
+
+
+async def test_altered_staging_spoils_an_early_load_and_nothing_else(workers):
+    sender, receiver = workers
+    handoff_id, offset, source = await half_sent(sender, receiver)
+    seen = await received(receiver, handoff_id, 12)
+    receiver.port.memory[seen.offset + 5 * BLOCK_BYTES] ^= 0xFF
+    load = EarlyLoad(handoff_id, 0, list(range(20)))
+    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
+    report = receiver.rank.take_early_report()
+    assert (report.spoiled, report.loaded) == ({handoff_id}, {})
+    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    await committed(receiver, handoff_id)
+    # It is not looked at again, and the load that follows finds out for itself.
+    receiver.step(early=EarlyWork(arrived=[handoff_id]))
+    assert not receiver.rank.take_early_report()
+    invalid = receiver.step(loads=[load_of(handoff_id, 20 * TOKENS, 0, list(range(20)))])
+    assert 5 in invalid
+    await empty(receiver)
+
+
+async def test_an_early_load_that_is_over_copies_nothing_more(workers):
+    sender, receiver = workers
+    handoff_id, offset, source = await half_sent(sender, receiver)
+    await received(receiver, handoff_id, 12)
+    load = EarlyLoad(handoff_id, 0, list(range(20)))
+    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
+    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    await committed(receiver, handoff_id)
+    receiver.step(early=EarlyWork(arrived=[handoff_id], over=[handoff_id]))
+    assert not receiver.rank.take_early_report()
+    assert all((cache[12:20] == 0).all() for cache in receiver.caches.values())
+    assert receiver.port.release(handoff_id, all_ranks=True)
     await empty(receiver)

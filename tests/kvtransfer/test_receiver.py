@@ -531,3 +531,42 @@ def test_tombstones_are_bounded(harness):
     for number in range(200):
         harness.receiver.drop(number.to_bytes(16, "big"), harness.now)
     assert len(list(harness.receiver.known())) == LIMITS.max_tombstones
+
+
+def test_a_peek_shows_what_has_come_and_takes_nothing():
+    harness, stream, handoff_id = Harness(), 1, IDS[0]
+    with pytest.raises(TransferRefused, match="not known"):
+        harness.receiver.peek(handoff_id, 0, 0, 0)
+    harness.deliver(stream, open_message(handoff_id, 1, 2))
+    data, commits = honest_messages(handoff_id, 1, 2)
+    ours = [message for message in data if next(iter(frames.decode(message))).rank == 0]
+    for message in ours[:3]:
+        harness.deliver(stream, message)
+    seen = harness.receiver.peek(handoff_id, 0, 0, 0)
+    assert [(frame.layer, frame.first_block) for frame in seen.frames] == [(0, 0), (0, 1), (1, 0)]
+    assert harness.receiver.peek(handoff_id, 0, 1, 3).frames == ()
+    assert harness.receiver.peek(handoff_id, 1, 1, 0).frames == ()
+    with pytest.raises(TransferRefused, match="rank 2"):
+        harness.receiver.peek(handoff_id, 2, 1, 0)
+    for message in data + commits:
+        if message not in ours[:3]:
+            harness.deliver(stream, message)
+    assert harness.states[handoff_id] is ReceiveState.COMMITTED
+    rest = harness.receiver.peek(handoff_id, 0, 1, 3)
+    assert [(frame.layer, frame.first_block) for frame in rest.frames] == [(1, 1)]
+    # All of it where another epoch was seen before.
+    assert len(harness.receiver.peek(handoff_id, 0, 2, 3).frames) == 4
+    grant, _ = harness.receiver.claim(handoff_id, 0, harness.now)
+    assert (grant.offset, grant.epoch) == (seen.offset, seen.epoch)
+    assert set(grant.frames) == {*seen.frames, *rest.frames}
+
+
+def test_subscribers_hear_of_the_progress_of_large_handoffs():
+    harness, told = Harness(replace(LIMITS, progress_bytes=3 * LAYOUT.block_bytes)), []
+    harness.deliver(1, open_message(IDS[0], 1, 4))
+    data, _ = honest_messages(IDS[0], 1, 4)
+    for message in data:
+        (frame,) = frames.decode(message)
+        told += harness.receiver.handle_frame(1, frame, harness.now)
+    assert [change.num_bytes_received // LAYOUT.block_bytes for change in told] == [3, 6, 9, 12, 15]
+    assert {change.state for change in told} == {ReceiveState.RECEIVING}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import vllm_cases as cases
-from vllm_cluster import Cluster
+from vllm_cluster import IDLE_TIMEOUT_S, Cluster
 
 from baton.client.client import BatonClient
 
@@ -80,6 +80,23 @@ async def test_prefix_caching(
     # The second round hits the caches of both workers, whole prompts and parts of them.
     for _ in range(2):
         assert not await differing(client, select(reference, "prefix-"))
+    await cluster.assert_idle()
+
+
+async def test_handoffs_are_loaded_while_they_arrive(client: BatonClient, cluster: Cluster) -> None:
+    """All of a prompt but its last, broken block is there when the first token is known."""
+    prompts = [cases.prompt(length, 900) for length in (167, 545, 773)]
+    before = cluster.handoff_tokens()
+    for prompt in prompts:
+        await client.complete(prompt, timeout_s=60, max_tokens=4, temperature=0)
+    num_tokens = sum(map(len, prompts))
+    async with asyncio.timeout(IDLE_TIMEOUT_S):
+        # The next load report says it.
+        while sum((after := cluster.handoff_tokens()).values()) < sum(before.values()) + num_tokens:
+            await asyncio.sleep(0.05)
+    rest = sum(len(prompt) % cases.BLOCK_SIZE for prompt in prompts)
+    told = {name: after[name] - before[name] for name in after}
+    assert told == {"early": num_tokens - rest, "at_start": rest}
     await cluster.assert_idle()
 
 

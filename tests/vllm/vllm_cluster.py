@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +63,8 @@ CONFIG = {
         # What other workers dial is the relay, on the same port.
         "advertise_host": RELAY_HOST,
         "commit_ttl_s": 3,
+        # Handoffs of this model are small: a block of every layer or two.
+        "progress_bytes": 2**16,
     },
 }
 
@@ -92,6 +97,23 @@ class Cluster:
         """A connection of the test's own to the transfer service beside a worker."""
         arguments = json.loads(self.transfer_service(role).cmdline()[-1])
         return EnginePort(arguments["socket_path"])
+
+    def handoff_tokens(self) -> dict[str, int]:
+        """Prompt tokens that the decode worker has loaded from handoffs, early and at the start."""
+        for each in self.worker_process("decode").net_connections("tcp"):
+            if each.status != psutil.CONN_LISTEN:
+                continue
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                url = f"http://{each.laddr.ip}:{each.laddr.port}/metrics"
+                with urllib.request.urlopen(url, timeout=2) as answer:
+                    lines = answer.read().decode().splitlines()
+                name = "baton_worker_handoff_prompt_tokens_total{"
+                found = [line for line in lines if line.startswith(name)]
+                return {
+                    line.split('loaded="')[1].split('"')[0]: int(float(line.split()[-1]))
+                    for line in found
+                }
+        raise AssertionError("the decode worker serves no metrics")
 
     def engine_processes(self, role: str) -> list[psutil.Process]:
         """vLLM's engine core and rank."""

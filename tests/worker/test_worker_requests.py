@@ -103,6 +103,44 @@ async def test_the_baton_passes_between_two_workers(coordinator, start_worker, v
         await second.stop()
 
 
+async def test_an_expected_decode_brings_no_prompt_again(coordinator, start_worker, vocabulary):
+    start_worker(DECODE)
+    stream = await coordinator.stream()
+    prompt, handoff = [5, 6, 7], plan(secrets.token_bytes(16), "", 3, commit_timeout_s=0.1)
+    expect = cluster_pb2.ExpectCommand(
+        spec=spec("r", prompt, max_tokens=6), handoff=handoff, num_coming_tokens=1
+    )
+    await coordinator.command(stream, expect=expect)
+    known = expected_tokens(vocabulary, prompt, 1)
+    decode = cluster_pb2.DecodeCommand(spec=spec("r", [], known=known, max_tokens=6), expected=True)
+    await coordinator.command(stream, decode=decode)
+    # The baton never comes: the prompt is computed here.
+    assert known + tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, prompt, 6)
+    await stream.idle()
+
+
+async def test_a_decode_that_was_not_announced_fails_alone(coordinator, start_worker):
+    start_worker(DECODE)
+    stream = await coordinator.stream()
+    announced = spec("r", [5, 6], attempt=1, max_tokens=6)
+    expect = cluster_pb2.ExpectCommand(
+        spec=announced, handoff=plan(secrets.token_bytes(16), "", 2), num_coming_tokens=1
+    )
+    await coordinator.command(stream, expect=expect)
+    for attempt, name in ((2, "r"), (1, "other")):
+        decode = cluster_pb2.DecodeCommand(
+            spec=spec(name, [], attempt=attempt, known=[1], max_tokens=6), expected=True
+        )
+        await coordinator.command(stream, decode=decode)
+        (output,) = await stream.outputs(name)
+        assert "not told to expect" in output.failed.message
+    cancel = cluster_pb2.CancelCommand(
+        request_id="r", attempt=1, handoff_id=expect.handoff.handoff_id
+    )
+    await coordinator.command(stream, cancel=cancel)
+    await stream.idle()
+
+
 async def test_a_prefill_without_a_reservation_runs_and_reports_it(
     coordinator, start_worker, vocabulary
 ):

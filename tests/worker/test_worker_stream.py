@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from scripted_coordinator import ScriptedCoordinator, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.metrics import Snapshot, WorkerCollector
 
 SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}
@@ -72,6 +72,38 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         await stream.idle()
     finally:
         await second.stop()
+
+
+async def test_an_output_that_ends_without_a_coordinator_is_told_to_the_next(
+    coordinator, start_worker, vocabulary
+):
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=5))
+    await some_outputs(stream, 2)
+    address = coordinator.address
+    await coordinator.stop()
+    # Its last tokens come meanwhile.
+    await asyncio.sleep(0.5)
+    second = ScriptedCoordinator(generation=2)
+    await second.start(address)
+    try:
+        stream = await second.stream()
+        (ended,) = stream.hello.running
+        expected = expected_tokens(vocabulary, [5, 6, 7], 5)
+        assert list(ended.token_ids) == expected
+        assert ended.last_text == vocabulary.tokenizer.decode(expected)
+        assert ended.finished.reason == common_pb2.FINISH_REASON_LENGTH
+        await stream.idle()
+    finally:
+        await second.stop()
+    # What has been said is not said again.
+    third = ScriptedCoordinator(generation=3)
+    await third.start(address)
+    try:
+        assert not (await third.stream()).hello.running
+    finally:
+        await third.stop()
 
 
 async def test_a_fenced_worker_stops_at_once(coordinator, start_worker, capsys):

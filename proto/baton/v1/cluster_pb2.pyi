@@ -110,6 +110,7 @@ class CoordinatorMessage(_message.Message):
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    EXPECT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
     ack: _builtins.int
@@ -128,6 +129,8 @@ class CoordinatorMessage(_message.Message):
     def drain(self) -> Global___DrainCommand: ...
     @_builtins.property
     def release(self) -> Global___ReleaseCommand: ...
+    @_builtins.property
+    def expect(self) -> Global___ExpectCommand: ...
     def __init__(
         self,
         *,
@@ -140,12 +143,13 @@ class CoordinatorMessage(_message.Message):
         set_role: Global___SetRoleCommand | None = ...,
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
+        expect: Global___ExpectCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -240,7 +244,9 @@ class Hello(_message.Message):
     def capacity(self) -> Global___Capacity: ...
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]:
-        """Requests in this worker, for a restarted coordinator to adopt or cancel."""
+        """Requests in this worker, for a restarted coordinator to adopt or cancel, as far as they fit a
+        message; the worker ends those that are left out when it hears a new generation.
+        """
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -292,6 +298,7 @@ class Capacity(_message.Message):
     MAX_RECEIVE_BYTES_FIELD_NUMBER: _builtins.int
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
+    LOADS_EARLY_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -307,6 +314,8 @@ class Capacity(_message.Message):
     """
     keeps_prefixes: _builtins.bool
     """Prefix caching: what a prompt has computed is not lost when it is cancelled."""
+    loads_early: _builtins.bool
+    """ExpectCommands are of use to it."""
     def __init__(
         self,
         *,
@@ -318,10 +327,11 @@ class Capacity(_message.Message):
         max_receive_bytes: _builtins.int = ...,
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
+        loads_early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "loads_early", b"loads_early", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,14 +349,30 @@ class RunningRequest(_message.Message):
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    LAST_TEXT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
     next_offset: _builtins.int
     """Index of the next token this worker will produce."""
     num_text_chars: _builtins.int
+    decoding: _builtins.bool
+    """It has produced output here. One that has not is begun again elsewhere."""
+    last_text: _builtins.str
+    """The end of its text, as much as is kept: a client that comes back may lack some of it."""
+    digest: _builtins.int
+    """xxh3_64 of prompt and sampling: a client that comes back must want the same."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The whole output so far, tokens known at its dispatch included."""
+
+    @_builtins.property
+    def finished(self) -> Global___WorkerFinished:
+        """It has ended, and no coordinator has acknowledged that."""
+
     def __init__(
         self,
         *,
@@ -356,10 +382,14 @@ class RunningRequest(_message.Message):
         next_offset: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_text_chars: _builtins.int = ...,
+        decoding: _builtins.bool = ...,
+        last_text: _builtins.str = ...,
+        digest: _builtins.int = ...,
+        finished: Global___WorkerFinished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,6 +658,9 @@ class DecodeCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    expected: _builtins.bool
+    """The attempt's ExpectCommand came before: its prompt and its handoff plan are left out here."""
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
@@ -639,14 +672,49 @@ class DecodeCommand(_message.Message):
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
+        expected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class ExpectCommand(_message.Message):
+    """A decode of this attempt follows, or a cancel: its prompt is being computed elsewhere. The worker
+    may load what arrives of the handoff, so that it is there when the first token is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    NUM_COMING_TOKENS_FIELD_NUMBER: _builtins.int
+    num_coming_tokens: _builtins.int
+    """Tokens that the DecodeCommand will have known beyond these."""
+    @_builtins.property
+    def spec(self) -> Global___RequestSpec:
+        """With the tokens that are known already."""
+
+    @_builtins.property
+    def handoff(self) -> Global___HandoffPlan: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___RequestSpec | None = ...,
+        handoff: Global___HandoffPlan | None = ...,
+        num_coming_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "num_coming_tokens", b"num_coming_tokens", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectCommand: _TypeAlias = ExpectCommand  # noqa: Y015
 
 @_typing.final
 class HandoffPlan(_message.Message):
@@ -663,7 +731,9 @@ class HandoffPlan(_message.Message):
     target: _builtins.str
     """The decode worker's KvTransfer address."""
     num_tokens: _builtins.int
-    """How many prompt tokens it holds."""
+    """How many tokens it holds: the prompt's, and known tokens after them when the prefill worker is
+    given these as the end of its prompt.
+    """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
         """How long the decode worker waits for the commit before it computes the prompt itself."""
@@ -882,6 +952,7 @@ class StageTimings(_message.Message):
     HANDOFF_WAIT_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EARLY_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the engine first ran the request."""
     run_us: _builtins.int
@@ -891,6 +962,8 @@ class StageTimings(_message.Message):
     num_cached_tokens: _builtins.int
     num_handoff_tokens: _builtins.int
     """Prompt tokens that came by handoff; 0 when the baton was lost and the prompt recomputed."""
+    num_early_tokens: _builtins.int
+    """Of those, the ones that were loaded before the first token was known."""
     def __init__(
         self,
         *,
@@ -899,10 +972,11 @@ class StageTimings(_message.Message):
         handoff_wait_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
+        num_early_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_early_tokens", b"num_early_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

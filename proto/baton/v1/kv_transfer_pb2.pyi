@@ -433,6 +433,8 @@ class LocalRequest(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     RESTART_SEND_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
+    PEEK_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Echoed in the reply; 0 wants none."""
     @_builtins.property
@@ -459,6 +461,10 @@ class LocalRequest(_message.Message):
     def restart_send(self) -> Global___LocalRestartSend: ...
     @_builtins.property
     def describe(self) -> Global___LocalDescribe: ...
+    @_builtins.property
+    def peek(self) -> Global___LocalPeek: ...
+    @_builtins.property
+    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -474,12 +480,14 @@ class LocalRequest(_message.Message):
         stats: Global___LocalStats | None = ...,
         restart_send: Global___LocalRestartSend | None = ...,
         describe: Global___LocalDescribe | None = ...,
+        peek: Global___LocalPeek | None = ...,
+        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek", "note"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -497,6 +505,7 @@ class LocalReply(_message.Message):
     CLAIMED_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """The call this answers; 0 for notifications."""
     error: _builtins.str
@@ -513,6 +522,8 @@ class LocalReply(_message.Message):
     def statistics(self) -> Global___LocalStatistics: ...
     @_builtins.property
     def send(self) -> Global___LocalSendState: ...
+    @_builtins.property
+    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -524,12 +535,13 @@ class LocalReply(_message.Message):
         claimed: Global___LocalClaimed | None = ...,
         statistics: Global___LocalStatistics | None = ...,
         send: Global___LocalSendState | None = ...,
+        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send", "note"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -778,7 +790,7 @@ Global___LocalAbortSend: _TypeAlias = LocalAbortSend  # noqa: Y015
 @_typing.final
 class LocalSubscribe(_message.Message):
     """Engine's scheduler, and main process: tell me of every change of a handoff's state from now on,
-    beginning with those known. States that follow each other before they could be delivered are
+    beginning with those known, and of every few megabytes that one being received has got. States that follow each other before they could be delivered are
     merged into the latest. The main process's connection also hears LocalSendState.
     """
 
@@ -813,6 +825,7 @@ class LocalHandoffState(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -823,6 +836,7 @@ class LocalHandoffState(_message.Message):
     num_bytes: _builtins.int
     transport: _builtins.str
     """Of the current epoch."""
+    num_bytes_received: _builtins.int
     def __init__(
         self,
         *,
@@ -835,10 +849,11 @@ class LocalHandoffState(_message.Message):
         num_tokens: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
+        num_bytes_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -953,12 +968,14 @@ class LocalClaimed(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Of this rank's bytes in the segment: layer l, block b is at
     offset + (l * num_blocks + b) * block_bytes.
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int
+    epoch: _builtins.int
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalFrame]:
         """What was received, in layer order, so that a load can verify the bytes again as it copies."""
@@ -970,14 +987,83 @@ class LocalClaimed(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         frames: _abc.Iterable[Global___LocalFrame] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "frames", b"frames", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalClaimed: _TypeAlias = LocalClaimed  # noqa: Y015
+
+@_typing.final
+class LocalPeek(_message.Message):
+    """Engine rank: what has come so far. It gives no right to the staging, which may be received again or
+    belong to another handoff by the time it is read: bytes copied from it count only when they have
+    their frame's checksum. Fails unless the handoff is being received, committed or claimed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_SEEN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.bytes
+    rank: _builtins.int
+    num_seen: _builtins.int
+    """Answered with the frames after so many, in the order in which they came, when the epoch is still
+    the one of `epoch`; with all of them otherwise.
+    """
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.bytes = ...,
+        rank: _builtins.int = ...,
+        num_seen: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalPeek: _TypeAlias = LocalPeek  # noqa: Y015
+
+@_typing.final
+class LocalNote(_message.Message):
+    """From the worker's main process to its engine's scheduler, forwarded to all who subscribe. No reply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SUBMITTED_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    num_submitted: _builtins.int
+    """Requests given to the engine so far: a scheduler that has seen fewer does not wait for handoffs."""
+    handoff_id: _builtins.bytes
+    """Set when the request that awaits this handoff may go on: the tokens that its prompt was announced
+    without.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        num_submitted: _builtins.int = ...,
+        handoff_id: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_submitted", b"num_submitted", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalNote: _TypeAlias = LocalNote  # noqa: Y015
 
 @_typing.final
 class LocalRelease(_message.Message):

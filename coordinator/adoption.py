@@ -1,0 +1,220 @@
+"""What a restarted coordinator finds running in its workers, and who comes back for it.
+
+Workers go on with what they decode while there is no coordinator, and report it to the next one.
+Clients come back by themselves with the tokens they have. Where both meet, nothing is computed
+again: the client is sent what it lacks, and the worker goes on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.coordinator import events as ev
+from baton.coordinator.book import RequestBook
+from baton.coordinator.outputs import apply_step
+from baton.coordinator.request import Request, RequestState, Submission, WorkerKey
+from baton.coordinator.timers import Timers
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime import errors
+from baton.runtime.request_digest import request_digest
+from baton.v1 import cluster_pb2, common_pb2
+
+# From the first worker that is back to the last one, who all look for a coordinator three times a
+# second and more: until then those that come back wait for their worker.
+_RETURN_S = 0.4
+# How long a worker goes on with what nobody has come back for.
+_UNCLAIMED_S = 10.0
+
+
+@dataclass(slots=True)
+class _Orphan:
+    """An attempt that a worker goes on with, and whose client has not come back.
+
+    Attributes:
+        last_text: the end of its text; all of it has `num_text_chars`.
+        finished: how it ended, if it has.
+    """
+
+    worker: WorkerKey
+    attempt: int
+    digest: int
+    token_ids: array[int]
+    num_text_chars: int
+    last_text: str
+    finished: cluster_pb2.WorkerFinished | None
+
+    @classmethod
+    def of(cls, worker: WorkerKey, running: cluster_pb2.RunningRequest) -> _Orphan:
+        return cls(
+            worker,
+            running.attempt,
+            running.digest,
+            array("I", running.token_ids),
+            running.num_text_chars,
+            running.last_text,
+            running.finished if running.HasField("finished") else None,
+        )
+
+    def take(self, output: cluster_pb2.RequestOutput) -> None:
+        """It goes on meanwhile."""
+        self.token_ids.extend(output.delta.token_ids)
+        self.last_text += output.delta.text
+        self.num_text_chars += len(output.delta.text)
+        if output.HasField("finished"):
+            self.finished = output.finished
+
+    def rest(
+        self, submission: Submission, token_ids: Sequence[int], num_text_chars: int
+    ) -> common_pb2.TokenDelta | None:
+        """What a client lacks that has these tokens; None when this is not what it had."""
+        sampling, num_known = submission.sampling, len(token_ids)
+        num_chars = self.num_text_chars - num_text_chars
+        if (
+            self.digest != request_digest(submission.prompt_token_ids, sampling)
+            # They went by and are not kept.
+            or sampling.HasField("logprobs")
+            or sampling.HasField("prompt_logprobs")
+            or self.token_ids[:num_known] != array("I", token_ids)
+            or not 0 <= num_chars <= len(self.last_text)
+        ):
+            return None
+        return common_pb2.TokenDelta(
+            offset=num_known,
+            token_ids=self.token_ids[num_known:],
+            text=self.last_text[len(self.last_text) - num_chars :],
+        )
+
+
+class Adoption:
+    """Owns the attempts that no client has come back for, and joins them with those that do.
+
+    An attempt is adopted when it decodes, and the client's tokens are the first of its own. Of two
+    workers that report one request the newer attempt counts. What is not adopted is ended by its
+    worker when it hears the welcome, so that nobody else feeds the stream.
+    """
+
+    def __init__(
+        self, book: RequestBook, workers: WorkerRegistry, timers: Timers[str | WorkerKey]
+    ) -> None:
+        self._book, self._workers, self._timers = book, workers, timers
+        self._orphans: dict[str, _Orphan] = {}
+        # Since the first worker is back; None: none is.
+        self._settling: bool | None = None
+
+    @property
+    def num_timers(self) -> int:
+        """That are set: one of each attempt that no client has come back for, and SETTLED."""
+        return len(self._orphans) + bool(self._settling)
+
+    # ---- Workers.
+
+    def returned(
+        self, worker: Worker, running: Sequence[cluster_pb2.RunningRequest], now: float
+    ) -> list[cluster_pb2.AdoptedRequest]:
+        """A worker comes from another coordinator; says with what it goes on."""
+        if self._settling is None:
+            self._settling = True
+            self._timers.set(SETTLED, now + _RETURN_S)
+        return [
+            cluster_pb2.AdoptedRequest(request_id=one.request_id, attempt=one.attempt)
+            for one in running
+            if one.role == common_pb2.ROLE_DECODE
+            and one.decoding
+            and self._keep(one.request_id, _Orphan.of(worker.key, one), now)
+        ]
+
+    def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
+        """Takes what a worker says of requests that nobody has come back for."""
+        if not self._orphans:
+            return
+        for output in step.outputs:
+            orphan = self._orphans.get(output.request_id)
+            if orphan is None or (orphan.worker, orphan.attempt) != (worker, output.attempt):
+                continue
+            if output.HasField("failed"):
+                self._forget(output.request_id)
+            else:
+                orphan.take(output)
+
+    def lost(self, worker: WorkerKey) -> None:
+        """A worker is out, with all that it ran."""
+        for request_id in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
+            self._forget(request_id)
+
+    # ---- Clients.
+
+    def admitted(self, request: Request, now: float) -> None:
+        """A request has joined its lane: it leaves it again where a worker goes on with it."""
+        orphan = self._orphans.pop(request.id, None)
+        if orphan is not None and not self._join(request, orphan, now):
+            self._cancel(request.id, orphan)
+
+    def may_return(self, request: Request) -> bool:
+        """Whether its worker may still come back with it: it waits for that."""
+        return bool(self._settling) and request.attempt == 0 and len(request.token_ids) > 0
+
+    def settled(self) -> None:
+        """Nobody waits for a worker any longer."""
+        self._settling = False
+        self._book.room_made = True
+
+    def expire(self, request_id: str) -> None:
+        """Nobody has come back for it."""
+        self._cancel(request_id, self._orphans.pop(request_id))
+
+    # ---- Inside.
+
+    def _keep(self, request_id: str, orphan: _Orphan, now: float) -> bool:
+        """Whether the worker goes on with it."""
+        request = self._book.get(request_id)
+        if request is not None and request.state is RequestState.QUEUED:
+            return self._join(request, orphan, now)
+        if request is not None:
+            # It heard no welcome after its last Hello, and says all that again.
+            served = (request.decode, request.attempt_number) == (orphan.worker, orphan.attempt)
+            return served and self._deliver(request, orphan, now)
+        other = self._orphans.get(request_id)
+        if request_id in self._book.ended or (other is not None and other.attempt > orphan.attempt):
+            return False
+        if other is not None and other.worker != orphan.worker:
+            self._cancel(request_id, other)
+        self._orphans[request_id] = orphan
+        self._timers.set(request_id, now + _UNCLAIMED_S)
+        return True
+
+    def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
+        """Gives a waiting request to the worker that goes on with it; False when it cannot."""
+        worker = self._workers.get(orphan.worker)
+        rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
+        if worker is None or not worker.connected or worker.unresponsive or rest is None:
+            request.attempts_before = max(request.attempts_before, orphan.attempt)
+            return False
+        self._book.adopt(request, worker, orphan.attempt, now)
+        return self._deliver(request, orphan, now)
+
+    def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
+        """Sends what the client lacks; whether the worker goes on with the request."""
+        rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
+        if rest is None:
+            error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
+            self._book.recover(request, orphan.worker, error, now)
+            return False
+        output = cluster_pb2.RequestOutput(
+            request_id=request.id, attempt=orphan.attempt, delta=rest, finished=orphan.finished
+        )
+        apply_step(self._book, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
+        return request.state is RequestState.DECODING
+
+    def _forget(self, request_id: str) -> None:
+        del self._orphans[request_id]
+        self._timers.cancel(request_id)
+
+    def _cancel(self, request_id: str, orphan: _Orphan) -> None:
+        command = cluster_pb2.CancelCommand(request_id=request_id, attempt=orphan.attempt)
+        self._book.out.append(ev.SendCommand(orphan.worker, command))
+
+
+SETTLED: WorkerKey = ("", 0)
+"""The timer at which those that have come back wait no longer; no worker has this key."""

@@ -1,0 +1,98 @@
+"""A decode worker hears of a request together with its prefill worker, where that is of use."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.coordinator import events as ev
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP = common_pb2.FINISH_REASON_STOP
+EARLY = cluster_pb2.Capacity(
+    kv_tokens=65536,
+    block_size_tokens=16,
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    max_receive_bytes=2**20,
+    supports_forced_tokens=True,
+    loads_early=True,
+)
+
+
+@pytest.fixture
+def world(new_world):
+    """One worker in each pool, of an engine that loads early."""
+    world = new_world()
+    world.attach("p", PREFILL)
+    world.attach("d", DECODE, capacity=EARLY)
+    return world
+
+
+def sent(world, worker, kind):
+    return [command for command in world.commands[worker] if isinstance(command, kind)]
+
+
+def test_the_decode_worker_gets_the_prompt_once(world, out):
+    world.submit()
+    (prefill,) = sent(world, "p", cluster_pb2.PrefillCommand)
+    (expect,) = sent(world, "d", cluster_pb2.ExpectCommand)
+    assert expect.spec == prefill.spec
+    assert expect.handoff == prefill.handoff
+    assert expect.num_coming_tokens == 1
+    world.step("p", out("r1", [7], text="a", finish=0))
+    (decode,) = sent(world, "d", cluster_pb2.DecodeCommand)
+    assert decode.expected
+    assert not decode.HasField("handoff")
+    assert (list(decode.spec.prompt_token_ids), list(decode.spec.known_token_ids)) == ([], [7])
+    assert decode.spec.known_text_chars == 1
+    assert decode.spec.sampling == prefill.spec.sampling
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 9, "temperature": 1.0, "seed": 3},
+    ],
+    ids=["nothing follows", "state is replayed from the prompt"],
+)
+def test_what_is_of_no_use_is_not_announced(world, out, sampling):
+    world.submit(sampling=sampling)
+    assert not sent(world, "d", cluster_pb2.ExpectCommand)
+    if sampling["max_tokens"] > 1:
+        world.step("p", out("r1", [7], finish=0))
+        (decode,) = sent(world, "d", cluster_pb2.DecodeCommand)
+        assert not decode.expected
+        assert decode.spec.prompt_token_ids
+        assert decode.HasField("handoff")
+
+
+def test_a_request_that_ends_with_its_first_token_is_taken_back(world, out):
+    world.submit()
+    (expect,) = sent(world, "d", cluster_pb2.ExpectCommand)
+    world.step("p", out("r1", [7], finish=STOP))
+    (cancel,) = sent(world, "d", cluster_pb2.CancelCommand)
+    assert (cancel.attempt, cancel.handoff_id) == (expect.spec.attempt, expect.handoff.handoff_id)
+
+
+def test_a_cancelled_request_is_taken_back(world):
+    to = world.submit()
+    world.handle(ev.StreamCancelled(to))
+    assert sent(world, "d", cluster_pb2.CancelCommand)
+
+
+def test_a_recovered_request_is_announced_with_the_tokens_it_has(world, out):
+    """Its prefill brings no token: what is announced is all there will be."""
+    world.submit()
+    world.step("p", out("r1", [7], text="a", finish=0))
+    world.step("d", out("r1", [8], offset=1, text="b"))
+    world.attach("d2", DECODE, capacity=EARLY)
+    world.handle(ev.WorkerLost("d", "was killed"))
+    (expect,) = sent(world, "d2", cluster_pb2.ExpectCommand)
+    assert list(expect.spec.known_token_ids) == [7, 8]
+    assert expect.num_coming_tokens == 0
+    world.step("p", out("r1", [5], finish=0, attempt=2))
+    (decode,) = sent(world, "d2", cluster_pb2.DecodeCommand)
+    assert decode.expected
+    assert list(decode.spec.known_token_ids) == [7, 8]
