@@ -174,18 +174,21 @@ class EarlyLoads:
         work, self._work = self._work, EarlyWork()
         return work
 
-    def reported(self, report: EarlyReport) -> list[tuple[Any, int]]:
-        """What the ranks said after a step.
-
-        Returns:
-            Requests whose load is complete, and the tokens that the prefix cache has of it now.
-        """
-        done = []
+    def reported(self, report: EarlyReport) -> None:
+        """What the ranks said after a step."""
         for handoff_id in report.spoiled:
             self.drop(handoff_id)
         for (handoff_id, epoch), num_ranks in report.loaded.items():
             if (load := self._loads.get(handoff_id)) is not None:
                 load.loaded[epoch] += num_ranks
+
+    def take_complete(self) -> list[tuple[Any, int]]:
+        """Ends the loads that are committed and that every rank has, whichever came last.
+
+        Returns:
+            Their requests, and the tokens that the prefix cache has of them now.
+        """
+        done = []
         for handoff_id, load in list(self._loads.items()):
             if load.loaded[load.committed_epoch] == self._layout.tp_size:
                 del self._loads[handoff_id]

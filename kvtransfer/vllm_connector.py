@@ -240,6 +240,7 @@ class _SchedulerHalf:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return 0
+        num_early_tokens = receive.num_early_tokens
         self._poll()
         if self._may_wait and receive.announced and not self._early_loads.has_work:
             self._may_wait = False
@@ -249,9 +250,12 @@ class _SchedulerHalf:
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
             return None
-        if self._early_loads.loading(receive.handoff_id) and receive.handoff_id in self._committed:
+        loading = self._early_loads.loading(receive.handoff_id)
+        if receive.handoff_id in self._committed and (
+            loading or receive.num_early_tokens > num_early_tokens
+        ):
             if self._idle and time.monotonic() < receive.deadline:
-                # A step away from being in the prefix cache, and that step takes no time.
+                # Found in the prefix cache after the next step, which takes no time.
                 return None
             # Sooner loaded at once than with the step after the next.
             self._early_loads.drop(receive.handoff_id)
@@ -428,7 +432,11 @@ class _SchedulerHalf:
 
     def reported(self, report: EarlyReport) -> None:
         """What the ranks have done of early loads."""
-        for request, num_tokens in self._early_loads.reported(report):
+        self._early_loads.reported(report)
+        self._end_early_loads()
+
+    def _end_early_loads(self) -> None:
+        for request, num_tokens in self._early_loads.take_complete():
             if (receive := self._receives.get(request.request_id)) is not None:
                 receive.num_early_tokens = num_tokens
 
@@ -459,6 +467,7 @@ class _SchedulerHalf:
             self._num_submitted = max(self._num_submitted, note.num_submitted)
             if note.handoff_id:
                 self._take_tokens(note.handoff_id, list(note.token_ids))
+        self._end_early_loads()
 
     def _take_tokens(self, handoff_id: bytes, token_ids: list[int]) -> None:
         for receive in self._receives.values():

@@ -64,8 +64,10 @@ def test_whole_blocks_beyond_the_cached_ones_enter_the_prefix_cache():
     assert (load.first_block, len(load.block_ids), arrived) == (2, 5, id_of(1))
     early.arrived(id_of(1), 1, committed=True)
     both = EarlyReport(Counter({(id_of(1), 1): 1}))
-    assert early.reported(both) == []
-    assert early.reported(both) == [("r", 20)]
+    early.reported(both)
+    assert early.take_complete() == []
+    early.reported(both)
+    assert early.take_complete() == [("r", 20)]
     assert pool.cached == [("r", 2, 7, tuple(load.block_ids))]
     assert not pool.held
     assert early.take_work().over == [id_of(1)]
@@ -75,10 +77,20 @@ def test_only_the_committed_epoch_counts():
     pool = Pool()
     early = EarlyLoads(LAYOUT, pool)
     early.begin(id_of(1), "r", 8, 0, 1, committed=False)
-    assert early.reported(EarlyReport(Counter({(id_of(1), 1): 2}))) == []
+    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
     early.arrived(id_of(1), 2, committed=True)
-    assert early.reported(EarlyReport()) == []
-    assert early.reported(EarlyReport(Counter({(id_of(1), 2): 2}))) == [("r", 8)]
+    assert early.take_complete() == []
+    early.reported(EarlyReport(Counter({(id_of(1), 2): 2})))
+    assert early.take_complete() == [("r", 8)]
+
+
+def test_a_commit_may_come_after_the_last_rank():
+    early = EarlyLoads(LAYOUT, Pool())
+    early.begin(id_of(1), "r", 8, 0, 1, committed=False)
+    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
+    assert early.take_complete() == []
+    early.arrived(id_of(1), 1, committed=True)
+    assert early.take_complete() == [("r", 8)]
 
 
 def test_nothing_is_begun_without_a_prefix_cache_or_without_room():
@@ -136,6 +148,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.epochs[number] += again
         (self.committed.add if committed else self.committed.discard)(number)
         self.early.arrived(id_of(number), self.epochs[number], committed=committed)
+        for request, _ in self.early.take_complete():
+            assert int(request[1:]) in self.committed
 
     @precondition(lambda self: self.epochs)
     @rule(data=st.data())
@@ -157,7 +171,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.verified[number, epoch] += 1
         before = len(self.pool.cached)
-        done = self.early.reported(EarlyReport(Counter({(id_of(number), epoch): 1})))
+        self.early.reported(EarlyReport(Counter({(id_of(number), epoch): 1})))
+        done = self.early.take_complete()
         assert len(done) == len(self.pool.cached) - before
         for request, _ in done:
             whole = int(request[1:])

@@ -44,7 +44,12 @@ ENGINE_ARGS = {
     # 64 blocks: the cases overflow them several times.
     "kv_cache_memory_bytes": 2**20,
 }
-STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
+STAGING = KvTransferConfig(
+    send_bytes=16 * 2**20,
+    receive_bytes=16 * 2**20,
+    # Less than a chunk's.
+    progress_bytes=4096,
+)
 # Four ranks may share two cores, and the first steps of a process are its slowest.
 TIMEOUT_S = 120.0
 
@@ -58,6 +63,7 @@ class Side:
         self._committed: dict[bytes, asyncio.Event] = {}
         # What its steps said of its prefix cache.
         self._cached: set[int] = set()
+        self._cache_changed = asyncio.Event()
         self.num_evicted = 0
 
     async def run(self) -> None:
@@ -75,6 +81,7 @@ class Side:
                 self._cached.difference_update(step.cache.removed)
                 self._cached.update(step.cache.stored)
                 self.num_evicted += len(step.cache.removed)
+                self._cache_changed.set()
             for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
 
@@ -84,6 +91,13 @@ class Side:
         # The last token is always computed.
         hashes = block_hashes(token_ids[:-1], block_size)
         return block_size * sum(1 for _ in takewhile(self._cached.__contains__, hashes))
+
+    async def cached(self, token_ids: Sequence[int]) -> None:
+        """Waits until all whole blocks of a prompt are in its cache."""
+        block_size = self.info.layout.block_size_tokens
+        while self.num_cached_tokens([*token_ids, 0]) < len(token_ids) // block_size * block_size:
+            self._cache_changed.clear()
+            await self._cache_changed.wait()
 
     async def _read_events(self) -> None:
         while True:
@@ -150,6 +164,11 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         handoff_id, decode.transfer.address, num_blocks, len(prompt), TIMEOUT_S
     )
     send = SendHandoff(handoff_id, offset, len(prompt))
+    receive = ReceiveHandoff(handoff_id, len(prompt), TIMEOUT_S)
+    early = case.get("early")
+    if early:
+        announced = EngineRequest(f"{name}-d", prompt, sampling, receive=receive)
+        await decode.engine.announce(announced, 1)
     said_by_prefill = prefill.num_cached_tokens(prompt)
     first, computed = await prefill.finish(
         EngineRequest(f"{name}-p", prompt, sampling, prefill_only=True, send=send)
@@ -157,7 +176,12 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     await decode.committed(handoff_id)
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(decode, rank, num_blocks)
-    receive = ReceiveHandoff(handoff_id, len(prompt), TIMEOUT_S)
+    if early:
+        await decode.cached(prompt)
+    if early == "and aborted":
+        await decode.engine.abort([f"{name}-d"])
+        decode.transfer.drop(handoff_id)
+        return {"name": name, "token_ids": first}
     # Forced tokens are no part of what a request begins with.
     said_by_decode = decode.num_cached_tokens(
         prompt if needs_exact_state(sampling) else prompt + first
@@ -171,6 +195,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         "num_cached_by_prefill": computed.num_cached_tokens,
         "num_cached_by_decode": loaded.num_cached_tokens,
         "num_loaded": loaded.num_handoff_tokens,
+        "num_loaded_early": loaded.num_early_tokens,
         "said_by_prefill": said_by_prefill,
         "said_by_decode": said_by_decode,
     }

@@ -58,6 +58,19 @@ def one_by_one() -> list[cases.Case]:
         *(cases.greedy(f"length-{n}-again", cases.prompt(n, 50), 12) for n in reversed(LENGTHS)),
         cases.greedy("long-again", long, 4),
         cases.greedy("long-at-once-again", long, 4),
+        *early(),
+    ]
+
+
+def early() -> list[cases.Case]:
+    """Announced to the decode engine, which has all whole blocks before the first token."""
+    lengths = {"early-1": 3 * cases.CHUNK + 5, "early-2": 70, "early-3": 64, "early-4": 8}
+    return [
+        {**cases.greedy("early-0", cases.prompt(300, 70), 8), "early": "and aborted"},
+        *(
+            {**cases.greedy(name, cases.prompt(length, 71), 8), "early": "and submitted"}
+            for name, length in lengths.items()
+        ),
     ]
 
 
@@ -128,6 +141,8 @@ def test_tokens_equal_those_of_one_plain_vllm(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
     expected = {case["name"]: case["expected"]["token_ids"] for case in made[1]}
+    # Of this one only the first token was asked for in the end.
+    expected["early-0"] = expected["early-0"][:1]
     assert {name: result["token_ids"] for name, result in results.items()} == expected
 
 
@@ -138,7 +153,7 @@ def test_each_rank_has_its_own_heads(made: tuple[dict[str, Any], list[cases.Case
 def test_what_was_computed_once_is_loaded(results: Results) -> None:
     for case in [*one_by_one(), *together()]:
         result, sampling = results[case["name"]], case["sampling"]
-        if sampling["max_tokens"] == 1:
+        if sampling["max_tokens"] == 1 or case.get("early") == "and aborted":
             continue
         # Where known tokens are forced, the prompt's last token is computed again.
         forced = {"seed", "frequency_penalty"} & sampling.keys()
@@ -147,6 +162,12 @@ def test_what_was_computed_once_is_loaded(results: Results) -> None:
             # One rank's part was bad: nothing of the handoff counts.
             loadable = 0
         assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
+
+
+def test_whole_blocks_are_loaded_before_the_first_token_is_known(results: Results) -> None:
+    for case in early()[1:]:
+        whole = len(case["prompt"]) // cases.BLOCK_SIZE * cases.BLOCK_SIZE
+        assert results[case["name"]]["num_loaded_early"] == whole, case["name"]
 
 
 def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> None:
@@ -159,7 +180,11 @@ def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> Non
 def test_what_is_cached_is_what_the_engines_said(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
-    alone = [results[case["name"]] for case in one_by_one() if case["sampling"]["max_tokens"] > 1]
+    alone = [
+        results[case["name"]]
+        for case in one_by_one()
+        if case["sampling"]["max_tokens"] > 1 and "early" not in case
+    ]
     for side in ("prefill", "decode"):
         said = {result["name"]: result[f"said_by_{side}"] for result in alone}
         assert said == {result["name"]: result[f"num_cached_by_{side}"] for result in alone}
