@@ -369,7 +369,7 @@ class ScalingSection(Section):
         600.0, description="a worker that starts for longer is given up"
     )
     down_window_s: float = Field(
-        120.0, ge=0, description="a pool shrinks to the most it needed within this time"
+        180.0, ge=0, description="a pool shrinks to the most it needed within this time"
     )
     flip: bool = Field(True, description="whether workers may change roles")
 

@@ -222,7 +222,8 @@ class Engine:
             hashes=hashes,
             num_cached=num_cached,
             handed=handed,
-            last_at=self.host.now if num_known else math.nan,
+            # It was told to the coordinator, which told this worker.
+            last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
         )
         self._live[live.key] = live
         wait_s = 0.0

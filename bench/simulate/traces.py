@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 # Of Mooncake's hash_ids.
 MOONCAKE_BLOCK_TOKENS = 512
+_APART_S = 10.0
 
 
 class TraceError(ValueError):
@@ -175,9 +176,9 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
 def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Arrival]:
     """The same load over time, `factor` times as many requests.
 
-    Each request comes as often as the factor says, a fraction by chance; copies come up to two
-    seconds apart. Of prefixes a copy shares with other copies of its turn what the originals share
-    among themselves.
+    Each request comes as often as the factor says, a fraction by chance; copies come within ten
+    seconds of it, since other users do not all come at once. Of prefixes a copy shares with other
+    copies of its turn what the originals share among themselves.
 
     Raises:
         ValueError: the factor is not more than 0.
@@ -189,7 +190,7 @@ def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Ar
     for one in arrivals:
         whole, rest = divmod(factor, 1)
         for copy in range(int(whole) + (chance.random() < rest)):
-            shift_s = 0.0 if not copy else chance.uniform(-2, 2)
+            shift_s = 0.0 if not copy else chance.uniform(-_APART_S, _APART_S)
             # Block 0 is the one that all share.
             blocks = tuple(block and block + copy * 2**22 for block in one.block_ids)
             found.append(one._replace(at_s=max(0.0, one.at_s + shift_s), block_ids=blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,8 @@ _KEPT_S = 900.0
 _MOST_GROWTH = 2.0
 # In standard errors: a slope below this is chance.
 _SURE = 2.0
+# How many intervals tell how bursty arrivals are, and how bursty they may seem.
+_TELLING, _MOST_BURSTS = 12, 4.0
 _FIELDS = ("num_arrived", "work_s", "num_output_tokens", "num_kv_tokens")
 
 
@@ -82,8 +85,7 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     error = math.sqrt(level / spread)
     if slope < _SURE * error:
         return 1.0
-    # Rather too little than too much: what is missing is seen before it has grown.
-    ahead = level + (slope - _SURE * error) * (now + lead_s - centre)
+    ahead = level + (slope - error) * (now + lead_s - centre)
     return min(_MOST_GROWTH, max(1.0, ahead / _level_now(samples, now, level)))
 
 
@@ -101,4 +103,18 @@ def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]
     lately, lasting = mean(short, value), mean(long, value)
     count = math.fsum(one.rate * one.span_s for one in long) * _SHORT_S / _TREND_S
     chance = lasting * math.sqrt(2 / count) if count > 0 else 0.0
-    return lately if lately > lasting + _SURE * chance else lasting
+    return lately if lately > lasting + chance else lasting
+
+
+def burstiness(samples: Sequence[Sample]) -> float:
+    """How much more the number of requests varies than that of independent ones; 1 to 4.
+
+    The index of dispersion of counts, from differences between neighbours, so that a slow change
+    does not count. Few samples tell little.
+    """
+    counts = [one.rate * one.span_s for one in samples]
+    level = math.fsum(counts) / len(counts) if counts else 0.0
+    if len(counts) < _TELLING or not level > 0:
+        return 1.0
+    squares = math.fsum((after - before) ** 2 for before, after in itertools.pairwise(counts))
+    return min(_MOST_BURSTS, max(1.0, squares / 2 / (len(counts) - 1) / level))

@@ -10,6 +10,8 @@ from baton.coordinator.autoscale.types import LaneLoad, Observation, Sample, Sca
 
 # Of the standard normal distribution.
 _Z95 = 1.645
+# Bursts above this are named in a reason.
+_NOTED = 1.3
 # Corrections from measurements stay between these.
 _LEAST_CORRECTION, _MOST_CORRECTION = 1.0, 2.0
 _UP, _DOWN = 1.15, 0.97
@@ -51,6 +53,7 @@ def prefill_need(
     lanes = dict(observation.lanes)
     rising = forecast.growth(samples, now, config.cold_start_s)
     offered = forecast.load(samples, now, lambda one: one.work) * rising * correction
+    bursts = forecast.burstiness(samples)
     most, reason = 0, "no request is expected"
     for name, target in config.targets:
         lane = lanes.get(name)
@@ -58,12 +61,12 @@ def prefill_need(
             continue
         within_s = target.ttft_s * (1 - config.margin)
         works = tuple(work * correction for work in lane.works_s)
-        number = queueing.prefill_workers(offered, works, within_s, target.may_miss)
+        number = queueing.prefill_workers(offered, works, within_s, target.may_miss, bursts)
         ahead_s = _backlog_s(lane, target, num_serving, within_s)
         cleared = math.ceil(offered + ahead_s / config.drain_backlog_s) if ahead_s > 0 else 0
         if max(number, cleared) > most:
             most = max(number, cleared)
-            late = queueing.share_late(most, offered, works, within_s)
+            late = queueing.share_late(most, offered, works, within_s, bursts)
             reason = (
                 f"{offered:.2f} s of prompts per second"
                 f"{f', rising {rising:.2f} x in {config.cold_start_s:g} s' if rising > 1 else ''}"
@@ -74,6 +77,8 @@ def prefill_need(
                     f"{ahead_s:.1f} s of {name} prompts have piled up beside {offered:.2f} s per "
                     f"second: {most} clear them in {config.drain_backlog_s:g} s"
                 )
+            if bursts > _NOTED:
+                reason += f", in bursts ({bursts:.1f} x the variance)"
             if correction > 1:
                 reason += f" (TTFT is {correction:.2f} x what is predicted)"
     return Need(most, reason)
@@ -119,7 +124,8 @@ def decode_need(
         dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
     )
     present = load.num_decodes + waiting
-    number, at_once = _spread(expected, each), _spread(present, each, sure=True)
+    number = _spread(expected, each, forecast.burstiness(samples))
+    at_once = _spread(present, each, 0.0)
     if not number and not at_once:
         return Need(0, "no request is expected")
     reason = f"{expected:.0f} requests at a time"
@@ -140,9 +146,8 @@ def _lanes(config: ScalingConfig) -> list[str]:
     return [name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None]
 
 
-def _spread(number: float, each: float, *, sure: bool = False) -> int:
-    """Workers for so many requests; of an expected number, for its 95th percentile (Poisson)."""
+def _spread(number: float, each: float, burstiness: float) -> int:
+    """Workers for the 95th percentile of a number of requests; without burstiness it is sure."""
     if not number > 0:
         return 0
-    most = number if sure else number + _Z95 * math.sqrt(number)
-    return max(1, math.ceil(most / each - 1e-9))
+    return max(1, math.ceil((number + _Z95 * math.sqrt(number * burstiness)) / each - 1e-9))

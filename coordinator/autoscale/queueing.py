@@ -25,18 +25,25 @@ def erlang_c(num_workers: int, load: float) -> float:
     return blocked / (1 - (load / num_workers) * (1 - blocked))
 
 
-def share_late(num_workers: int, load: float, works_s: Sequence[float], target_s: float) -> float:
+def share_late(
+    num_workers: int,
+    load: float,
+    works_s: Sequence[float],
+    target_s: float,
+    burstiness: float = 1.0,
+) -> float:
     """Of requests whose wait and own work exceed the target.
 
-    The wait of an M/G/c queue is taken as exponential beyond its mass at 0, with the mean of Lee
-    and Longton (1959). Requests whose own work is longer than the target are left out: no number of
-    workers helps them.
+    The wait is taken as exponential beyond its mass at 0, with the mean that Allen and Cunneen give
+    for a G/G/c queue (1978). Requests whose own work is longer than the target are left out: no
+    number of workers helps them.
 
     Args:
         num_workers: that serve one queue.
         load: seconds of work that arrive per second.
         works_s: of some requests, in seconds.
         target_s: for wait and work.
+        burstiness: of arrivals: the variance of their number over that of independent ones.
     """
     in_time = [work for work in works_s if work < target_s]
     if not in_time:
@@ -47,7 +54,8 @@ def share_late(num_workers: int, load: float, works_s: Sequence[float], target_s
     squares = math.fsum(work * work for work in works_s) / len(works_s)
     if not mean > 0:
         return 0.0
-    spread = squares / (mean * mean)  # 1 + the squared coefficient of variation.
+    # Squared coefficients of variation: of sizes, and of what lies between arrivals.
+    spread = squares / (mean * mean) - 1 + burstiness
     waits = erlang_c(num_workers, load)
     decay = 2 * (num_workers - load) / (spread * mean)
     return math.fsum(waits * math.exp(-decay * (target_s - work)) for work in in_time) / len(
@@ -55,12 +63,18 @@ def share_late(num_workers: int, load: float, works_s: Sequence[float], target_s
     )
 
 
-def prefill_workers(load: float, works_s: Sequence[float], target_s: float, may_miss: float) -> int:
+def prefill_workers(
+    load: float,
+    works_s: Sequence[float],
+    target_s: float,
+    may_miss: float,
+    burstiness: float = 1.0,
+) -> int:
     """The fewest workers with which at most `may_miss` of the requests are late."""
     if not load > 0 or not works_s:
         return 0
     number = max(1, math.ceil(load))
-    while number < _MOST and share_late(number, load, works_s, target_s) > may_miss:
+    while number < _MOST and share_late(number, load, works_s, target_s, burstiness) > may_miss:
         number += 1
     return number
 

@@ -96,7 +96,7 @@ class ScalingConfig:
     interval_s: float = 5.0
     cold_start_s: float = 60.0
     start_timeout_s: float = 600.0
-    down_window_s: float = 120.0
+    down_window_s: float = 180.0
     max_up: float = 2.0
     max_down: float = 0.25
     drain_backlog_s: float = 20.0

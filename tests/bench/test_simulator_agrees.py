@@ -11,8 +11,8 @@ was published beside them; how that engine works is from its source, github.com/
 - the decode loop stands still while a prompt's KV cache is fetched (`post_process` is awaited in
   `_step` of distserve/single_stage_engine.py): 819,200 bytes per token (40 layers, 5,120 wide, two
   bytes, keys and values) at 300 GB/s, NVLink 3's speed in one direction;
-- of requests that outgrow the decode worker's 66,144 tokens (max_num_tokens.csv) the last is swapped
-  out (distserve/decoding_stage_scheduler.py);
+- of requests that outgrow the decode worker's 66,144 tokens (max_num_tokens.csv) the last is
+  swapped out (distserve/decoding_stage_scheduler.py);
 - it sends every request on at once, whatever room the decode worker has: so it announces no limit.
 """
 
@@ -125,5 +125,4 @@ def test_the_simulator_agrees_with_what_was_measured(rate):
         seen, real = (
             stats.percentile([one[column] for one in side], percent) for side in (found, measured)
         )
-        print(rate, ("TTFT", "TPOT")[column], percent, round(seen, 1), round(real, 1))
         assert seen == pytest.approx(real, rel=within)

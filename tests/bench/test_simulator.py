@@ -1,0 +1,332 @@
+"""The simulator: skipping ahead changes nothing, workers come and go, traces are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.bench import stats
+from baton.bench.simulate import traces
+from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
+from baton.bench.simulate.cell import ColdStart, SimulatedCell
+from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.policies import Baton, Static, decision
+from baton.bench.simulate.report import figures
+from baton.bench.simulate.traces import Arrival
+from baton.bench.virtual_cell import VirtualCell, WorkerShape
+from baton.cli.main import app
+from baton.coordinator.autoscale.types import (
+    Drain,
+    Flip,
+    Phase,
+    PoolLimits,
+    ScalingConfig,
+    Targets,
+    Want,
+)
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.load_index import Pool
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+DATA = Path(__file__).parents[1] / "data"
+MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
+SHAPE = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=512, max_model_len=8192)
+CONFIG = ScalingConfig(prefill=PoolLimits(1, 8), decode=PoolLimits(1, 8), cold_start_s=20.0)
+
+
+def core_config(**coordinator) -> CoreConfig:
+    values = {
+        "model": "simulated",
+        "coordinator": {"max_running_requests": 10**6, **coordinator},
+        "decode": {"local_prefill": False},
+        "lanes": {"interactive": {"max_queued": 10**6, "max_queue_s": 3600}},
+    }
+    return replace(CoreConfig.of(parse(values, "test")), latency=MODEL)
+
+
+def steady(rate: float, seconds: float, prompt=400, output=100) -> list[Arrival]:
+    """Lengths go up and down, in an order that repeats."""
+    return [
+        Arrival(n / rate, prompt + 37 * (n % 11), max(1, output + 13 * (n % 7) - 39))
+        for n in range(round(rate * seconds))
+    ]
+
+
+def cell(policy=None, shape=SHAPE, **options) -> SimulatedCell:
+    return SimulatedCell(
+        core_config(), dict.fromkeys(Pool, shape), policy or Static(CONFIG), **options
+    )
+
+
+def sizes(prefill: int, decode: int) -> dict[Pool, int]:
+    return {Pool.PREFILL: prefill, Pool.DECODE: decode}
+
+
+def ttfts(record) -> list[float]:
+    return [first - at for first, at in zip(record.firsts, record.arrivals, strict=True)]
+
+
+def lasted(record) -> list[float]:
+    return [end - at for end, at in zip(record.ends, record.arrivals, strict=True)]
+
+
+def test_skipping_ahead_gives_what_single_steps_give():
+    arrivals = steady(12, 30)
+    made = cell()
+    record = made.run(arrivals, sizes(1, 2), 31)
+    made.core.check_integrity()
+    shape = WorkerShape(
+        MODEL,
+        kv_tokens=100_000,
+        max_num_seqs=256,
+        max_num_batched_tokens=512,
+        noise=0.0,
+        prefix_caching=False,
+    )
+    stepped = VirtualCell(core_config())
+    stepped.add_worker("p0", common_pb2.ROLE_PREFILL, shape)
+    stepped.add_worker("d0", common_pb2.ROLE_DECODE, shape)
+    stepped.add_worker("d1", common_pb2.ROLE_DECODE, shape)
+    began_at = stepped.now
+    for one in arrivals:
+        stepped.at(
+            began_at + one.at_s,
+            lambda one=one: stepped.submit(one.num_prompt_tokens, one.num_output_tokens),
+        )
+    stepped.run(began_at + 60)
+    ends = [one.token_times[-1] - one.arrived_at for one in stepped.outcomes]
+    for percent in (10, 50, 90, 99):
+        assert stats.percentile(ttfts(record), percent) == pytest.approx(
+            stats.percentile([one.ttft_s for one in stepped.outcomes], percent), rel=0.02
+        )
+        assert stats.percentile(lasted(record), percent) == pytest.approx(
+            stats.percentile(ends, percent), rel=0.02
+        )
+        gaps = [gap for one in stepped.outcomes for gap in one.gaps_s]
+        assert made.tally.percentile(percent) == pytest.approx(
+            stats.percentile(gaps, percent), rel=0.04
+        )
+    assert made.tally.total == sum(one.num_output_tokens - 1 for one in arrivals)
+
+
+@pytest.mark.parametrize("flush_s", [0.01, 0.3, 1000.0])
+def test_when_tokens_are_passed_on_changes_no_time(flush_s):
+    arrivals = steady(10, 20)
+    usual = cell().run(arrivals, sizes(1, 1), 21)
+    other = cell(shape=replace(SHAPE, flush_s=flush_s)).run(arrivals, sizes(1, 1), 21)
+    assert ttfts(other) == pytest.approx(ttfts(usual))
+    assert lasted(other) == pytest.approx(lasted(usual), rel=1e-3)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_requests_that_outgrow_the_room_all_end(swaps):
+    # The coordinator is told of no limit, so that only the engine holds back.
+    tight = replace(SHAPE, kv_tokens=3000, announced_kv_tokens=0, swaps=swaps)
+    made = cell(shape=tight)
+    record = made.run(steady(10, 10, prompt=200, output=300), sizes(1, 1), 11)
+    made.core.check_integrity()
+    assert not record.reasons
+    assert not any(map(math.isnan, record.ends))
+    roomy = cell().run(steady(10, 10, prompt=200, output=300), sizes(1, 1), 11)
+    assert stats.median(lasted(record)) > stats.median(lasted(roomy))
+
+
+class Script(Static):
+    """Actions at given times since the beginning."""
+
+    def __init__(self, **actions) -> None:
+        super().__init__(CONFIG)
+        self._actions = {float(name.removeprefix("at_")): one for name, one in actions.items()}
+        self._began_at = None
+        self.seen = []
+
+    def decide(self, observation, now):
+        self._began_at = now if self._began_at is None else self._began_at
+        self.seen.append(observation)
+        actions = self._actions.pop(now - self._began_at, ())
+        return decision(dict.fromkeys(Pool, 1), dict.fromkeys(Pool, 1), "script", actions)
+
+
+def test_a_started_worker_is_paid_from_the_order_on_and_serves_after_its_stages():
+    script = Script(at_5=(Want(Pool.DECODE, 2),))
+    made = cell(script, cold_start=ColdStart(1, 7, 1, 1), gpus={Pool.PREFILL: 1, Pool.DECODE: 4})
+    record = made.run(steady(5, 30), sizes(1, 1), 30)
+    serving = {one.at_s: one.decode for one in record.moments}
+    paid = {one.at_s: one.decode_paid for one in record.moments}
+    assert (serving[5], serving[10], serving[20]) == (1, 1, 2)
+    assert (paid[0], paid[10], paid[20]) == (1, 2, 2)
+    assert record.gpu_hours * 3600 == pytest.approx(30 + 4 * 30 + 4 * 25)
+    assert (record.num_cold_starts, record.cold_start_s) == (1, 10)
+    starting = script.seen[2].of(Pool.DECODE, Phase.STARTING)
+    assert [one.since - 1000 for one in starting] == [5]
+
+
+def test_a_drained_worker_leaves_when_its_requests_have_ended_and_none_fails():
+    made = cell(Script(at_10=(Drain("decode-3", "test"),)))
+    record = made.run(steady(10, 30), sizes(1, 2), 31)
+    made.core.check_integrity()
+    assert not record.reasons
+    assert not any(map(math.isnan, record.ends))
+    assert record.moments[-1].decode_paid == 1
+    assert made.core.stats.num_recoveries == 0
+
+
+def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
+    made = cell(Script(at_10=(Flip("prefill-2", Pool.DECODE, "test"),)))
+    record = made.run(steady(10, 30), sizes(2, 1), 31)
+    made.core.check_integrity()
+    assert not record.reasons
+    assert not any(map(math.isnan, record.ends))
+    last = record.moments[-1]
+    assert (last.prefill, last.decode) == (1, 2)
+    assert record.num_cold_starts == 0
+
+
+def test_pools_grow_under_load_and_shrink_after_it():
+    config = replace(CONFIG, down_window_s=30.0, targets=(("interactive", Targets(0.5, 0.03)),))
+    arrivals = [
+        *steady(3, 60),
+        *(one._replace(at_s=one.at_s + 60) for one in steady(40, 120)),
+        *(one._replace(at_s=one.at_s + 180) for one in steady(3, 120)),
+    ]
+    made = cell(Baton(config), cold_start=ColdStart.lasting(20))
+    record = made.run(arrivals, sizes(1, 1), 300)
+    assert not record.reasons
+    by_time = {one.at_s: one for one in record.moments}
+    assert by_time[55].prefill == 1
+    assert by_time[175].prefill >= 3
+    assert by_time[295].prefill <= 2
+    assert by_time[175].ttft_p95_s < 0.5
+    assert any("ms with" in one.prefill.reason for _, one in record.decisions)
+
+
+@pytest.mark.parametrize("name", ["hpa", "planner", "hindsight"])
+def test_every_baseline_grows_what_is_short_and_only_that(name):
+    arrivals = steady(30, 200)
+    policy = {
+        "hpa": lambda: Hpa(CONFIG, 2.0, 40.0),
+        "planner": lambda: Planner(CONFIG, MODEL, SHAPE.kv_tokens),
+        "hindsight": lambda: Hindsight(
+            CONFIG, needed_sizes(arrivals, CONFIG, MODEL, SHAPE.kv_tokens), 10.0, 20.0
+        ),
+    }[name]()
+    made = cell(policy, cold_start=ColdStart.lasting(20))
+    record = made.run(arrivals, sizes(1, 1), 201)
+    assert not record.reasons
+    last = record.moments[-1]
+    assert last.prefill > 1
+    assert last.decode < last.prefill
+
+
+def test_figures_add_up():
+    record = cell().run(steady(5, 20), sizes(1, 1), 21)
+    made = cell()
+    record = made.run(steady(5, 20), sizes(1, 1), 21)
+    found = figures(record, made.tally, Targets(0.5, 0.05))
+    assert found.num_requests == 100
+    assert found.attained == found.ttft_within == found.tpot_within == 1
+    assert found.gpu_hours == pytest.approx(2 * 21 / 3600)
+    assert found.goodput_per_gpu == pytest.approx(100 / 42)
+    strict = figures(record, made.tally, Targets(0.5, 0.001))
+    assert strict.tpot_within < 0.1
+    assert strict.itl_within == 0
+
+
+# ---- Traces.
+
+
+def test_azure_is_read():
+    found = traces.read(DATA / "azure" / "conv_first3000.csv")
+    assert len(found) == 3000
+    assert found[0] == Arrival(0.0, 374, 44)
+    assert found[1].at_s == pytest.approx(4.314579)
+
+
+def test_mooncake_is_read_with_its_prefixes(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]},
+        {"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [0, 2]},
+        {"timestamp": 3000, "input_length": 512, "output_length": 7, "hash_ids": [0]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = traces.read(path)
+    assert [one.at_s for one in found] == [0.0, 1.5, 3.0]
+    first, second = found[0].prompt(1), found[1].prompt(2)
+    assert (len(first), len(second)) == (700, 600)
+    assert first[:512] == second[:512]
+    assert first[512] != second[512]
+
+
+def test_plain_json_is_read(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('[{"start_time": 3.5, "prompt_len": 7, "output_len": 2}]')
+    assert traces.read(path) == [Arrival(0.0, 7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "TIMESTAMP, ContextTokens, GeneratedTokens"),
+        ('[{"start_time": 0, "prompt_len": 0, "output_len": 2}]', "its prompt has 0 tokens"),
+        ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
+        ("[]", "has no request"),
+        ("{nonsense", "not JSON"),
+    ],
+)
+def test_a_wrong_trace_is_refused_in_words(tmp_path, text, said):
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(traces.TraceError, match=said):
+        traces.read(path)
+
+
+def test_a_scaled_trace_has_so_many_more():
+    arrivals = steady(10, 100)
+    found = traces.scaled(arrivals, 2.5)
+    assert len(found) == pytest.approx(2500, rel=0.05)
+    assert found == sorted(found, key=lambda one: one.at_s)
+    tide = traces.tidal(arrivals, 100, 0.2)
+    low = sum(one.at_s < 20 or one.at_s > 80 for one in tide)
+    assert low < 0.5 * sum(30 < one.at_s < 70 for one in tide)
+
+
+# ---- The command.
+
+
+def test_baton_simulate_prints_and_writes(tmp_path):
+    trace, config = tmp_path / "trace.json", tmp_path / "baton.yaml"
+    rows = [{"start_time": n / 5, "prompt_len": 300, "output_len": 20} for n in range(100)]
+    trace.write_text(json.dumps(rows))
+    config.write_text("scaling:\n  targets:\n    interactive: {ttft_ms: 300, itl_ms: 20}\n")
+    figures_file, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    result = CliRunner().invoke(
+        app,
+        [
+            *("simulate", str(trace), "--config", str(config), "--policy", "hpa"),
+            *("--json", str(figures_file), "--picture", str(picture)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert "TTFT, ms" in result.output
+    found = json.loads(figures_file.read_text())
+    assert found["num_requests"] == 100
+    assert found["attained"] == 1
+    assert found["decisions"][0]["prefill"]["reason"]
+    ElementTree.fromstring(picture.read_text())
+
+
+def test_baton_simulate_says_what_is_wrong(tmp_path):
+    trace = tmp_path / "trace.json"
+    trace.write_text('[{"start_time": 0, "prompt_len": 9000, "output_len": 2}]')
+    result = CliRunner().invoke(app, ["simulate", str(trace)])
+    assert result.exit_code == 2
+    assert "simulated.max_model_len: is 8192" in result.output

@@ -1,0 +1,114 @@
+"""What the autoscaler sees of a cell that runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.virtual_cell import VirtualCell, WorkerShape
+from baton.coordinator.autoscale.settings import scaling_config
+from baton.coordinator.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.load_index import Pool
+from baton.runtime.config import ConfigError, parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
+SHAPE = WorkerShape(MODEL, kv_tokens=100_000, noise=0.0)
+
+
+def cell(**interactive) -> VirtualCell:
+    values = {
+        "model": "simulated",
+        "decode": {"local_prefill": False},
+        "lanes": {"interactive": interactive},
+        "latency": {
+            "prefill_base_ms": 5,
+            "prefill_per_token_ms": 0.1,
+            "prefill_per_token_squared_ms": 0,
+        },
+    }
+    made = VirtualCell(CoreConfig.of(parse(values, "test")))
+    made.add_worker("p", common_pb2.ROLE_PREFILL, SHAPE)
+    made.add_worker("d", common_pb2.ROLE_DECODE, SHAPE)
+    return made
+
+
+def lane(observation, name="interactive"):
+    return dict(observation.lanes)[name]
+
+
+def test_demand_is_counted_at_arrival():
+    made = cell()
+    observer = made.core.observer()
+    for _ in range(10):
+        made.submit(1000, 50)
+    made.submit(1000, 50, lane=common_pb2.LANE_BATCH)
+    seen = observer.observe(ScalingConfig(), made.now)
+    # 1,000 tokens in chunks of 512.
+    assert lane(seen).num_arrived == 10
+    assert lane(seen).work_s == pytest.approx(10 * 0.11)
+    assert lane(seen).works_s == pytest.approx((0.11,) * 10)
+    assert lane(seen).queued_s + lane(seen, "batch").queued_s == pytest.approx(11 * 0.11)
+    assert lane(seen).num_kv_tokens == 10 * (1000 + 25)
+    assert lane(seen, "batch").num_arrived == 1
+    assert seen.decode.num_decodes == seen.decode.num_in_prefill > 0
+
+
+def test_cached_prefixes_are_no_demand():
+    made = cell()
+    prompt = list(range(1, 1001))
+    made.submit(1000, 5, prompt=prompt)
+    made.run(made.now + 5)
+    before = lane(made.core.observer().observe(ScalingConfig(), made.now)).work_s
+    made.submit(1000, 5, prompt=prompt)
+    after = lane(made.core.observer().observe(ScalingConfig(), made.now)).work_s
+    assert after - before < 0.02
+
+
+def test_what_is_refused_for_overload_is_demand_all_the_same():
+    made = cell(ttft_ms=300)
+    outcomes = [made.submit(1000, 5) for _ in range(20)]
+    assert sum(one.shed for one in outcomes) > 5
+    assert lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived == 20
+
+
+def test_latencies_are_measured_since_the_last_look():
+    made = cell()
+    observer = made.core.observer()
+    outcomes = [made.submit(1000, 50) for _ in range(20)]
+    made.run(made.now + 1.2)
+    seen = observer.observe(ScalingConfig(), made.now)
+    known = sorted(one.ttft_s for one in outcomes if one.token_times)
+    assert known[0] < lane(seen).ttft_s <= known[-1]
+    assert seen.decode.itl_s == pytest.approx(0.0105, abs=0.002)
+    assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
+
+
+def test_workers_are_seen_with_their_phases():
+    made = cell()
+    starting = WorkerView("new", Pool.DECODE, Phase.STARTING, made.now)
+    seen = made.core.observer().observe(ScalingConfig(), made.now, [starting])
+    assert [one.worker_id for one in seen.of(Pool.PREFILL, Phase.SERVING)] == ["p"]
+    assert seen.of(Pool.DECODE, Phase.STARTING) == [starting]
+    assert seen.observed_at == made.now
+    assert seen.decode.kv_tokens == 100_000
+
+
+def test_the_configuration_says_targets_and_limits():
+    config = parse(
+        {
+            "engine_args": {"tensor_parallel_size": 4},
+            "scaling": {
+                "targets": {"interactive": {"ttft_ms": 300}, "batch": {"ttft_ms": 60000}},
+                "decode": {"min_workers": 2, "max_workers": 5},
+            },
+        },
+        "test",
+    )
+    found = scaling_config(config)
+    assert dict(found.targets)["interactive"] == Targets(0.3, 0.05, 95.0)
+    assert dict(found.targets)["batch"] == Targets(60.0, None, 95.0)
+    assert (found.decode.floor, found.decode.ceiling, found.decode.gpus) == (2, 5, 4)
+    with pytest.raises(ConfigError, match="min_workers is 3; must be at most max_workers, 2"):
+        parse({"scaling": {"prefill": {"min_workers": 3, "max_workers": 2}}}, "test")
