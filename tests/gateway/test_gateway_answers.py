@@ -36,11 +36,10 @@ def deltas(draw, logprobs):
     return found
 
 
-def ask(*, chat, num_logprobs, include_usage=False, stop=()):
+def ask(*, chat, num_logprobs, include_usage=False, continuous_usage=False, stop=()):
+    usage = include_usage, continuous_usage
     options = {"stop": stop}
-    return Ask(
-        "id", chat, "interactive", ["x"], 1, None, True, include_usage, num_logprobs, options
-    )
+    return Ask("id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options)
 
 
 def parsed(chunk):
@@ -59,7 +58,7 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
     num_tokens = sum(len(part.token_ids) for part in parts)
     finished = Finished("length", "", Usage(3, num_tokens, 1), BUDGET)
     head = answers.Head(ask(chat=chat, num_logprobs=num_logprobs), "m", 1)
-    chunks = answers.Chunks(head, 0)
+    chunks = answers.Chunks(head, 0, 3)
     seen = [parsed(chunks.chunk(part, None)) for part in parts[:-1]]
     seen.append(parsed(chunks.chunk(parts[-1], finished)))
     whole = answers.whole(
@@ -99,14 +98,28 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
 def test_what_stopped_it(stop, asked, shown):
     finished = Finished("stop", stop, Usage(1, 1, 0), BUDGET)
     head = answers.Head(ask(chat=False, num_logprobs=None, stop=asked), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0).chunk(None, finished))
+    chunk = parsed(answers.Chunks(head, 0, 3).chunk(None, finished))
     assert chunk["choices"][0]["stop_reason"] == shown
 
 
 def test_usage_is_in_every_chunk_when_it_is_asked_for():
     head = answers.Head(ask(chat=True, num_logprobs=None, include_usage=True), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0).chunk(Tokens((1,), "a", 0), None))
+    chunk = parsed(answers.Chunks(head, 0, 3).chunk(Tokens((1,), "a", 0), None))
     assert chunk["usage"] is None
     last = parsed(answers.usage_chunk(head, [Usage(3, 4, 1)]))
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_usage_so_far_is_in_every_chunk_when_that_is_asked_for():
+    asked = ask(chat=False, num_logprobs=None, include_usage=True, continuous_usage=True)
+    chunks = answers.Chunks(answers.Head(asked, "m", 1), 0, 3)
+    finished = Finished("length", "", Usage(3, 3, 0), BUDGET)
+    seen = [
+        parsed(chunk)["usage"]
+        for chunk in (
+            chunks.chunk(Tokens((1, 2), "a", 0), None),
+            chunks.chunk(Tokens((3,), "b", 2), finished),
+        )
+    ]
+    assert [(one["completion_tokens"], one["total_tokens"]) for one in seen] == [(2, 5), (3, 6)]
