@@ -57,10 +57,19 @@ def whole(head: Head, completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 class Chunks:
-    """The chunks of one choice."""
+    """The chunks of one choice.
 
-    def __init__(self, head: Head, index: int) -> None:
-        self._ask = head.ask
+    Args:
+        head: of the answer.
+        index: of the choice.
+        num_prompt_tokens: of its prompt.
+    """
+
+    def __init__(self, head: Head, index: int, num_prompt_tokens: int) -> None:
+        self.ask = head.ask
+        self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
+        # What is the same in all chunks says nothing of one.
+        self._all_alike = head.ask.num_logprobs is None and not head.ask.continuous_usage
         kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         said = '"delta":{"content":' if head.ask.chat else '"text":'
@@ -69,7 +78,8 @@ class Chunks:
         self._start = start.replace('"delta":{', '"delta":{"role":"assistant",', 1)
         self._next_start = start
         # Usage is in the last chunk alone; with include_usage the others say that it is not there.
-        close = '],"usage":null}\n\n' if head.ask.include_usage else "]}\n\n"
+        with_usage = head.ask.include_usage and not head.ask.continuous_usage
+        close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
         self._closed = "}" if head.ask.chat else ""
         self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}{close}'
         self._close = close
@@ -79,16 +89,21 @@ class Chunks:
         """One event of the stream: tokens, the end, or both."""
         text = tokens.text if tokens is not None else ""
         start, self._start = self._start, self._next_start
-        if finished is None and self._ask.num_logprobs is None:
+        if finished is None and self._all_alike:
             return f"{start}{quoted(text)}{self._plain_end}".encode()
-        logprobs = _logprobs(self._ask, tokens.logprobs, self._num_chars) if tokens else None
-        if not self._ask.chat and logprobs is not None:
+        logprobs = _logprobs(self.ask, tokens.logprobs, self._num_chars) if tokens else None
+        if not self.ask.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            rest |= _end(self._ask, finished)
+            rest |= _end(self.ask, finished)
         end = json.dumps(rest, separators=(",", ":"))[1:]
-        return f"{start}{quoted(text)}{self._closed},{end}{self._close}".encode()
+        close = self._close
+        if self.ask.continuous_usage:
+            self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
+            so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
+            close = f'],"usage":{json.dumps(usage(self.ask, [so_far]))}}}\n\n'
+        return f"{start}{quoted(text)}{self._closed},{end}{close}".encode()
 
 
 def usage_chunk(head: Head, usages: Sequence[Usage]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from baton.client import Prompt, RequestOptions
 from baton.client.request import LaneName
-from baton.gateway.bodies import ChatBody, CompletionBody, GenerationBody
+from baton.gateway.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from baton.gateway.problems import wrong
 
 # Of OpenAI's completions route, for requests that do not say.
@@ -42,6 +42,7 @@ class Ask:
         id: of the whole; that of choice i of several ends in "-i".
         prompts: each of them gets `n` choices.
         seed: of a prompt's first choice; the next one's is one more, as vLLM has it.
+        include_usage, continuous_usage: at the end of a stream, and with it in every chunk.
         num_logprobs: of the likeliest tokens beside the chosen one's; None: none at all.
     """
 
@@ -53,6 +54,7 @@ class Ask:
     seed: int | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     num_logprobs: int | None
     options: RequestOptions
 
@@ -109,6 +111,7 @@ def _ask(
     lane = options["lane"] = _lane(body, headers)
     if num_logprobs is not None:
         options["logprobs"] = num_logprobs
+    usage = body.stream_options or StreamOptions()
     return Ask(
         request_id,
         isinstance(body, ChatBody),
@@ -117,7 +120,8 @@ def _ask(
         body.n or 1,
         body.seed,
         bool(body.stream),
-        bool(body.stream_options is not None and body.stream_options.include_usage),
+        bool(usage.include_usage),
+        bool(usage.include_usage and usage.continuous_usage_stats),
         num_logprobs,
         options,
     )

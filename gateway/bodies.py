@@ -69,6 +69,8 @@ class _Part(BaseModel):
 
 class StreamOptions(_Part):
     include_usage: bool | None = None
+    # Of vLLM: with every chunk what there was of its choice so far.
+    continuous_usage_stats: bool | None = None
     # Of OpenAI: padding against eavesdroppers, which a private server leaves out.
     include_obfuscation: bool | None = None
 

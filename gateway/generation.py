@@ -167,7 +167,10 @@ class Exchange:
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
         finished = await _all(
-            [self._choice(head, index, stream) for index, stream in enumerate(self._streams)]
+            [
+                self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
+                for index, stream in enumerate(self._streams)
+            ]
         )
         end = answers.DONE
         if ask.include_usage:
@@ -175,10 +178,9 @@ class Exchange:
         await self._write(end)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _choice(self, head: answers.Head, index: int, stream: TokenStream) -> Finished:
+    async def _choice(self, stream: TokenStream, chunks: answers.Chunks) -> Finished:
         """Sends a choice's chunks, one per delta; the last one says how it ended."""
-        chunks = answers.Chunks(head, index)
-        clock = _Clock(self._latencies(head.ask), self._began_at)
+        clock = _Clock(self._latencies(chunks.ask), self._began_at)
         event: Event | None = None
         while True:
             if event is None:

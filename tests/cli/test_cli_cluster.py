@@ -243,7 +243,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, monkeypa
     directories = tmp_path / "t"
     directories.mkdir()
     monkeypatch.setenv("TMPDIR", str(directories))
-    up = Process(*UP, "--prefill", "0", home=tmp_path)
+    up = Process(*UP, "--no-http", "--prefill", "0", home=tmp_path)
     try:
         up.line(r"^ready grpc=")
         # A port that the system picked is not lost on people.

@@ -1,0 +1,125 @@
+"""The chunks of a stream say what the whole answer says."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.client import Completion, Finished, LatencyBudget, TokenLogprob, Tokens, Usage
+from baton.gateway import answers
+from baton.gateway.asks import Ask
+
+BUDGET = LatencyBudget((), 0.0, 0.0, 0.0, 0.0)
+# Everything that the contract's strings can hold.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+LOGPROB = st.floats(max_value=0.0, allow_nan=False)
+
+
+@st.composite
+def deltas(draw, logprobs):
+    """The tokens of one output, in pieces; an entry is the chosen token and the likeliest two."""
+    found, offset = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        count = draw(st.integers(1, 3))
+        positions = ()
+        if logprobs:
+            positions = tuple(
+                tuple(
+                    TokenLogprob(token, draw(LOGPROB), rank, draw(TEXT))
+                    for token, rank in ((7, draw(st.integers(1, 9))), (8, 1), (9, 2))
+                )
+                for _ in range(count)
+            )
+        found.append(Tokens((1,) * count, draw(TEXT), offset, positions))
+        offset += count
+    return found
+
+
+def ask(*, chat, num_logprobs, include_usage=False, continuous_usage=False, stop=()):
+    usage = include_usage, continuous_usage
+    options = {"stop": stop}
+    return Ask("id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options)
+
+
+def parsed(chunk):
+    """The one event of a chunk; whoever splits lines by any rule finds it whole."""
+    text = chunk.decode()
+    assert text.endswith("\n\n")
+    assert len(text.rstrip("\n").splitlines()) == 1
+    return json.loads(text.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+@pytest.mark.parametrize("chat", [False, True])
+@given(data=st.data())
+def test_chunks_together_are_the_whole(chat, num_logprobs, data):
+    parts = data.draw(deltas(num_logprobs is not None))
+    num_tokens = sum(len(part.token_ids) for part in parts)
+    finished = Finished("length", "", Usage(3, num_tokens, 1), BUDGET)
+    head = answers.Head(ask(chat=chat, num_logprobs=num_logprobs), "m", 1)
+    chunks = answers.Chunks(head, 0, 3)
+    seen = [parsed(chunks.chunk(part, None)) for part in parts[:-1]]
+    seen.append(parsed(chunks.chunk(parts[-1], finished)))
+    whole = answers.whole(
+        head,
+        [
+            Completion(
+                "id",
+                "m",
+                "".join(part.text for part in parts),
+                tuple(token for part in parts for token in part.token_ids),
+                tuple(entry for part in parts for entry in part.logprobs),
+                finished,
+            )
+        ],
+    )
+    whole = json.loads(json.dumps(whole, allow_nan=False))
+    choices = [one["choices"][0] for one in seen]
+    (choice,) = whole["choices"]
+    if chat:
+        assert "".join(one["delta"]["content"] for one in choices) == choice["message"]["content"]
+        assert [one["delta"].get("role") for one in choices[:2]] == ["assistant", None][
+            : len(choices)
+        ]
+    else:
+        assert "".join(one["text"] for one in choices) == choice["text"]
+    assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert whole["usage"]["total_tokens"] == 3 + num_tokens
+    for key in choice["logprobs"] or ():
+        joined = [one for chunk in choices for one in chunk["logprobs"][key]]
+        assert joined == choice["logprobs"][key]
+
+
+@pytest.mark.parametrize(
+    ("stop", "asked", "shown"),
+    [("", (), None), ("END", ("END",), "END"), ("12", (), 12), ("12", ("12",), "12")],
+)
+def test_what_stopped_it(stop, asked, shown):
+    finished = Finished("stop", stop, Usage(1, 1, 0), BUDGET)
+    head = answers.Head(ask(chat=False, num_logprobs=None, stop=asked), "m", 1)
+    chunk = parsed(answers.Chunks(head, 0, 3).chunk(None, finished))
+    assert chunk["choices"][0]["stop_reason"] == shown
+
+
+def test_usage_is_in_every_chunk_when_it_is_asked_for():
+    head = answers.Head(ask(chat=True, num_logprobs=None, include_usage=True), "m", 1)
+    chunk = parsed(answers.Chunks(head, 0, 3).chunk(Tokens((1,), "a", 0), None))
+    assert chunk["usage"] is None
+    last = parsed(answers.usage_chunk(head, [Usage(3, 4, 1)]))
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_usage_so_far_is_in_every_chunk_when_that_is_asked_for():
+    asked = ask(chat=False, num_logprobs=None, include_usage=True, continuous_usage=True)
+    chunks = answers.Chunks(answers.Head(asked, "m", 1), 0, 3)
+    finished = Finished("length", "", Usage(3, 3, 0), BUDGET)
+    seen = [
+        parsed(chunk)["usage"]
+        for chunk in (
+            chunks.chunk(Tokens((1, 2), "a", 0), None),
+            chunks.chunk(Tokens((3,), "b", 2), finished),
+        )
+    ]
+    assert [(one["completion_tokens"], one["total_tokens"]) for one in seen] == [(2, 5), (3, 6)]
