@@ -168,6 +168,7 @@ def config(model: str) -> dict[str, Any]:
 
 
 async def offer(
+    name: str,
     address: str,
     rates: dict[LaneName, float],
     arguments: argparse.Namespace,
@@ -177,6 +178,7 @@ async def offer(
     """Poisson arrivals for a while; what has not ended when they do is given some time, or ended.
 
     Args:
+        name: of the load: the same arrivals and lengths as in another, and prompts of its own.
         address: of the coordinator.
         rates: requests/s by lane.
         arguments: how long.
@@ -189,8 +191,9 @@ async def offer(
 
         async def arrive(lane: LaneName, rate: float) -> None:
             source, at = random.Random(f"{arguments.seed} {lane} {rate}"), now
+            token_source = random.Random(f"{arguments.seed} {lane} {name}")
             while (at := at + source.expovariate(rate)) < run.end:
-                prompt = source.choices(TOKEN_IDS, k=source.randint(*PROMPT_TOKENS))
+                prompt = token_source.choices(TOKEN_IDS, k=source.randint(*PROMPT_TOKENS))
                 num_output = source.randint(*OUTPUT_TOKENS[lane])
                 await asyncio.sleep(at - time.monotonic())
                 seen = Seen(lane, len(prompt), num_output, time.monotonic())
@@ -242,7 +245,7 @@ async def runs(arguments: argparse.Namespace, directory: Path, model: str) -> di
             (at_load(OVERLOAD), {"interactive": OVERLOAD * CAPACITY}, SLO),
         ]
         for name, rates, slo in loads:
-            found[name] = await offer(cell.address, rates, arguments, slo=slo)
+            found[name] = await offer(name, cell.address, rates, arguments, slo=slo)
             print(f"{name}: {len(found[name].seen)} requests", file=sys.stderr, flush=True)
             if held := await cell.settled(SETTLE_TIMEOUT_S):
                 raise RuntimeError(f"after {name} there is left: {', '.join(held)}")

@@ -433,9 +433,12 @@ class Core:
         self._book.room_made = True
 
     def _worker_detached(self, event: ev.WorkerDetached, now: float) -> None:
-        worker = self._heard(event.worker, now)
+        worker = self.workers.get(event.worker)
         if worker is not None:
             worker.connected = False
+            # Its time to come back begins now. The end of a silent one's stream is no sign of life.
+            if not worker.unresponsive:
+                worker.heard_at = now
             self.placer.refresh(worker)
             self._watch(worker, now)
 

@@ -160,6 +160,21 @@ def test_a_broken_connection_is_waited_for_less_than_silence(two, out):
     assert two.core.workers.by_id(prefiller) is not None
 
 
+def test_the_end_of_a_silent_workers_stream_is_no_sign_of_life(two):
+    for _ in range(6):
+        two.after(0.5)
+        silent_but(two, "d")
+    assert two.core.workers.by_id("d").unresponsive
+    two.handle(ev.WorkerDetached(("d", 1)))
+    assert two.core.workers.by_id("d").unresponsive
+    # Lost when it has been silent for long enough, not when it has been gone for so long.
+    for _ in range(15):
+        two.after(0.5)
+        silent_but(two, "d")
+    assert two.core.workers.by_id("d") is None
+    assert two.core.stats.num_workers_unresponsive == 1
+
+
 def test_a_silent_worker_without_another_is_waited_for(world, out):
     to = world.submit()
     for _ in range(10):
