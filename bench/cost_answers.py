@@ -53,8 +53,8 @@ def prefix(tag: bytes, num_bytes: int) -> bytes:
     return bytes(length)
 
 
-def worker_outputs(num_tokens: int) -> Answers:
-    """Entries of StepOutputs: the first token is the prefill worker's."""
+def worker_outputs(role: common_pb2.Role.ValueType, num_tokens: int) -> Answers:
+    """Entries of StepOutputs. A prefill worker's part is over with the first token."""
     tokens = []
     for offset in range(num_tokens):
         output = cluster_pb2.RequestOutput(delta=_delta(offset))
@@ -62,7 +62,7 @@ def worker_outputs(num_tokens: int) -> Answers:
             output.timings.CopyFrom(cluster_pb2.StageTimings(queue_us=10, run_us=100))
         if offset == num_tokens - 1:
             output.finished.reason = common_pb2.FINISH_REASON_LENGTH
-        elif offset == 0:
+        elif role == common_pb2.ROLE_PREFILL:
             output.finished.SetInParent()
         tokens.append([output])
     return Answers(OUTPUTS_TAG, tokens)

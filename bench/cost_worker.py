@@ -208,7 +208,10 @@ async def decode(worker: Attachment, decoder: Decoder, answers: Answers) -> None
 
 async def attach(arguments: argparse.Namespace) -> int:
     """Serves a coordinator until it is killed."""
-    answers = cost_answers.worker_outputs(arguments.tokens)
+    prefilled, decoded = (
+        cost_answers.worker_outputs(role, arguments.tokens)
+        for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
+    )
     gate = Gate(0 if arguments.step_ms else arguments.requests)
     address = arguments.coordinator
     prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL)
@@ -220,10 +223,10 @@ async def attach(arguments: argparse.Namespace) -> int:
         await worker.open()
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
-        group.create_task(prefill(prefiller, answers))
+        group.create_task(prefill(prefiller, prefilled))
         for worker in decoders:
             decoder = Decoder(arguments.step_ms / 1e3, gate, worker.step)
-            group.create_task(decode(worker, decoder, answers))
+            group.create_task(decode(worker, decoder, decoded))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from google.rpc import code_pb2
 
@@ -89,6 +89,11 @@ class RequestBook:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """By their ids."""
+        return self._requests
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -221,11 +226,11 @@ class RequestBook:
             request.decoding_at = now
         self.handed_over(request)
 
-    def send_delta(self, request: Request, delta: common_pb2.TokenDelta) -> None:
-        """Tokens for the client: one effect for all that an event brings."""
+    def deltas(self) -> list[tuple[StreamKey, common_pb2.TokenDelta]]:
+        """Takes tokens for clients: one effect for all that an event brings."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
-        self._deltas.append((request.submission.to, delta))
+        return self._deltas
 
     def charge(self, request: Request) -> None:
         """Its tenant pays for the tokens that have come since the last time."""

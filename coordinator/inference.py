@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from baton.coordinator import events as ev
 from baton.coordinator.intake import Intake
 from baton.coordinator.request import StreamKey
-from baton.coordinator.session_events import encoded, generate_events
+from baton.coordinator.session_events import generate_events
 from baton.coordinator.shell import ClientSession, Shell
 from baton.coordinator.stall import StallGuard, slow_reader
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, Internal, InvalidArgument, ResourceExhausted, abort
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-_GenerateContext: TypeAlias = (
-    "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateEvent]"
-)
-_SessionContext: TypeAlias = (
-    "grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionEvents]"
-)
+# Both write encoded messages.
+_GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
+_SessionContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.SessionRequest, bytes]"
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -69,15 +66,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await call.close()
 
 
+def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated code does it, but for what is written: events are encoded already."""
+    handlers: dict[str, Any] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, inference_pb2.GenerateRequest.FromString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            service.Session, inference_pb2.SessionRequest.FromString
+        ),
+        "GetModel": grpc.unary_unary_rpc_method_handler(
+            service.GetModel,
+            inference_pb2.GetModelRequest.FromString,
+            common_pb2.ModelDescription.SerializeToString,
+        ),
+    }
+    name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+    server.add_registered_method_handlers(name, handlers)
+
+
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
     """Writes the events of the session's only stream, up to its last."""
     while True:
         taken = await session.outbox.take()
         if session.slow:
             raise slow_reader()
-        for event in generate_events(taken):
+        for event, is_last in generate_events(taken):
             await guard.write(event)
-            if event.HasField("finished"):
+            if is_last:
                 return
 
 
@@ -185,7 +202,7 @@ class _SessionCall:
             if session.slow:
                 raise slow_reader()
             if taken:
-                await self._guard.write(inference_pb2.SessionEvents.FromString(encoded(taken)))
+                await self._guard.write(taken)
             if reader.done():
                 reader.result()
                 if not session.live and session.outbox.empty:

@@ -26,37 +26,56 @@ _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 class _Step:
     """One engine step of a worker; what its outputs have in common is counted once."""
 
-    __slots__ = ("_gaps", "_num_tokens", "book", "now", "worker")
+    __slots__ = ("_gap", "_gaps", "_lane", "_last_at", "_num_tokens", "book", "now", "worker")
 
     def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
         self.book, self.worker, self.now = book, worker, now
         self._num_tokens = 0
-        # By lane and time of the last token, which most requests of a worker share: the gap in
-        # microseconds, and how many there are.
+        # By lane and time of the last token: the gap in microseconds, and how many there are. Most
+        # requests of a worker share it, so the last one is at hand.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
+        self._lane, self._last_at, self._gap = common_pb2.LANE_UNSPECIFIED, -1.0, [0, 0]
 
-    def served(self, request: Request, num_tokens: int) -> None:
-        """The request has so many tokens more."""
-        now, lane, last_at = self.now, request.submission.lane, request.last_token_at
+    def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
+        """Sends an output's tokens on, each exactly once; False when the attempt is lost instead.
+
+        All that a token costs the core, but for finding whose it is.
+        """
+        known, token_ids, text = request.token_ids, delta.token_ids, delta.text
+        if delta.offset != len(known):
+            return self._deliver_unexpected(request, delta)
+        num_tokens = len(token_ids)
+        if num_tokens == 1:
+            known.append(token_ids[0])
+        elif num_tokens:
+            known.extend(token_ids)
+        elif not text:
+            return True
+        request.text_chars += len(text)
+        submission = request.submission
+        self.book.deltas().append((submission.to, delta))
+        if not num_tokens:
+            return True
+        self._num_tokens += num_tokens
+        lane, last_at = submission.lane, request.last_token_at
+        request.last_token_at = self.now
         if last_at is None:
-            request.first_token_at = now
-            self.book.stats.lanes[lane].ttft.observe(now - request.submission.arrived_at)
+            request.first_token_at = self.now
+            self.book.stats.lanes[lane].ttft.observe(self.now - submission.arrived_at)
         else:
-            gap = self._gaps.get((lane, last_at))
-            if gap is None:
-                gap_us = min(round((now - last_at) * 1e6), _MAX_GAP_US)
-                gap = self._gaps[lane, last_at] = [gap_us, 0]
+            if last_at != self._last_at or lane != self._lane:
+                self._seek_gap(lane, last_at)
+            gap = self._gap
             gap[1] += 1
             request.gaps_us.append(gap[0])
-        request.last_token_at = now
         if request.interruptions:
             request.losses, request.suspect = [], False
             if request.interruptions[-1].ended_at is None:
-                request.interruptions[-1].ended_at = now
+                request.interruptions[-1].ended_at = self.now
         request.num_uncharged += num_tokens
         if request.num_uncharged >= _CHARGE_TOKENS:
             self.book.charge(request)
-        self._num_tokens += num_tokens
+        return True
 
     def count(self) -> None:
         """Puts the sums where they belong."""
@@ -64,6 +83,35 @@ class _Step:
         stats.num_output_tokens += self._num_tokens
         for (lane, last_at), (_, count) in self._gaps.items():
             stats.lanes[lane].itl.observe(self.now - last_at, count)
+
+    def _seek_gap(self, lane: common_pb2.Lane.ValueType, last_at: float) -> None:
+        self._lane, self._last_at = lane, last_at
+        gap = self._gaps.get((lane, last_at))
+        if gap is None:
+            gap_us = min(round((self.now - last_at) * 1e6), _MAX_GAP_US)
+            gap = self._gaps[lane, last_at] = [gap_us, 0]
+        self._gap = gap
+
+    def _deliver_unexpected(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
+        expected = len(request.token_ids)
+        if delta.offset > expected:
+            error = errors.Internal(
+                f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            )
+            self.book.recover(request, self.worker, error, self.now)
+            return False
+        overlap = expected - delta.offset
+        if overlap >= len(delta.token_ids):
+            return True
+        # The text is new all the same: a worker leaves out text that was sent.
+        rest = common_pb2.TokenDelta(
+            offset=expected,
+            token_ids=delta.token_ids[overlap:],
+            text=delta.text,
+            logprobs=delta.logprobs[overlap:],
+        )
+        return self.deliver(request, rest)
 
 
 def apply_step(
@@ -74,13 +122,19 @@ def apply_step(
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.
     """
-    step = _Step(book, worker, now)
+    step, find, decoding = _Step(book, worker, now), book.requests.get, RequestState.DECODING
     for output in outputs.outputs:
-        request = book.get(output.request_id)
+        request = find(output.request_id)
         if request is None or output.attempt != request.attempt_number:
             continue
         if worker == request.decode and (request.prefill is None or request.prefill_done):
-            _decode_output(step, request, output)
+            if request.state is not decoding:
+                _first_decode_output(step, request, output)
+            # Most have no end.
+            if output.WhichOneof("end") is None:
+                step.deliver(request, output.delta)
+            else:
+                _last_decode_output(step, request, output)
         elif worker == request.prefill:
             book.answered(request, worker)
             _prefill_output(step, request, output)
@@ -103,7 +157,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         # Only the prompt's KV cache was wanted.
         book.begin_decode(request, now)
         return
-    if not _deliver(step, request, output):
+    if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
         book.prefill_over(request)
@@ -117,18 +171,12 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         book.recover(request, worker, error, now)
 
 
-def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    end = output.WhichOneof("end")
-    if request.state is not RequestState.DECODING:
-        _first_decode_output(step, request, output)
-    if end is None:
-        _deliver(step, request, output)
-        return
+def _last_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     book, worker, now = step.book, step.worker, step.now
-    if end == "failed":
+    if output.HasField("failed"):
         _failed(book, request, worker, output.failed, now)
         return
-    if not _deliver(step, request, output):
+    if not step.deliver(request, output.delta):
         return
     finished = output.finished
     if finished.prompt_logprobs:
@@ -152,43 +200,6 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
             book.lanes.cached(request, output.timings.num_cached_tokens)
     if not output.HasField("failed"):
         book.decoding(request, step.now)
-
-
-def _deliver(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> bool:
-    """Sends an output's tokens on, each exactly once; False when the attempt is lost instead."""
-    delta = output.delta
-    expected = len(request.token_ids)
-    if delta.offset != expected:
-        if delta.offset > expected:
-            error = errors.Internal(
-                f"worker {step.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
-                f"{delta.offset - expected} are lost"
-            )
-            step.book.recover(request, step.worker, error, step.now)
-            return False
-        overlap = expected - delta.offset
-        if overlap >= len(delta.token_ids):
-            return True
-        # The text is new all the same: a worker leaves out text that was sent.
-        delta = common_pb2.TokenDelta(
-            offset=expected,
-            token_ids=delta.token_ids[overlap:],
-            text=delta.text,
-            logprobs=delta.logprobs[overlap:],
-        )
-    token_ids, text = delta.token_ids, delta.text
-    num_tokens = len(token_ids)
-    if num_tokens == 1:
-        request.token_ids.append(token_ids[0])
-    elif num_tokens:
-        request.token_ids.extend(token_ids)
-    elif not text:
-        return True
-    if num_tokens:
-        step.served(request, num_tokens)
-    request.text_chars += len(text)
-    step.book.send_delta(request, delta)
-    return True
 
 
 def _failed(
