@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
@@ -40,6 +41,22 @@ class Answers:
             b"".join([prefix(self._tag, len(head) + len(tail)) + head + tail for tail in tails])
             for tails in self._tails[first:last]
         ]
+
+
+class Token(NamedTuple):
+    """One token of a request and nothing else, as StepTokens has it."""
+
+    offset: int
+    token_id: int
+    num_text_chars: int
+    delta: bytes
+
+
+def plain_tokens(num_tokens: int) -> list[Token]:
+    return [
+        Token(offset, delta.token_ids[0], len(delta.text), delta.SerializeToString())
+        for offset, delta in enumerate(map(_delta, range(num_tokens)))
+    ]
 
 
 @functools.lru_cache

@@ -77,13 +77,16 @@ class RequestBook:
             for lane in LANES
         }
         self._requests: dict[str, Request] = {}
+        # Dispatched ones, by what their workers call them; a handle is never used again.
+        self._by_handle: dict[int, Request] = {}
+        self._num_handles = 0
         self._by_session: dict[int, dict[int, Request]] = {}
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
         # Of the event that is being handled, in `out` unless empty.
-        self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
+        self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
         self.closing = False
 
@@ -94,6 +97,11 @@ class RequestBook:
     def requests(self) -> Mapping[str, Request]:
         """By their ids."""
         return self._requests
+
+    @property
+    def by_handle(self) -> Mapping[int, Request]:
+        """Those whose attempt goes on, by what their workers call it."""
+        return self._by_handle
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -178,6 +186,9 @@ class RequestBook:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
         request.attempt += 1
+        self._num_handles += 1
+        request.handle = self._num_handles
+        self._by_handle[request.handle] = request
         request.num_known = len(request.token_ids)
         if request.dispatched_at is None:
             request.dispatched_at = now
@@ -226,8 +237,8 @@ class RequestBook:
             request.decoding_at = now
         self.handed_over(request)
 
-    def deltas(self) -> list[tuple[StreamKey, common_pb2.TokenDelta]]:
-        """Takes tokens for clients: one effect for all that an event brings."""
+    def deltas(self) -> list[tuple[StreamKey, bytes]]:
+        """Takes encoded tokens for clients: one effect for all that an event brings."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
         return self._deltas
@@ -515,6 +526,7 @@ class RequestBook:
             self._placer.refresh(worker)
 
     def _let_go(self, request: Request) -> None:
+        self._by_handle.pop(request.handle, None)
         self.handed_over(request)
         self._placer.released(request)
         self._release(request.prefill, request)
@@ -538,7 +550,7 @@ class RequestBook:
                 traceparent=submission.traceparent,
             )
         spec.CopyFrom(request.spec)
-        spec.attempt = request.attempt_number
+        spec.attempt, spec.handle = request.attempt_number, request.handle
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.rpc import code_pb2
 
 from baton.coordinator.book import RequestBook
-from baton.coordinator.request import Request, RequestState, WorkerKey
+from baton.coordinator.request import Request, RequestState, StreamKey, WorkerKey
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -36,46 +36,91 @@ class _Step:
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
         self._lane, self._last_at, self._gap = common_pb2.LANE_UNSPECIFIED, -1.0, [0, 0]
 
-    def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
-        """Sends an output's tokens on, each exactly once; False when the attempt is lost instead.
+    def take(self, tokens: cluster_pb2.StepTokens) -> None:
+        """Sends on what is one token each. All that a token costs the core is here."""
+        find, decoding, worker = self.book.by_handle.get, RequestState.DECODING, self.worker
+        deltas: list[tuple[StreamKey, bytes]] = []
+        for handle, offset, token_id, num_chars, encoded in zip(
+            tokens.handles,
+            tokens.offsets,
+            tokens.token_ids,
+            tokens.num_text_chars,
+            tokens.deltas,
+            strict=True,
+        ):
+            request = find(handle)
+            if request is None:
+                continue
+            known = request.token_ids
+            if (
+                request.state is not decoding
+                or request.decode != worker
+                or offset != len(known)
+                or (request.interruptions and request.interruptions[-1].ended_at is None)
+            ):
+                delta = common_pb2.TokenDelta.FromString(encoded)
+                _apply_output(self, request, cluster_pb2.RequestOutput(delta=delta))
+                continue
+            known.append(token_id)
+            request.text_chars += num_chars
+            if not deltas:
+                deltas = self.book.deltas()
+            deltas.append((request.submission.to, encoded))
+            self._served(request, 1)
 
-        All that a token costs the core, but for finding whose it is.
-        """
-        known, token_ids, text = request.token_ids, delta.token_ids, delta.text
-        if delta.offset != len(known):
-            return self._deliver_unexpected(request, delta)
-        num_tokens = len(token_ids)
-        if num_tokens == 1:
-            known.append(token_ids[0])
-        elif num_tokens:
-            known.extend(token_ids)
-        elif not text:
+    def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
+        """Sends an output on, each token exactly once; False when the attempt is lost instead."""
+        expected = len(request.token_ids)
+        if delta.offset > expected:
+            error = errors.Internal(
+                f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            )
+            self.book.recover(request, self.worker, error, self.now)
+            return False
+        if delta.offset < expected:
+            overlap = expected - delta.offset
+            if overlap >= len(delta.token_ids):
+                return True
+            # The text is new all the same: a worker leaves out text that was sent.
+            delta = common_pb2.TokenDelta(
+                offset=expected,
+                token_ids=delta.token_ids[overlap:],
+                text=delta.text,
+                logprobs=delta.logprobs[overlap:],
+            )
+        num_tokens = len(delta.token_ids)
+        if not num_tokens and not delta.text:
             return True
-        request.text_chars += len(text)
-        submission = request.submission
-        self.book.deltas().append((submission.to, delta))
-        if not num_tokens:
-            return True
-        self._num_tokens += num_tokens
-        lane, last_at = submission.lane, request.last_token_at
+        request.token_ids.extend(delta.token_ids)
+        request.text_chars += len(delta.text)
+        self.book.deltas().append((request.submission.to, delta.SerializeToString()))
+        if num_tokens:
+            self._served(request, num_tokens)
+            if request.interruptions:
+                request.losses, request.suspect = [], False
+                if request.interruptions[-1].ended_at is None:
+                    request.interruptions[-1].ended_at = self.now
+        return True
+
+    def _served(self, request: Request, num_tokens: int) -> None:
+        """The request has so many tokens more."""
+        lane, last_at = request.submission.lane, request.last_token_at
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
-            self.book.stats.lanes[lane].ttft.observe(self.now - submission.arrived_at)
+            ttft_s = self.now - request.submission.arrived_at
+            self.book.stats.lanes[lane].ttft.observe(ttft_s)
         else:
             if last_at != self._last_at or lane != self._lane:
                 self._seek_gap(lane, last_at)
             gap = self._gap
             gap[1] += 1
             request.gaps_us.append(gap[0])
-        if request.interruptions:
-            request.losses, request.suspect = [], False
-            if request.interruptions[-1].ended_at is None:
-                request.interruptions[-1].ended_at = self.now
+        self._num_tokens += num_tokens
         request.num_uncharged += num_tokens
         if request.num_uncharged >= _CHARGE_TOKENS:
             self.book.charge(request)
-        return True
 
     def count(self) -> None:
         """Puts the sums where they belong."""
@@ -92,27 +137,6 @@ class _Step:
             gap = self._gaps[lane, last_at] = [gap_us, 0]
         self._gap = gap
 
-    def _deliver_unexpected(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
-        expected = len(request.token_ids)
-        if delta.offset > expected:
-            error = errors.Internal(
-                f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
-                f"{delta.offset - expected} are lost"
-            )
-            self.book.recover(request, self.worker, error, self.now)
-            return False
-        overlap = expected - delta.offset
-        if overlap >= len(delta.token_ids):
-            return True
-        # The text is new all the same: a worker leaves out text that was sent.
-        rest = common_pb2.TokenDelta(
-            offset=expected,
-            token_ids=delta.token_ids[overlap:],
-            text=delta.text,
-            logprobs=delta.logprobs[overlap:],
-        )
-        return self.deliver(request, rest)
-
 
 def apply_step(
     book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
@@ -122,23 +146,23 @@ def apply_step(
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.
     """
-    step, find, decoding = _Step(book, worker, now), book.requests.get, RequestState.DECODING
+    step = _Step(book, worker, now)
+    if outputs.HasField("tokens"):
+        step.take(outputs.tokens)
     for output in outputs.outputs:
-        request = find(output.request_id)
-        if request is None or output.attempt != request.attempt_number:
-            continue
-        if worker == request.decode and (request.prefill is None or request.prefill_done):
-            if request.state is not decoding:
-                _first_decode_output(step, request, output)
-            # Most have no end.
-            if output.WhichOneof("end") is None:
-                step.deliver(request, output.delta)
-            else:
-                _last_decode_output(step, request, output)
-        elif worker == request.prefill:
-            book.answered(request, worker)
-            _prefill_output(step, request, output)
+        request = book.get(output.request_id)
+        if request is not None and output.attempt == request.attempt_number:
+            _apply_output(step, request, output)
     step.count()
+
+
+def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    worker = step.worker
+    if worker == request.decode and (request.prefill is None or request.prefill_done):
+        _decode_output(step, request, output)
+    elif worker == request.prefill:
+        step.book.answered(request, worker)
+        _prefill_output(step, request, output)
 
 
 def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
@@ -171,9 +195,15 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         book.recover(request, worker, error, now)
 
 
-def _last_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    end = output.WhichOneof("end")
+    if request.state is not RequestState.DECODING:
+        _first_decode_output(step, request, output)
+    if end is None:
+        step.deliver(request, output.delta)
+        return
     book, worker, now = step.book, step.worker, step.now
-    if output.HasField("failed"):
+    if end == "failed":
         _failed(book, request, worker, output.failed, now)
         return
     if not step.deliver(request, output.delta):

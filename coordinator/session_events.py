@@ -23,13 +23,10 @@ Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError
 _EVENTS, _STREAM, _DELTA, _GENERATE_DELTA = 1 << 3 | 2, 1 << 3, 3 << 3 | 2, 2 << 3 | 2
 
 
-def encoded_deltas(
-    deltas: Iterable[tuple[StreamKey, common_pb2.TokenDelta]],
-) -> dict[int, bytes]:
-    """A SessionEvents message for each session, by its number."""
+def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
+    """Encoded tokens as a SessionEvents message for each session, by its number."""
     found: dict[int, list[bytes]] = {}
-    for to, delta in deltas:
-        data = delta.SerializeToString()
+    for to, data in deltas:
         parts = found.get(to.session)
         if parts is None:
             parts = found[to.session] = []

@@ -266,22 +266,25 @@ class Runner:
             # A prompt's blocks before its first token: until that the coordinator expects them.
             if any(output.queue_s is not None for output in step.outputs):
                 self._cache.flush()
-            outputs = [
-                message
-                for output in step.outputs
-                if (held := self._by_engine_id.get(output.request_id)) is not None
-                and (message := self._take(held, output)) is not None
-            ]
-            self._post(outputs)
+            message = cluster_pb2.StepOutputs(step=self._num_steps)
+            for output in step.outputs:
+                held = self._by_engine_id.get(output.request_id)
+                if held is not None:
+                    self._take(held, output, message)
+            if message.outputs or message.HasField("tokens"):
+                self._outbox.post(cluster_pb2.WorkerMessage(step=message))
             await self._outbox.room()
 
-    def _take(self, held: _Held, output: EngineOutput) -> cluster_pb2.RequestOutput:
-        message = held.attempt.report(output)
+    def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         self.num_tokens += len(output.token_ids)
+        if held.attempt.report_token(output, step.tokens):
+            held.policy.on_output(held.attempt, output)
+            return
+        message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
+        step.outputs.append(message)
         if end := message.WhichOneof("end"):
             self._forget(held, end)
-        return message
 
     async def _pump_transfer(self) -> None:
         while True:

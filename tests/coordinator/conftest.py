@@ -114,7 +114,8 @@ class World:
         effects = self.core.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, ev.SendDeltas):
-                for to, delta in effect.deltas:
+                for to, encoded in effect.deltas:
+                    delta = common_pb2.TokenDelta.FromString(encoded)
                     self.sent[to].append(SendDelta(to, delta))
             elif isinstance(effect, ev.SendCommand):
                 self.commands[effect.worker[0]].append(effect.command)
