@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -161,26 +163,39 @@ class _SessionCall:
             session.end(stream, error)
             return
         session.live.add(stream)
-        task = asyncio.create_task(self._admit(stream, submit.request, self._shell.now()))
-        self._submitting[stream] = task
+        to, arrived_at = StreamKey(session.number, stream), self._shell.now()
+        submission = None
+        with self._refusing(stream):
+            submission = self._intake.submission_at_once(submit.request, to, arrived_at)
+            if submission is None:
+                admitting = self._admit(to, submit.request, arrived_at)
+                self._submitting[stream] = asyncio.create_task(admitting)
+        if submission is not None:
+            self._shell.post(ev.Submitted(submission))
 
     async def _admit(
-        self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
+        self, to: StreamKey, request: inference_pb2.GenerateRequest, arrived_at: float
     ) -> None:
-        """Tokenizes one request and hands it to the core; a wrong one fails alone."""
-        to = StreamKey(self._session.number, stream)
+        """Tokenizes one request off the event loop and hands it to the core."""
+        submission = None
         try:
-            submission = await self._intake.submission(request, to, arrived_at)
-        except BatonError as error:
-            self._session.end(stream, error)
-        except Exception as error:  # One request's trouble must not end the others.
-            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
-        else:
+            with self._refusing(to.stream):
+                submission = await self._intake.submission(request, to, arrived_at)
             # Given up meanwhile, it has no end at which its requests would be cancelled.
-            if self._shell.is_open(self._session):
+            if submission is not None and self._shell.is_open(self._session):
                 self._shell.post(ev.Submitted(submission))
         finally:
-            self._submitting.pop(stream, None)
+            self._submitting.pop(to.stream, None)
+
+    @contextlib.contextmanager
+    def _refusing(self, stream: int) -> Iterator[None]:
+        """A wrong request fails alone: one request's trouble must not end the others."""
+        try:
+            yield
+        except BatonError as error:
+            self._session.end(stream, error)
+        except Exception as error:
+            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
 
     def _cancel(self, stream: int) -> None:
         task = self._submitting.pop(stream, None)
