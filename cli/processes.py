@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,11 +121,22 @@ def worker(
     raise typer.Exit(code)
 
 
+# Its servers' sockets are polled by the thread that takes what came to Python, not by a pool of
+# threads that wake each other: a sixth of what a coordinator costs beside paced tokens. gRPC reads
+# this when it is imported, and only then.
+_GRPC_EXPERIMENTS = ("GRPC_EXPERIMENTS", "-event_engine_listener")
+
+
 def _serve_coordinator(config: BatonConfig, *, launch: bool) -> None:
+    name, value = _GRPC_EXPERIMENTS
+    is_ours = os.environ.setdefault(name, value) is value
     from baton.cli.model import prepared
     from baton.coordinator import server
     from baton.runtime import lifecycle, logs
 
+    if is_ours:
+        # Not for the workers that are started from here.
+        del os.environ[name]
     logs.setup(config.log_level, "coordinator")
 
     def ready(address: str) -> None:
