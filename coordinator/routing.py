@@ -61,8 +61,8 @@ class PrefillChoice(NamedTuple):
     work_s: float
     num_work_tokens: int
     num_cached_tokens: int
-    stays: bool
-    num_candidates: int
+    stays: bool = False
+    num_candidates: int = 1
 
     @property
     def reason(self) -> str:
