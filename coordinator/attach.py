@@ -116,7 +116,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def _apply(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
         kind, post, worker = message.WhichOneof("message"), self._shell.post, link.key
         if kind == "step":
-            check_columns(message.step.tokens)
+            _check_columns(message.step.tokens)
             post(ev.WorkerStep(worker, message.step))
         elif kind == "load":
             post(ev.WorkerLoad(worker, message.load))
@@ -193,13 +193,14 @@ class _Heartbeat:
         self._timer = self._loop.call_later(left_s, self._look)
 
 
-def check_columns(tokens: cluster_pb2.StepTokens) -> None:
+def _check_columns(tokens: cluster_pb2.StepTokens) -> None:
     """Raises InvalidArgument when a step's tokens do not have all that is to be said of each."""
     num_tokens = len(tokens.handles)
     for name in ("offsets", "token_ids", "num_text_chars", "deltas"):
-        if len(getattr(tokens, name)) != num_tokens:
+        num_entries = len(getattr(tokens, name))
+        if num_entries != num_tokens:
             raise InvalidArgument(
-                f"step.tokens.{name}",
-                f"{len(getattr(tokens, name))} entries",
-                f"as many as step.tokens.handles: {num_tokens}",
+                f"len(step.tokens.{name})",
+                num_entries,
+                f"must be as many as step.tokens.handles: {num_tokens}",
             )
