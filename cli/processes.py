@@ -121,22 +121,22 @@ def worker(
     raise typer.Exit(code)
 
 
-# Its servers' sockets are polled by the thread that takes what came to Python, not by a pool of
-# threads that wake each other: a sixth of what a coordinator costs beside paced tokens. gRPC reads
-# this when it is imported, and only then.
-_GRPC_EXPERIMENTS = ("GRPC_EXPERIMENTS", "-event_engine_listener")
+# gRPC reads it when it is imported, and only then. The server's sockets are polled by the thread that
+# takes what came to Python, not by a pool of threads that wake each other, which costs a sixth more.
+_GRPC_EXPERIMENTS, _POLLED_BY_ONE_THREAD = "GRPC_EXPERIMENTS", "-event_engine_listener"
 
 
 def _serve_coordinator(config: BatonConfig, *, launch: bool) -> None:
-    name, value = _GRPC_EXPERIMENTS
-    is_ours = os.environ.setdefault(name, value) is value
+    is_free = _GRPC_EXPERIMENTS not in os.environ
+    if is_free:
+        os.environ[_GRPC_EXPERIMENTS] = _POLLED_BY_ONE_THREAD
     from baton.cli.model import prepared
     from baton.coordinator import server
     from baton.runtime import lifecycle, logs
 
-    if is_ours:
-        # Not for the workers that are started from here.
-        del os.environ[name]
+    if is_free:
+        # The workers that are started from here move more than they poll.
+        del os.environ[_GRPC_EXPERIMENTS]
     logs.setup(config.log_level, "coordinator")
 
     def ready(address: str) -> None:
