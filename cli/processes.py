@@ -121,8 +121,9 @@ def worker(
     raise typer.Exit(code)
 
 
-# gRPC reads it when it is imported, and only then. The server's sockets are polled by the thread that
-# takes what came to Python, not by a pool of threads that wake each other, which costs a sixth more.
+# gRPC reads it when it is imported, and only then. The server's sockets are polled by the thread
+# that takes what came to Python, not by a pool of threads that wake each other: that is cheaper by
+# a sixth.
 _GRPC_EXPERIMENTS, _POLLED_BY_ONE_THREAD = "GRPC_EXPERIMENTS", "-event_engine_listener"
 
 
