@@ -79,8 +79,8 @@ class Intake:
         """
         with self._counting():
             lane = self._checked(request)
-            prompt = self._prompt_at_once(request)
-            if prompt is None:
+            prompt = array("I", request.resume.prompt_token_ids)
+            if not prompt:
                 self._num_pending[lane] += 1
                 try:
                     prompt = await self._tokenizer.prompt_token_ids(request)
@@ -96,11 +96,12 @@ class Intake:
         Raises:
             BatonError: it is wrong, or there is no room for it.
         """
+        known = request.resume.prompt_token_ids
+        if not known and not self._tokenizer.is_quick(request):
+            return None
         with self._counting():
             self._checked(request)
-            prompt = self._prompt_at_once(request)
-            if prompt is None:
-                return None
+            prompt = array("I", known) or self._tokenizer.prompt_at_once(request)
             return self._submission(request, prompt, to, arrived_at, None)
 
     @contextlib.contextmanager
@@ -143,10 +144,6 @@ class Intake:
                 "tokens and must leave room for one",
             )
         return lane
-
-    def _prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int] | None:
-        known = array("I", request.resume.prompt_token_ids)
-        return known or self._tokenizer.prompt_at_once(request)
 
     def _submission(
         self,

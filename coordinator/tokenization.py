@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -70,37 +70,29 @@ class Tokenizer:
         self._max_token_chars = _max_token_chars(self._tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
+    def is_quick(self, request: inference_pb2.GenerateRequest) -> bool:
+        """Whether its prompt may be tokenized on the event loop."""
+        return request.HasField("tokens") or _num_chars(request) <= _MAX_INLINE_CHARS
+
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
         """A request's prompt as token ids; long texts are tokenized in a thread.
 
         Raises:
             InvalidArgument: the chat template refuses the messages, or there is none.
         """
-        prompt = self.prompt_at_once(request)
-        if prompt is not None:
-            return prompt
-        encode, what = self._encoder(request)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, what)
+        if self.is_quick(request):
+            return self.prompt_at_once(request)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self.prompt_at_once, request
+        )
 
-    def prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int] | None:
-        """The same without waiting; None for a long text.
-
-        Raises:
-            InvalidArgument: the chat template refuses the messages, or there is none.
-        """
+    def prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int]:
+        """The same without waiting, however long it takes."""
         if request.HasField("tokens"):
             return array("I", request.tokens.ids)
-        if _num_chars(request) > _MAX_INLINE_CHARS:
-            return None
-        encode, what = self._encoder(request)
-        return encode(what)
-
-    def _encoder(
-        self, request: inference_pb2.GenerateRequest
-    ) -> tuple[Callable[[Any], array[int]], Any]:
         if request.HasField("text"):
-            return self.encode_text, request.text
-        return self.encode_chat, request.chat
+            return self.encode_text(request.text)
+        return self.encode_chat(request.chat)
 
     def min_tokens(self, request: inference_pb2.GenerateRequest) -> int:
         """How many tokens the prompt has at least, without tokenizing it: 0 where unknown.
