@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from google.protobuf.message import Message
 
@@ -42,6 +43,22 @@ class Answers:
         ]
 
 
+class Token(NamedTuple):
+    """One token of a request and nothing else, as StepTokens has it."""
+
+    offset: int
+    token_id: int
+    num_text_chars: int
+    delta: bytes
+
+
+def plain_tokens(num_tokens: int) -> list[Token]:
+    return [
+        Token(offset, delta.token_ids[0], len(delta.text), delta.SerializeToString())
+        for offset, delta in enumerate(map(_delta, range(num_tokens)))
+    ]
+
+
 @functools.lru_cache
 def prefix(tag: bytes, num_bytes: int) -> bytes:
     """Of a field of so many bytes: its tag, and its length as a varint."""
@@ -53,8 +70,8 @@ def prefix(tag: bytes, num_bytes: int) -> bytes:
     return bytes(length)
 
 
-def worker_outputs(num_tokens: int) -> Answers:
-    """Entries of StepOutputs: the first token is the prefill worker's."""
+def worker_outputs(role: common_pb2.Role.ValueType, num_tokens: int) -> Answers:
+    """Entries of StepOutputs. A prefill worker's part is over with the first token."""
     tokens = []
     for offset in range(num_tokens):
         output = cluster_pb2.RequestOutput(delta=_delta(offset))
@@ -62,7 +79,7 @@ def worker_outputs(num_tokens: int) -> Answers:
             output.timings.CopyFrom(cluster_pb2.StageTimings(queue_us=10, run_us=100))
         if offset == num_tokens - 1:
             output.finished.reason = common_pb2.FINISH_REASON_LENGTH
-        elif offset == 0:
+        elif role == common_pb2.ROLE_PREFILL:
             output.finished.SetInParent()
         tokens.append([output])
     return Answers(OUTPUTS_TAG, tokens)

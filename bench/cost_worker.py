@@ -11,18 +11,20 @@ import argparse
 import asyncio
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from baton.bench import cost_answers
-from baton.bench.cost_answers import MODEL, VOCAB_SIZE, Answers
+from baton.bench.cost_answers import MODEL, VOCAB_SIZE, Answers, Token
 from baton.runtime import lifecycle, rpc
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 MAX_MODEL_LEN = 8192
+# Of StepTokens: whose they are, and what a Token has.
+_COLUMNS = ("handles", "offsets", "token_ids", "num_text_chars", "deltas")
 # Field number and wire type of WorkerMessage.step.
 _STEP_TAG = b"\x2a"
 
@@ -54,13 +56,18 @@ class Decoder:
 
     Args:
         step_s: from one step's start to the next; 0: as fast as they are taken.
-        send: takes a step's answers.
+        send: takes a step's answers, by whose they are: encoded, or a plain token.
     """
 
-    def __init__(self, step_s: float, gate: Gate, send: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        step_s: float,
+        gate: Gate,
+        send: Callable[[list[tuple[int, bytes | Token]]], Awaitable[None]],
+    ) -> None:
         self._step_s, self._gate, self._send = step_s, gate, send
-        self._live: dict[str | int, Iterator[bytes]] = {}
-        self._ends: defaultdict[int, list[str | int]] = defaultdict(list)
+        self._live: dict[int, Iterator[bytes | Token]] = {}
+        self._ends: defaultdict[int, list[int]] = defaultdict(list)
         self._opened = gate.opened
         self._added = asyncio.Event()
         self.num_steps = 0
@@ -69,7 +76,7 @@ class Decoder:
     def num_live(self) -> int:
         return len(self._live)
 
-    def add(self, name: str | int, answers: list[bytes]) -> None:
+    def add(self, name: int, answers: Sequence[bytes | Token]) -> None:
         """A request joins, and leaves with its last answer."""
         self._live[name] = iter(answers)
         self._ends[self.num_steps + len(answers)].append(name)
@@ -88,7 +95,7 @@ class Decoder:
                     due = max(due + self._step_s, loop.time())
                     await asyncio.sleep(due - loop.time())
                 self.num_steps += 1
-                step = b"".join(map(next, self._live.values()))
+                step = list(zip(self._live, map(next, self._live.values()), strict=True))
                 for name in self._ends.pop(self.num_steps, ()):
                     del self._live[name]
                 await self._send(step)
@@ -125,6 +132,16 @@ class Attachment:
         self._seq += 1
         head = cluster_pb2.WorkerMessage(seq=self._seq)
         await self._write(head, cost_answers.prefix(_STEP_TAG, len(outputs)) + outputs)
+
+    async def decoded(self, answers: list[tuple[int, bytes | Token]]) -> None:
+        """A step of a decoder."""
+        plain = [(name, *answer) for name, answer in answers if isinstance(answer, Token)]
+        step = b"".join([answer for _, answer in answers if isinstance(answer, bytes)])
+        if plain:
+            columns = dict(zip(_COLUMNS, zip(*plain, strict=True), strict=True))
+            tokens: Any = cluster_pb2.StepTokens
+            step += cluster_pb2.StepOutputs(tokens=tokens(**columns)).SerializeToString()
+        await self.step(step)
 
     async def report(self, decoder: Decoder | None = None) -> None:
         """Tells of its load, for ever."""
@@ -194,7 +211,10 @@ async def prefill(worker: Attachment, answers: Answers) -> None:
         raise ConnectionError("the coordinator is gone")
 
 
-async def decode(worker: Attachment, decoder: Decoder, answers: Answers) -> None:
+async def decode(
+    worker: Attachment, decoder: Decoder, answers: Answers, plain: Sequence[Token]
+) -> None:
+    """The first answer has timings and the last one an end; between them are plain tokens."""
     async with asyncio.TaskGroup() as group:
         group.create_task(decoder.run())
         group.create_task(worker.report(decoder))
@@ -202,13 +222,19 @@ async def decode(worker: Attachment, decoder: Decoder, answers: Answers) -> None
             if message.HasField("decode"):
                 spec = message.decode.spec
                 num_known, num_all = len(spec.known_token_ids), spec.sampling.max_tokens
-                decoder.add(spec.request_id, answers.of(whose(spec), num_known, num_all))
+                first, *_ = answers.of(whose(spec), num_known, num_known + 1)
+                last = answers.of(whose(spec), max(num_known + 1, num_all - 1), num_all)
+                decoder.add(spec.handle, [first, *plain[num_known + 1 : num_all - 1], *last])
         raise ConnectionError("the coordinator is gone")
 
 
 async def attach(arguments: argparse.Namespace) -> int:
     """Serves a coordinator until it is killed."""
-    answers = cost_answers.worker_outputs(arguments.tokens)
+    prefilled, decoded = (
+        cost_answers.worker_outputs(role, arguments.tokens)
+        for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
+    )
+    plain = cost_answers.plain_tokens(arguments.tokens)
     gate = Gate(0 if arguments.step_ms else arguments.requests)
     address = arguments.coordinator
     prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL)
@@ -220,10 +246,10 @@ async def attach(arguments: argparse.Namespace) -> int:
         await worker.open()
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
-        group.create_task(prefill(prefiller, answers))
+        group.create_task(prefill(prefiller, prefilled))
         for worker in decoders:
-            decoder = Decoder(arguments.step_ms / 1e3, gate, worker.step)
-            group.create_task(decode(worker, decoder, answers))
+            decoder = Decoder(arguments.step_ms / 1e3, gate, worker.decoded)
+            group.create_task(decode(worker, decoder, decoded, plain))
     return 0
 
 
@@ -243,7 +269,10 @@ class DirectService:
             async with writing:
                 await context.write(events)
 
-        decoder = Decoder(self._step_s, Gate(0), send)
+        async def decoded(answers: list[tuple[int, bytes | Token]]) -> None:
+            await send(b"".join([one for _, one in answers if isinstance(one, bytes)]))
+
+        decoder = Decoder(self._step_s, Gate(0), decoded)
         running = asyncio.create_task(decoder.run())
         try:
             while isinstance(message := await context.read(), inference_pb2.SessionRequest):

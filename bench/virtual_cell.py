@@ -428,7 +428,8 @@ class VirtualCell:
             if isinstance(effect, ev.SendCommand):
                 self._send(effect)
             elif isinstance(effect, ev.SendDeltas):
-                for to, delta in effect.deltas:
+                for to, encoded in effect.deltas:
+                    delta = common_pb2.TokenDelta.FromString(encoded)
                     self._by_stream[to].token_times += [self.now] * len(delta.token_ids)
             elif isinstance(effect, ev.SendFinished):
                 self._by_stream.pop(effect.to).ended_at = self.now

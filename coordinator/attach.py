@@ -118,6 +118,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def _apply(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
         kind, post, worker = message.WhichOneof("message"), self._shell.post, link.key
         if kind == "step":
+            _check_columns(message.step.tokens)
             post(ev.WorkerStep(worker, message.step))
         elif kind == "load":
             post(ev.WorkerLoad(worker, message.load))
@@ -141,18 +142,67 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         would refuse the status that should follow it. A worker that reads nothing learns that it
         is fenced when it reads again.
         """
-        while link.stream is stream and not link.ended:
-            if reader.done():
-                reader.result()
-                return
-            link.wake.clear()
-            # Asked again before each: a newer stream may have taken over meanwhile.
-            while link.stream is stream and (message := link.next_to_send()) is not None:
-                await context.write(message)
-            if link.owes_acknowledgement:
-                await context.write(link.bare_acknowledgement())
-            try:
-                async with asyncio.timeout(self._config.heartbeat_s):
-                    await link.wake.wait()
-            except TimeoutError:
-                await context.write(link.bare_acknowledgement())
+        heartbeat = _Heartbeat(self._config.heartbeat_s, link.wake)
+        try:
+            while link.stream is stream and not link.ended:
+                if reader.done():
+                    reader.result()
+                    return
+                link.wake.clear()
+                # Asked again before each: a newer stream may have taken over meanwhile.
+                while link.stream is stream and (message := link.next_to_send()) is not None:
+                    heartbeat.sent()
+                    await context.write(message)
+                if link.owes_acknowledgement or heartbeat.is_due:
+                    heartbeat.sent()
+                    await context.write(link.bare_acknowledgement())
+                await link.wake.wait()
+        finally:
+            heartbeat.close()
+
+
+class _Heartbeat:
+    """Wakes a stream's writer when it has sent nothing for `interval_s`.
+
+    One timer that looks again: a time-out for every wait would cost as much as a message.
+    """
+
+    def __init__(self, interval_s: float, wake: asyncio.Event) -> None:
+        self._interval_s, self._wake = interval_s, wake
+        self._loop = asyncio.get_running_loop()
+        self.sent()
+        self._timer = self._loop.call_later(interval_s, self._look)
+
+    @property
+    def is_due(self) -> bool:
+        return self._left_s <= 0
+
+    def sent(self) -> None:
+        self._sent_at = self._loop.time()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    @property
+    def _left_s(self) -> float:
+        return self._sent_at + self._interval_s - self._loop.time()
+
+    def _look(self) -> None:
+        left_s = self._left_s
+        if left_s <= 0:
+            self._wake.set()
+            left_s = self._interval_s
+        self._timer = self._loop.call_later(left_s, self._look)
+
+
+def _check_columns(tokens: cluster_pb2.StepTokens) -> None:
+    """Raises InvalidArgument when a step's tokens do not have all that is to be said of each."""
+    num_tokens = len(tokens.handles)
+    for name in ("offsets", "token_ids", "num_text_chars", "deltas"):
+        num_entries = len(getattr(tokens, name))
+        if num_entries != num_tokens:
+            raise InvalidArgument(
+                f"len(step.tokens.{name})",
+                num_entries,
+                f"must be as many as step.tokens.handles: {num_tokens}",
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from google.rpc import code_pb2
 
@@ -90,18 +90,31 @@ class RequestBook:
             for lane in LANES
         }
         self._requests: dict[str, Request] = {}
+        # Dispatched ones, by what their workers call them; a handle is never used again.
+        self._by_handle: dict[int, Request] = {}
+        self._num_handles = 0
         self._by_session: dict[int, dict[int, Request]] = {}
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats()
         self.out: list[ev.Effect] = []
         # Of the event that is being handled, in `out` unless empty.
-        self._deltas: list[tuple[StreamKey, common_pb2.TokenDelta]] = []
+        self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
         self.closing: errors.Unavailable | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """By their ids."""
+        return self._requests
+
+    @property
+    def by_handle(self) -> Mapping[int, Request]:
+        """Those whose attempt goes on, by what their workers call it."""
+        return self._by_handle
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -190,6 +203,7 @@ class RequestBook:
         """A worker goes on with an attempt of a queued request that another coordinator sent it."""
         self._advance(request, RequestState.DECODING, now)
         request.attempts_before, request.attempt = attempt - 1, 1
+        self._name(request)
         request.dispatched_at = request.decoding_at = now
         request.decode = worker.key
         self.stats.dispatched(request, now)
@@ -203,6 +217,7 @@ class RequestBook:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
         request.attempt += 1
+        self._name(request)
         request.num_known = len(request.token_ids)
         if request.dispatched_at is None:
             request.dispatched_at = now
@@ -253,11 +268,11 @@ class RequestBook:
             request.decoding_at = now
         self.handed_over(request)
 
-    def send_delta(self, request: Request, delta: common_pb2.TokenDelta) -> None:
-        """Tokens for the client: one effect for all that an event brings."""
+    def deltas(self) -> list[tuple[StreamKey, bytes]]:
+        """Takes encoded tokens for clients: one effect for all that an event brings."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
-        self._deltas.append((request.submission.to, delta))
+        return self._deltas
 
     def charge(self, request: Request) -> None:
         """Its tenant pays for the tokens that have come since the last time."""
@@ -573,7 +588,14 @@ class RequestBook:
         if request.suspect:
             self._placer.refresh(worker)
 
+    def _name(self, request: Request) -> None:
+        """Gives its attempt a handle; `_let_go` takes it back."""
+        self._num_handles += 1
+        request.handle = self._num_handles
+        self._by_handle[request.handle] = request
+
     def _let_go(self, request: Request) -> None:
+        self._by_handle.pop(request.handle, None)
         self.handed_over(request)
         self._placer.released(request)
         self._release(request.prefill, request)
@@ -600,7 +622,7 @@ class RequestBook:
                 request.spec = _spec(submission)
                 request.spec.prompt_token_ids.extend(submission.prompt_token_ids)
             spec.CopyFrom(request.spec)
-        spec.attempt = request.attempt_number
+        spec.attempt, spec.handle = request.attempt_number, request.handle
         spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.coordinator.gaps import median_us
@@ -12,12 +13,22 @@ from baton.v1 import common_pb2
 _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
 
 
+@dataclass(slots=True)
+class _Span:
+    """What becomes a StageTime; messages cost several times as much while they change."""
+
+    stage: common_pb2.Stage.ValueType
+    start_us: int
+    duration_us: int
+    worker_id: str
+
+
 class _Ledger:
     """Stages end to end, in whole microseconds since the request's arrival."""
 
     def __init__(self, request: Request) -> None:
         self._arrived_at = request.submission.arrived_at
-        self.stages: list[common_pb2.StageTime] = []
+        self.stages: list[_Span] = []
         self.now_us = 0
 
     def us(self, at: float) -> int:
@@ -35,15 +46,9 @@ class _Ledger:
         self._add(rest, end_us - self.now_us, worker)
 
     def _add(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
-        if duration_us <= 0:
-            return
-        _append(
-            self.stages,
-            common_pb2.StageTime(
-                stage=stage, start_us=self.now_us, duration_us=duration_us, worker_id=worker_id
-            ),
-        )
-        self.now_us += duration_us
+        if duration_us > 0:
+            _append(self.stages, _Span(stage, self.now_us, duration_us, worker_id))
+            self.now_us += duration_us
 
 
 def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
@@ -69,8 +74,17 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
         if request.handoff_id and request.decode is not None:
             _handoff(ledger, request, decode, moment(request.decoding_at))
         ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
+    stages = [
+        common_pb2.StageTime(
+            stage=one.stage,
+            start_us=one.start_us,
+            duration_us=one.duration_us,
+            worker_id=one.worker_id,
+        )
+        for one in _with_recoveries(ledger, request, total_us)
+    ]
     return common_pb2.LatencyBudget(
-        stages=_with_recoveries(ledger, request, total_us),
+        stages=stages,
         ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
         total_us=total_us,
         itl_p50_us=median_us(request.gaps_us),
@@ -78,9 +92,7 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
     )
 
 
-def _with_recoveries(
-    ledger: _Ledger, request: Request, total_us: int
-) -> list[common_pb2.StageTime]:
+def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
     """The stages, but for the times without a worker: STAGE_RECOVERY and STAGE_PARKED."""
     spans = [
         (
@@ -93,7 +105,7 @@ def _with_recoveries(
     if not spans:
         return ledger.stages
     cuts = sorted({at for _, begin_us, end_us in spans for at in (begin_us, end_us)})
-    found: list[common_pb2.StageTime] = []
+    found: list[_Span] = []
     for stage in ledger.stages:
         end_us = stage.start_us + stage.duration_us
         edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
@@ -103,19 +115,19 @@ def _with_recoveries(
             )
             _append(
                 found,
-                common_pb2.StageTime(
-                    stage=stage.stage if without is None else without,
-                    start_us=start_us,
-                    duration_us=until_us - start_us,
-                    worker_id=stage.worker_id if without is None else "",
+                _Span(
+                    stage.stage if without is None else without,
+                    start_us,
+                    until_us - start_us,
+                    stage.worker_id if without is None else "",
                 ),
             )
     return found
 
 
-def _append(stages: list[common_pb2.StageTime], stage: common_pb2.StageTime) -> None:
+def _append(stages: list[_Span], stage: _Span) -> None:
     last = stages[-1] if stages else None
-    if last is not None and (last.stage, last.worker_id) == (stage.stage, stage.worker_id):
+    if last is not None and last.stage == stage.stage and last.worker_id == stage.worker_id:
         last.duration_us += stage.duration_us
     else:
         stages.append(stage)

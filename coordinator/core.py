@@ -173,6 +173,8 @@ class Core:
             assert worker.unanswered.keys() <= worker.assigned.keys()
             assert not worker.alone or worker.alone in worker.unanswered
             assert all(requests[request_id].prefill == worker.key for request_id in worker.sending)
+        attempts = [request for request in requests.values() if not request.waits]
+        assert self._book.by_handle == {request.handle: request for request in attempts}
         queued = sum(request.waits for request in requests.values())
         assert queued == len(self._book.lanes)
         self._book.lanes.check_integrity()

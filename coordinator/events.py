@@ -196,9 +196,9 @@ class SendAccepted:
 
 @dataclass(frozen=True, slots=True)
 class SendDeltas:
-    """All tokens that one event brought: parts of the worker's message, to be copied."""
+    """All tokens that one event brought, each an encoded TokenDelta."""
 
-    deltas: list[tuple[StreamKey, common_pb2.TokenDelta]]
+    deltas: list[tuple[StreamKey, bytes]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeAlias
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import grpc
 
 from baton.coordinator import events as ev
 from baton.coordinator.intake import Intake
 from baton.coordinator.request import StreamKey
-from baton.coordinator.session_events import encoded, generate_events
+from baton.coordinator.session_events import generate_events
 from baton.coordinator.shell import ClientSession, Shell
 from baton.coordinator.stall import StallGuard, slow_reader
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, Internal, InvalidArgument, ResourceExhausted, abort
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-_GenerateContext: TypeAlias = (
-    "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateEvent]"
-)
-_SessionContext: TypeAlias = (
-    "grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionEvents]"
-)
+# Both write encoded messages.
+_GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
+_SessionContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.SessionRequest, bytes]"
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -69,15 +68,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await call.close()
 
 
+def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated code does it, but for what is written: events are encoded already."""
+    handlers: dict[str, Any] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, inference_pb2.GenerateRequest.FromString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            service.Session, inference_pb2.SessionRequest.FromString
+        ),
+        "GetModel": grpc.unary_unary_rpc_method_handler(
+            service.GetModel,
+            inference_pb2.GetModelRequest.FromString,
+            common_pb2.ModelDescription.SerializeToString,
+        ),
+    }
+    name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+    server.add_registered_method_handlers(name, handlers)
+
+
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
     """Writes the events of the session's only stream, up to its last."""
     while True:
         taken = await session.outbox.take()
         if session.slow:
             raise slow_reader()
-        for event in generate_events(taken):
+        for event, is_last in generate_events(taken):
             await guard.write(event)
-            if event.HasField("finished"):
+            if is_last:
                 return
         if session.left is not None and session.outbox.empty:
             raise session.left
@@ -148,26 +167,39 @@ class _SessionCall:
             session.end(stream, error)
             return
         session.live.add(stream)
-        task = asyncio.create_task(self._admit(stream, submit.request, self._shell.now()))
-        self._submitting[stream] = task
+        to, arrived_at = StreamKey(session.number, stream), self._shell.now()
+        submission = None
+        with self._refusing(stream):
+            submission = self._intake.submission_at_once(submit.request, to, arrived_at)
+            if submission is None:
+                admitting = self._admit(to, submit.request, arrived_at)
+                self._submitting[stream] = asyncio.create_task(admitting)
+        if submission is not None:
+            self._shell.post(ev.Submitted(submission))
 
     async def _admit(
-        self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
+        self, to: StreamKey, request: inference_pb2.GenerateRequest, arrived_at: float
     ) -> None:
-        """Tokenizes one request and hands it to the core; a wrong one fails alone."""
-        to = StreamKey(self._session.number, stream)
+        """Tokenizes one request off the event loop and hands it to the core."""
+        submission = None
         try:
-            submission = await self._intake.submission(request, to, arrived_at)
-        except BatonError as error:
-            self._session.end(stream, error)
-        except Exception as error:  # One request's trouble must not end the others.
-            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
-        else:
+            with self._refusing(to.stream):
+                submission = await self._intake.submission(request, to, arrived_at)
             # Given up meanwhile, it has no end at which its requests would be cancelled.
-            if self._shell.is_open(self._session):
+            if submission is not None and self._shell.is_open(self._session):
                 self._shell.post(ev.Submitted(submission))
         finally:
-            self._submitting.pop(stream, None)
+            self._submitting.pop(to.stream, None)
+
+    @contextlib.contextmanager
+    def _refusing(self, stream: int) -> Iterator[None]:
+        """A wrong request fails alone: one request's trouble must not end the others."""
+        try:
+            yield
+        except BatonError as error:
+            self._session.end(stream, error)
+        except Exception as error:
+            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
 
     def _cancel(self, stream: int) -> None:
         task = self._submitting.pop(stream, None)
@@ -189,7 +221,7 @@ class _SessionCall:
             if session.slow:
                 raise slow_reader()
             if taken:
-                await self._guard.write(inference_pb2.SessionEvents.FromString(encoded(taken)))
+                await self._guard.write(taken)
             if session.left is not None and session.outbox.empty:
                 raise session.left
             if reader.done():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import secrets
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 
 from google.rpc import code_pb2
 
@@ -76,8 +78,38 @@ class Intake:
         Raises:
             BatonError: it is wrong, or there is no room for it.
         """
+        with self._counting():
+            lane = self._checked(request)
+            prompt = array("I", request.resume.prompt_token_ids)
+            if not prompt:
+                self._num_pending[lane] += 1
+                try:
+                    prompt = await self._tokenizer.prompt_token_ids(request)
+                finally:
+                    self._num_pending[lane] -= 1
+            return self._submission(request, prompt, to, arrived_at, deadline_s)
+
+    def submission_at_once(
+        self, request: inference_pb2.GenerateRequest, to: StreamKey, arrived_at: float
+    ) -> Submission | None:
+        """The same without waiting; None where a long text is to be tokenized off the event loop.
+
+        Raises:
+            BatonError: it is wrong, or there is no room for it.
+        """
+        known = request.resume.prompt_token_ids
+        if not known and not self._tokenizer.is_quick(request):
+            return None
+        with self._counting():
+            self._checked(request)
+            prompt = array("I", known) or self._tokenizer.prompt_at_once(request)
+            return self._submission(request, prompt, to, arrived_at, None)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Counts what is refused here: the core never hears of it."""
         try:
-            return await self._submission(request, to, arrived_at, deadline_s)
+            yield
         except ResourceExhausted as error:
             self._core.stats.sheds[error.reason.lower()] += 1
             raise
@@ -85,46 +117,49 @@ class Intake:
             self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
             raise
 
-    async def _submission(
-        self,
-        request: inference_pb2.GenerateRequest,
-        to: StreamKey,
-        arrived_at: float,
-        deadline_s: float | None,
-    ) -> Submission:
+    def _checked(self, request: inference_pb2.GenerateRequest) -> common_pb2.Lane.ValueType:
+        """The request's lane; raises what is wrong before any work is done for it."""
         limits = self._limits()
         check_request(request, self._config.coordinator, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
-        lane_limits = lane_config(self._config.lanes, lane)
-        # Before any work is done for it; asked again when it is done.
+        max_queued = lane_config(self._config.lanes, lane).max_queued
+        # Asked again when the work is done.
         refused = self._core.admission_error(lane)
-        if refused is None and self._num_pending[lane] >= lane_limits.max_queued:
+        if refused is None and self._num_pending[lane] >= max_queued:
             refused = ResourceExhausted(
                 f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
-                f"tokenized; at most {lane_limits.max_queued}",
+                f"tokenized; at most {max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )
         if refused is not None:
             raise refused
-        prompt = array("I", request.resume.prompt_token_ids)
-        if not prompt:
-            num_least = self._tokenizer.min_tokens(request)
-            if limits.max_model_len is not None and num_least >= limits.max_model_len:
-                raise InvalidArgument(
-                    request.WhichOneof("prompt") or "prompt",
-                    f"at least {num_least} tokens",
-                    f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
-                    "tokens and must leave room for one",
-                )
-            self._num_pending[lane] += 1
-            try:
-                prompt = await self._tokenizer.prompt_token_ids(request)
-            finally:
-                self._num_pending[lane] -= 1
-            if not request.HasField("tokens"):
-                # A tokenizer may know tokens that the model does not.
-                check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
+        if request.HasField("tokens") or request.resume.prompt_token_ids:
+            return lane
+        num_least = self._tokenizer.min_tokens(request)
+        if limits.max_model_len is not None and num_least >= limits.max_model_len:
+            raise InvalidArgument(
+                request.WhichOneof("prompt") or "prompt",
+                f"at least {num_least} tokens",
+                f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
+                "tokens and must leave room for one",
+            )
+        return lane
+
+    def _submission(
+        self,
+        request: inference_pb2.GenerateRequest,
+        prompt: array[int],
+        to: StreamKey,
+        arrived_at: float,
+        deadline_s: float | None,
+    ) -> Submission:
+        limits = self._limits()
+        if not request.HasField("tokens") and not request.resume.prompt_token_ids:
+            # A tokenizer may know tokens that the model does not.
+            check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
+        lane = request.lane or common_pb2.LANE_INTERACTIVE
+        lane_limits = lane_config(self._config.lanes, lane)
         check_lengths(request, len(prompt), limits)
         check_lane(request, len(prompt), lane_limits, lane_name(lane))
         timeouts = [deadline_s] if deadline_s is not None else []

@@ -6,32 +6,39 @@ import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from baton.coordinator.session_events import Entry, coalesced
-from baton.runtime.errors import BatonError, to_message
-from baton.v1 import common_pb2, inference_pb2
+from baton.coordinator.session_events import Event, coalesced, encoded_event, split
+from baton.v1 import inference_pb2
 
 # Of one stream's tokens that wait for the reader, and of everything that waits.
 MAX_STREAM_BYTES = 1 * 2**20
 MAX_SESSION_BYTES = 64 * 2**20
-# What an entry takes beside its bytes, about.
-_ENTRY_BYTES = 128
-# When so much waits, the reader lags: a stream's tokens become one entry, and are counted.
+# What a batch takes beside its bytes, about.
+_BATCH_BYTES = 64
+# When so much waits, the reader lags: a stream's tokens become one event, and are counted.
 _SEGMENT_BYTES = 512 * 2**10
 # One message, about; a client's own limit is several times that.
-_MAX_BATCH_BYTES = 2 * 2**20
+_MAX_MESSAGE_BYTES = 2 * 2**20
+# That a request is admitted waits so long, at most, for something to go with: every message costs
+# as much as a hundred tokens. It goes at once when so many wait, as when a client resumes.
+_ACCEPTED_WAIT_S = 0.005
+_MAX_ACCEPTED_WAITING = 16
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Entries in order, and what they take; once sealed, also what each stream's tokens take."""
+    """Batches in order, and what they take; once sealed, also what each stream's tokens take."""
 
-    entries: list[Entry] = field(default_factory=list)
+    batches: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     stream_bytes: Counter[int] = field(default_factory=Counter)
 
+    def add(self, batch: bytes) -> None:
+        self.batches.append(batch)
+        self.num_bytes += len(batch) + _BATCH_BYTES
+
 
 class Outbox:
-    """Events in order; while many wait, a stream's token deltas grow into one.
+    """Encoded events in order; while many wait, a stream's token deltas grow into one.
 
     Everything that one worker message gave the session is here before its writer runs, so it
     leaves as one batch. Tokens are kept as bytes: a part of a worker's message would keep all of it
@@ -42,7 +49,7 @@ class Outbox:
         max_bytes: of everything waiting.
 
     Attributes:
-        slow_streams: held more than they may when `push_delta` last looked: their readers are too
+        slow_streams: held more than they may when `push_deltas` last looked: their readers are too
             slow.
     """
 
@@ -55,11 +62,13 @@ class Outbox:
         self._sealed_bytes = 0
         self._stream_bytes: Counter[int] = Counter()
         self._posted = asyncio.Event()
+        self._num_accepted_waiting = 0
+        self._timer: asyncio.TimerHandle | None = None
         self.slow_streams: list[int] = []
 
     @property
     def empty(self) -> bool:
-        return not self._sealed and not self._growing.entries
+        return not self._sealed and not self._growing.batches
 
     @property
     def num_bytes(self) -> int:
@@ -74,35 +83,33 @@ class Outbox:
         """Lets `take` return, with nothing if need be."""
         self._posted.set()
 
-    def push_delta(self, stream: int, delta: common_pb2.TokenDelta) -> bool:
-        """Adds tokens; they follow all that the stream was given before.
+    def push_deltas(self, batch: bytes) -> bool:
+        """Adds encoded token deltas; they follow all that their streams were given before.
 
         Returns:
             Whether so much has come to wait that `slow_streams` and `overfull` want a look.
         """
-        data, growing = delta.SerializeToString(), self._growing
-        if not growing.entries:
-            self._posted.set()
-        growing.entries.append((stream, data))
-        growing.num_bytes += len(data) + _ENTRY_BYTES
-        if growing.num_bytes <= _SEGMENT_BYTES:
-            return False
-        self._seal()
-        return True
-
-    def push(
-        self, stream: int, payload: inference_pb2.Accepted | inference_pb2.Finished | BatonError
-    ) -> None:
-        """Adds an event other than tokens."""
-        if isinstance(payload, BatonError):
-            event = inference_pb2.SessionEvent(stream=stream, failed=to_message(payload))
-        elif isinstance(payload, inference_pb2.Accepted):
-            event = inference_pb2.SessionEvent(stream=stream, accepted=payload)
-        else:
-            event = inference_pb2.SessionEvent(stream=stream, finished=payload)
-        self._growing.entries.append((stream, event))
-        self._growing.num_bytes += event.ByteSize() + _ENTRY_BYTES
         self._posted.set()
+        has_sealed = False
+        # What a worker may say in one message is more than is to be kept as one piece.
+        for part in (batch,) if len(batch) <= _SEGMENT_BYTES else split(batch):
+            self._growing.add(part)
+            if self._growing.num_bytes > _SEGMENT_BYTES:
+                self._seal()
+                has_sealed = True
+        return has_sealed
+
+    def push(self, stream: int, event: Event) -> None:
+        """Adds an event other than tokens."""
+        self._growing.add(encoded_event(stream, event))
+        if not isinstance(event, inference_pb2.Accepted):
+            self._posted.set()
+            return
+        self._num_accepted_waiting += 1
+        if self._num_accepted_waiting >= _MAX_ACCEPTED_WAITING:
+            self._posted.set()
+        elif self._timer is None and not self._posted.is_set():
+            self._timer = asyncio.get_running_loop().call_later(_ACCEPTED_WAIT_S, self.wake)
 
     def clear(self) -> None:
         """Gives up what waits; `take` returns with nothing."""
@@ -111,44 +118,50 @@ class Outbox:
         self._sealed_bytes, self._growing = 0, _Segment()
         self._posted.set()
 
-    async def take(self) -> list[Entry]:
-        """Waits for events and takes out as many, oldest first, as one message may hold."""
+    async def take(self) -> bytes:
+        """Waits for events and takes out as many, oldest first, as one message may hold.
+
+        Returns:
+            An encoded SessionEvents.
+        """
         await self._posted.wait()
-        taken: list[Entry] = []
+        self._num_accepted_waiting = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        taken: list[bytes] = []
         num_bytes = 0
         while self._sealed and (
-            not taken or num_bytes + self._sealed[0].num_bytes <= _MAX_BATCH_BYTES
+            not taken or num_bytes + self._sealed[0].num_bytes <= _MAX_MESSAGE_BYTES
         ):
             segment = self._sealed.popleft()
-            taken += segment.entries
+            taken += segment.batches
             num_bytes += segment.num_bytes
             self._sealed_bytes -= segment.num_bytes
             self._stream_bytes -= segment.stream_bytes
         if not self._sealed and (
-            not taken or num_bytes + self._growing.num_bytes <= _MAX_BATCH_BYTES
+            not taken or num_bytes + self._growing.num_bytes <= _MAX_MESSAGE_BYTES
         ):
-            taken += self._growing.entries
+            taken += self._growing.batches
             self._growing = _Segment()
         if self.empty:
             self._posted.clear()
-        return taken
+        return b"".join(taken)
 
     def _seal(self) -> None:
         """Nothing is added to the growing segment any more."""
-        segment, self._growing = self._growing, _Segment()
-        segment.entries = coalesced(segment.entries)
-        segment.num_bytes = 0
-        for stream, payload in segment.entries:
-            if isinstance(payload, bytes):
-                segment.stream_bytes[stream] += len(payload)
-                segment.num_bytes += len(payload) + _ENTRY_BYTES
-            else:
-                segment.num_bytes += payload.ByteSize() + _ENTRY_BYTES
+        growing, segment = self._growing, _Segment()
+        self._growing = _Segment()
+        events = coalesced(b"".join(growing.batches))
+        for event in events.events:
+            if event.HasField("delta"):
+                segment.stream_bytes[event.stream] += event.delta.ByteSize()
+        segment.add(events.SerializeToString())
         self._sealed.append(segment)
         self._sealed_bytes += segment.num_bytes
         self._stream_bytes += segment.stream_bytes
         self.slow_streams = [
             stream
-            for stream in segment.stream_bytes
-            if self._stream_bytes[stream] > self._max_stream_bytes
+            for stream, num_bytes in self._stream_bytes.items()
+            if num_bytes > self._max_stream_bytes
         ]

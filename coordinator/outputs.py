@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.rpc import code_pb2
 
 from baton.coordinator.book import RequestBook
-from baton.coordinator.request import Request, RequestState, WorkerKey
+from baton.coordinator.request import Request, RequestState, StreamKey, WorkerKey
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -26,39 +26,102 @@ _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 class _Step:
     """One engine step of a worker; what its outputs have in common is counted once."""
 
-    __slots__ = ("_gaps", "_num_tokens", "book", "now", "worker")
+    __slots__ = ("_gap", "_gaps", "_lane", "_last_at", "_num_tokens", "book", "now", "worker")
 
     def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
         self.book, self.worker, self.now = book, worker, now
         self._num_tokens = 0
-        # By lane and time of the last token, which most requests of a worker share: the gap in
-        # microseconds, and how many there are.
+        # By lane and time of the last token: the gap in microseconds, and how many there are. Most
+        # requests of a worker share it, so the last one is at hand.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
+        self._lane, self._last_at, self._gap = common_pb2.LANE_UNSPECIFIED, -1.0, [0, 0]
 
-    def served(self, request: Request, num_tokens: int) -> None:
+    def take(self, tokens: cluster_pb2.StepTokens) -> None:
+        """Sends on what is one token each. All that a token costs the core is here."""
+        find, decoding, worker = self.book.by_handle.get, RequestState.DECODING, self.worker
+        deltas: list[tuple[StreamKey, bytes]] = []
+        for handle, offset, token_id, num_chars, encoded in zip(
+            tokens.handles,
+            tokens.offsets,
+            tokens.token_ids,
+            tokens.num_text_chars,
+            tokens.deltas,
+            strict=True,
+        ):
+            request = find(handle)
+            if request is None:
+                continue
+            known = request.token_ids
+            if (
+                request.state is not decoding
+                or request.decode != worker
+                or offset != len(known)
+                or (request.interruptions and request.interruptions[-1].ended_at is None)
+            ):
+                delta = common_pb2.TokenDelta.FromString(encoded)
+                _apply_output(self, request, cluster_pb2.RequestOutput(delta=delta))
+                continue
+            known.append(token_id)
+            request.text_chars += num_chars
+            if not deltas:
+                deltas = self.book.deltas()
+            deltas.append((request.submission.to, encoded))
+            self._served(request, 1)
+
+    def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
+        """Sends an output on, each token exactly once; False when the attempt is lost instead."""
+        expected = len(request.token_ids)
+        if delta.offset > expected:
+            error = errors.Internal(
+                f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            )
+            self.book.recover(request, self.worker, error, self.now)
+            return False
+        if delta.offset < expected:
+            overlap = expected - delta.offset
+            if overlap >= len(delta.token_ids):
+                return True
+            # The text is new all the same: a worker leaves out text that was sent.
+            delta = common_pb2.TokenDelta(
+                offset=expected,
+                token_ids=delta.token_ids[overlap:],
+                text=delta.text,
+                logprobs=delta.logprobs[overlap:],
+            )
+        num_tokens = len(delta.token_ids)
+        if not num_tokens and not delta.text:
+            return True
+        request.token_ids.extend(delta.token_ids)
+        request.text_chars += len(delta.text)
+        self.book.deltas().append((request.submission.to, delta.SerializeToString()))
+        if num_tokens:
+            self._served(request, num_tokens)
+            if request.interruptions:
+                request.losses, request.suspect = [], False
+                if request.interruptions[-1].ended_at is None:
+                    request.interruptions[-1].ended_at = self.now
+        return True
+
+    def _served(self, request: Request, num_tokens: int) -> None:
         """The request has so many tokens more."""
-        now, lane, last_at = self.now, request.submission.lane, request.last_token_at
+        lane, last_at = request.submission.lane, request.last_token_at
+        request.last_token_at = self.now
         if last_at is None:
-            request.first_token_at = now
-            ttft_s = now - request.submission.arrived_at
+            request.first_token_at = self.now
+            ttft_s = self.now - request.submission.arrived_at
             self.book.stats.lanes[lane].ttft.observe(ttft_s)
             self.book.stats.demand[lane].ttfts_s.append(ttft_s)
         else:
-            gap = self._gaps.get((lane, last_at))
-            if gap is None:
-                gap_us = min(round((now - last_at) * 1e6), _MAX_GAP_US)
-                gap = self._gaps[lane, last_at] = [gap_us, 0]
+            if last_at != self._last_at or lane != self._lane:
+                self._seek_gap(lane, last_at)
+            gap = self._gap
             gap[1] += 1
             request.gaps_us.append(gap[0])
-        request.last_token_at = now
-        if request.interruptions:
-            request.losses, request.suspect = [], False
-            if request.interruptions[-1].ended_at is None:
-                request.interruptions[-1].ended_at = now
+        self._num_tokens += num_tokens
         request.num_uncharged += num_tokens
         if request.num_uncharged >= _CHARGE_TOKENS:
             self.book.charge(request)
-        self._num_tokens += num_tokens
 
     def count(self) -> None:
         """Puts the sums where they belong."""
@@ -66,6 +129,14 @@ class _Step:
         stats.num_output_tokens += self._num_tokens
         for (lane, last_at), (_, count) in self._gaps.items():
             stats.lanes[lane].itl.observe(self.now - last_at, count)
+
+    def _seek_gap(self, lane: common_pb2.Lane.ValueType, last_at: float) -> None:
+        self._lane, self._last_at = lane, last_at
+        gap = self._gaps.get((lane, last_at))
+        if gap is None:
+            gap_us = min(round((self.now - last_at) * 1e6), _MAX_GAP_US)
+            gap = self._gaps[lane, last_at] = [gap_us, 0]
+        self._gap = gap
 
 
 def apply_step(
@@ -77,16 +148,22 @@ def apply_step(
     serve this attempt.
     """
     step = _Step(book, worker, now)
+    if outputs.HasField("tokens"):
+        step.take(outputs.tokens)
     for output in outputs.outputs:
         request = book.get(output.request_id)
-        if request is None or output.attempt != request.attempt_number:
-            continue
-        if worker == request.decode and (request.prefill is None or request.prefill_done):
-            _decode_output(step, request, output)
-        elif worker == request.prefill:
-            book.answered(request, worker)
-            _prefill_output(step, request, output)
+        if request is not None and output.attempt == request.attempt_number:
+            _apply_output(step, request, output)
     step.count()
+
+
+def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    worker = step.worker
+    if worker == request.decode and (request.prefill is None or request.prefill_done):
+        _decode_output(step, request, output)
+    elif worker == request.prefill:
+        step.book.answered(request, worker)
+        _prefill_output(step, request, output)
 
 
 def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
@@ -105,7 +182,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         # Only the prompt's KV cache was wanted.
         book.begin_decode(request, now)
         return
-    if not _deliver(step, request, output):
+    if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
         book.prefill_over(request)
@@ -124,13 +201,13 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:
-        _deliver(step, request, output)
+        step.deliver(request, output.delta)
         return
     book, worker, now = step.book, step.worker, step.now
     if end == "failed":
         _failed(book, request, worker, output.failed, now)
         return
-    if not _deliver(step, request, output):
+    if not step.deliver(request, output.delta):
         return
     finished = output.finished
     if finished.prompt_logprobs:
@@ -154,43 +231,6 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
             book.lanes.cached(request, output.timings.num_cached_tokens)
     if not output.HasField("failed"):
         book.decoding(request, step.now)
-
-
-def _deliver(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> bool:
-    """Sends an output's tokens on, each exactly once; False when the attempt is lost instead."""
-    delta = output.delta
-    expected = len(request.token_ids)
-    if delta.offset != expected:
-        if delta.offset > expected:
-            error = errors.Internal(
-                f"worker {step.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
-                f"{delta.offset - expected} are lost"
-            )
-            step.book.recover(request, step.worker, error, step.now)
-            return False
-        overlap = expected - delta.offset
-        if overlap >= len(delta.token_ids):
-            return True
-        # The text is new all the same: a worker leaves out text that was sent.
-        delta = common_pb2.TokenDelta(
-            offset=expected,
-            token_ids=delta.token_ids[overlap:],
-            text=delta.text,
-            logprobs=delta.logprobs[overlap:],
-        )
-    token_ids, text = delta.token_ids, delta.text
-    num_tokens = len(token_ids)
-    if num_tokens == 1:
-        request.token_ids.append(token_ids[0])
-    elif num_tokens:
-        request.token_ids.extend(token_ids)
-    elif not text:
-        return True
-    if num_tokens:
-        step.served(request, num_tokens)
-    request.text_chars += len(text)
-    step.book.send_delta(request, delta)
-    return True
 
 
 def _failed(

@@ -217,7 +217,19 @@ class Placer:
         num_known = len(request.token_ids)
         num_more = self._outputs.expected(submission.lane, most, num_known)
         num_tokens = request.num_prompt_tokens + num_known + num_more
-        choice = DecodeChoice(worker, 0.0, num_tokens, 0, "it decodes there already")
+        # Nobody chose it: only what it takes counts.
+        choice = DecodeChoice(
+            worker,
+            predicted_s=0.0,
+            num_kv_tokens=num_tokens,
+            num_cached_tokens=0,
+            num_tokens=num_tokens,
+            num_others=0,
+            num_free_tokens=0,
+            is_near=False,
+            stays=True,
+            num_candidates=1,
+        )
         urgent = submission.lane != _BATCH
         self.router.assign_decode(request.id, choice, submission.session_id, urgent=urgent)
         self.router.first_token(request.id)

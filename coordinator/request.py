@@ -140,6 +140,7 @@ class Request:
         hashes: of the prompt's blocks, once they were needed.
         attempt: counts dispatches; 0 until the first.
         attempts_before: of an ended request of this id: workers may still speak of them.
+        handle: what workers call this attempt where many are named; 0 until the first.
         num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
@@ -168,6 +169,7 @@ class Request:
     hashes: array[int] | None = None
     attempt: int = 0
     attempts_before: int = 0
+    handle: int = 0
     num_known: int = 0
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None

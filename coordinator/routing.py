@@ -52,7 +52,8 @@ class PrefillChoice(NamedTuple):
         work_s: its own work: what `assign_prefill` counts.
         num_cached_tokens: of the prompt, expected in the worker's cache.
         num_work_tokens: of the prompt, to be computed.
-        reason: in words.
+        stays: it is its session's last.
+        num_candidates: that it was chosen from.
     """
 
     worker: WorkerKey
@@ -60,7 +61,18 @@ class PrefillChoice(NamedTuple):
     work_s: float
     num_work_tokens: int
     num_cached_tokens: int
-    reason: str
+    stays: bool = False
+    num_candidates: int = 1
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        stays = ", its session's last" if self.stays else ""
+        return (
+            f"{self.num_cached_tokens} of {self.num_work_tokens + self.num_cached_tokens} tokens "
+            f"cached, {self.predicted_s - self.work_s:.3f} s queued, {self.work_s:.3f} s of work"
+            f"{stays}; best of {self.num_candidates} candidates"
+        )
 
 
 class DecodeChoice(NamedTuple):
@@ -70,14 +82,36 @@ class DecodeChoice(NamedTuple):
         predicted_s: one decode step there, with this request.
         num_kv_tokens: room it needs: what `assign_decode` counts.
         num_cached_tokens: of the prompt, held there already: they need not be sent.
-        reason: in words.
+        num_tokens: of the prompt, and of known output.
+        num_others: decoded there.
+        num_free_tokens: room there.
+        is_near: on the host of the prefill worker.
+        stays: it is its session's last.
+        num_candidates: that it was chosen from.
     """
 
     worker: WorkerKey
     predicted_s: float
     num_kv_tokens: int
     num_cached_tokens: int
-    reason: str
+    num_tokens: int
+    num_others: int
+    num_free_tokens: int
+    is_near: bool
+    stays: bool
+    num_candidates: int
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        near = ", on its host" if self.is_near else ""
+        stays = ", its session's last" if self.stays else ""
+        return (
+            f"{self.predicted_s * 1e3:.1f} ms per step beside {self.num_others} others, "
+            f"{self.num_kv_tokens} of {self.num_free_tokens} free KV tokens, "
+            f"{self.num_cached_tokens} of {self.num_tokens} tokens held"
+            f"{near}{stays}; best of {self.num_candidates} candidates"
+        )
 
 
 @dataclass(slots=True)
@@ -260,12 +294,15 @@ class Router:
         if best is None:
             return None
         worker, queued_s, work_s, cached = best
-        stays = ", its session's last" if worker == sticky else ""
-        reason = (
-            f"{cached} of {num_tokens} tokens cached, {queued_s:.3f} s queued, "
-            f"{work_s:.3f} s of work{stays}; best of {len(candidates)} candidates"
+        return PrefillChoice(
+            worker,
+            queued_s + work_s,
+            work_s,
+            num_tokens - cached,
+            cached,
+            stays=worker == sticky,
+            num_candidates=len(candidates),
         )
-        return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached, reason)
 
     def choose_decode(
         self,
@@ -323,14 +360,18 @@ class Router:
         if best is None:
             return None
         entry, itl_s, needed, cached = best
-        nearby = ", on its host" if source and source.traits.host_id == entry.traits.host_id else ""
-        stays = ", its session's last" if entry.key == sticky else ""
-        reason = (
-            f"{itl_s * 1e3:.1f} ms per step beside {entry.num_decodes} others, {needed} of "
-            f"{entry.free_tokens} free KV tokens, {cached} of {num_tokens} tokens held"
-            f"{nearby}{stays}; best of {len(candidates)} candidates"
+        return DecodeChoice(
+            entry.key,
+            itl_s,
+            needed,
+            cached,
+            num_tokens,
+            num_others=entry.num_decodes,
+            num_free_tokens=entry.free_tokens,
+            is_near=source is not None and source.traits.host_id == entry.traits.host_id,
+            stays=entry.key == sticky,
+            num_candidates=len(candidates),
         )
-        return DecodeChoice(entry.key, itl_s, needed, cached, reason)
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
         """Until a worker has so many more of a prompt's tokens: sent there, or computed there."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from grpc_health.v1 import health_pb2
 
 from baton.coordinator import events as ev
-from baton.coordinator import metrics
+from baton.coordinator import inference, metrics
 from baton.coordinator.admin import AdminService
 from baton.coordinator.attach import ClusterService
 from baton.coordinator.core import Core
@@ -28,7 +28,7 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
-from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc, inference_pb2_grpc
+from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -99,9 +99,7 @@ class Coordinator:
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20)
         )
         intake = Intake(self.shell.core, self._tokenizer, self._config, model)
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self.shell, intake, coordinator), self._server
-        )
+        inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(
             # What it leaves out is UNIMPLEMENTED in the generated base, abstract only to mypy.
             AdminService(self.shell, intake, self._config, launched=self._launched),  # type: ignore[abstract]

@@ -1,7 +1,9 @@
 """Events of a client session on their way out, encoded once and by hand.
 
-Tokens are most of what a coordinator sends. A delta is encoded when it comes, and from then on it
-is bytes that are put together: building messages of them would cost three times as much.
+Tokens are most of what a coordinator sends. They are encoded when they come, all that one worker
+message gave a session at once, and from then on they are bytes: encoded messages one after the
+other are merged, so that batches are put together by joining them. Building messages of them would
+cost three times as much.
 """
 
 from __future__ import annotations
@@ -10,81 +12,103 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from baton.runtime.errors import from_message
+from baton.coordinator.request import StreamKey
+from baton.runtime.errors import BatonError, from_message, to_message
 from baton.v1 import common_pb2, inference_pb2
 
-# A stream, and its encoded TokenDelta or another event of it.
-Entry: TypeAlias = "tuple[int, bytes | inference_pb2.SessionEvent]"
+Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError
 
-# Field number and wire type of SessionEvents.events, SessionEvent.stream and SessionEvent.delta.
-_EVENTS, _STREAM, _DELTA = 1 << 3 | 2, 1 << 3, 3 << 3 | 2
-
-
-def encoded(entries: Iterable[Entry]) -> bytes:
-    """A SessionEvents message."""
-    parts: list[bytes] = []
-    for stream, payload in entries:
-        if isinstance(payload, bytes):
-            event = _field(_STREAM, stream) + _field(_DELTA, len(payload)) + payload
-        else:
-            event = payload.SerializeToString()
-        parts.append(_field(_EVENTS, len(event)))
-        parts.append(event)
-    return b"".join(parts)
+# Field number and wire type of SessionEvents.events, SessionEvent.stream, SessionEvent.delta and
+# GenerateEvent.delta.
+_EVENTS, _STREAM, _DELTA, _GENERATE_DELTA = 1 << 3 | 2, 1 << 3, 3 << 3 | 2, 2 << 3 | 2
 
 
-def coalesced(entries: Iterable[Entry]) -> list[Entry]:
-    """With each stream's deltas in one, where the first of them was."""
-    found: list[tuple[int, list[bytes] | inference_pb2.SessionEvent]] = []
-    deltas: dict[int, list[bytes]] = {}
-    for stream, payload in entries:
-        if not isinstance(payload, bytes):
+def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
+    """Encoded tokens as a SessionEvents message for each session, by its number."""
+    found: dict[int, list[bytes]] = {}
+    for to, data in deltas:
+        parts = found.get(to.session)
+        if parts is None:
+            parts = found[to.session] = []
+        parts.append(_head(to.stream, len(data)))
+        parts.append(data)
+    return {session: b"".join(parts) for session, parts in found.items()}
+
+
+def encoded_event(stream: int, event: Event) -> bytes:
+    """A SessionEvents message with one event that is no tokens."""
+    if isinstance(event, BatonError):
+        wrapped = inference_pb2.SessionEvent(stream=stream, failed=to_message(event))
+    elif isinstance(event, inference_pb2.Accepted):
+        wrapped = inference_pb2.SessionEvent(stream=stream, accepted=event)
+    else:
+        wrapped = inference_pb2.SessionEvent(stream=stream, finished=event)
+    data = wrapped.SerializeToString()
+    return _field(_EVENTS, len(data)) + data
+
+
+def split(batch: bytes) -> list[bytes]:
+    """The same events, each encoded by itself."""
+    events = inference_pb2.SessionEvents.FromString(batch).events
+    return [inference_pb2.SessionEvents(events=[event]).SerializeToString() for event in events]
+
+
+def coalesced(batch: bytes) -> inference_pb2.SessionEvents:
+    """The events of an encoded batch, each stream's deltas in one, where the first of them was."""
+    found: list[tuple[inference_pb2.SessionEvent, list[common_pb2.TokenDelta]]] = []
+    deltas: dict[int, list[common_pb2.TokenDelta]] = {}
+    for event in inference_pb2.SessionEvents.FromString(batch).events:
+        if not event.HasField("delta"):
             # What follows it may not come before it.
-            deltas.pop(stream, None)
-            found.append((stream, payload))
-        elif stream in deltas:
-            deltas[stream].append(payload)
+            deltas.pop(event.stream, None)
+            found.append((event, []))
+        elif event.stream in deltas:
+            deltas[event.stream].append(event.delta)
         else:
-            deltas[stream] = [payload]
-            found.append((stream, deltas[stream]))
-    return [
-        (stream, _merged(payload) if isinstance(payload, list) else payload)
-        for stream, payload in found
-    ]
+            deltas[event.stream] = []
+            found.append((event, deltas[event.stream]))
+    for event, more in found:
+        if more:
+            _extend(event.delta, more)
+    return inference_pb2.SessionEvents(events=[event for event, _ in found])
 
 
-def generate_events(entries: Iterable[Entry]) -> Iterator[inference_pb2.GenerateEvent]:
-    """The same for a call of Generate.
+def generate_events(batch: bytes) -> Iterator[tuple[bytes, bool]]:
+    """The same for a call of Generate: GenerateEvent messages, and whether each is the last.
 
     Raises:
         BatonError: that the request failed with.
     """
-    for _, payload in coalesced(entries):
-        if isinstance(payload, bytes):
-            delta = common_pb2.TokenDelta.FromString(payload)
-            yield inference_pb2.GenerateEvent(delta=delta)
-        elif payload.HasField("accepted"):
-            yield inference_pb2.GenerateEvent(accepted=payload.accepted)
-        elif payload.HasField("finished"):
-            yield inference_pb2.GenerateEvent(finished=payload.finished)
+    for event in coalesced(batch).events:
+        if event.HasField("delta"):
+            data = event.delta.SerializeToString()
+            yield _field(_GENERATE_DELTA, len(data)) + data, False
+        elif event.HasField("accepted"):
+            accepted = inference_pb2.GenerateEvent(accepted=event.accepted)
+            yield accepted.SerializeToString(), False
+        elif event.HasField("finished"):
+            finished = inference_pb2.GenerateEvent(finished=event.finished)
+            yield finished.SerializeToString(), True
         else:
-            raise from_message(payload.failed)
+            raise from_message(event.failed)
 
 
-def _merged(deltas: list[bytes]) -> bytes:
-    """One delta of contiguous ones."""
-    if len(deltas) == 1:
-        return deltas[0]
-    first, *rest = map(common_pb2.TokenDelta.FromString, deltas)
-    for delta in rest:
-        first.token_ids.extend(delta.token_ids)
-        first.logprobs.extend(delta.logprobs)
+def _extend(delta: common_pb2.TokenDelta, more: list[common_pb2.TokenDelta]) -> None:
+    """Puts contiguous deltas into the first."""
+    for one in more:
+        delta.token_ids.extend(one.token_ids)
+        delta.logprobs.extend(one.logprobs)
     # Text at once: text that grows in a message leaves its old self behind in its memory.
-    first.text += "".join(delta.text for delta in rest)
-    return first.SerializeToString()
+    delta.text += "".join(one.text for one in more)
 
 
 @functools.lru_cache(maxsize=2**14)
+def _head(stream: int, num_bytes: int) -> bytes:
+    """What comes before the delta of so many bytes in a SessionEvents message."""
+    head = _field(_STREAM, stream) + _field(_DELTA, num_bytes)
+    return _field(_EVENTS, len(head) + num_bytes) + head
+
+
 def _field(tag: int, value: int) -> bytes:
     """A field's tag, and its value or length as a varint."""
     found = bytearray((tag,))

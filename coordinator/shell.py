@@ -15,6 +15,7 @@ from baton.coordinator.core import Core
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, WorkerKey
+from baton.coordinator.session_events import encoded_deltas
 from baton.coordinator.stall import slow_reader
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, inference_pb2
@@ -200,10 +201,9 @@ class Shell:
             self._bound(session)
 
     def _send_deltas(self, effect: ev.SendDeltas) -> None:
-        sessions = self._sessions
-        for to, delta in effect.deltas:
-            session = sessions.get(to.session)
-            if session is not None and session.outbox.push_delta(to.stream, delta):
+        for number, batch in encoded_deltas(effect.deltas).items():
+            session = self._sessions.get(number)
+            if session is not None and session.outbox.push_deltas(batch):
                 for stream in session.outbox.slow_streams:
                     slow = StreamKey(session.number, stream)
                     self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -82,19 +82,29 @@ class Tokenizer:
         )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
+    def is_quick(self, request: inference_pb2.GenerateRequest) -> bool:
+        """Whether its prompt may be tokenized on the event loop."""
+        return request.HasField("tokens") or _num_chars(request) <= _MAX_INLINE_CHARS
+
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
         """A request's prompt as token ids; long texts are tokenized in a thread.
 
         Raises:
             InvalidArgument: the chat template refuses the messages, or there is none.
         """
-        kind = request.WhichOneof("prompt")
-        if kind == "tokens":
+        if self.is_quick(request):
+            return self.prompt_at_once(request)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self.prompt_at_once, request
+        )
+
+    def prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int]:
+        """The same without waiting, however long it takes."""
+        if request.HasField("tokens"):
             return array("I", request.tokens.ids)
-        if kind == "text":
-            return await self._off_loop(len(request.text), self.encode_text, request.text)
-        num_chars = sum(len(message.content) for message in request.chat.messages)
-        return await self._off_loop(num_chars, self.encode_chat, request.chat)
+        if request.HasField("text"):
+            return self.encode_text(request.text)
+        return self.encode_chat(request.chat)
 
     def min_tokens(self, request: inference_pb2.GenerateRequest) -> int:
         """How many tokens the prompt has at least, without tokenizing it: 0 where unknown.
@@ -103,9 +113,7 @@ class Tokenizer:
         """
         if self._max_token_chars is None:
             return 0
-        num_chars = len(request.text)
-        num_chars += sum(len(message.content) for message in request.chat.messages)
-        return num_chars // self._max_token_chars
+        return _num_chars(request) // self._max_token_chars
 
     def encode_text(self, text: str) -> array[int]:
         """Plain text, with the special tokens that the model's tokenizer adds to it."""
@@ -147,19 +155,18 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def _off_loop(
-        self, num_chars: int, encode: Callable[[Any], array[int]], what: object
-    ) -> array[int]:
-        if num_chars <= _MAX_INLINE_CHARS:
-            return encode(what)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, what)
-
     def _encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         # Of one: unlike encode, it lets other threads run meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
         return array("I", encoding.ids)
+
+
+def _num_chars(request: inference_pb2.GenerateRequest) -> int:
+    """Of the prompt, where it is text."""
+    in_messages = sum(len(message.content) for message in request.chat.messages)
+    return len(request.text) + in_messages
 
 
 def _model_directory(model: str) -> Path:

@@ -121,6 +121,33 @@ class Attempt:
             message.finished.prompt_logprobs.extend(_logprobs(self._prompt_logprobs))
         return message
 
+    def report_token(self, output: EngineOutput, tokens: cluster_pb2.StepTokens) -> bool:
+        """Adds an output to a step's columns where it is one token and nothing else.
+
+        Returns:
+            False when it is more, or the attempt has no handle: `report` is to be used.
+        """
+        if (
+            not self.spec.handle
+            or len(output.token_ids) != 1
+            or output.logprobs
+            or output.prompt_logprobs
+            or output.queue_s is not None
+            or output.finish is not None
+        ):
+            return False
+        delta = common_pb2.TokenDelta(
+            offset=len(self.token_ids), token_ids=output.token_ids, text=output.text
+        )
+        tokens.handles.append(self.spec.handle)
+        tokens.offsets.append(delta.offset)
+        tokens.token_ids.append(output.token_ids[0])
+        tokens.num_text_chars.append(len(output.text))
+        tokens.deltas.append(delta.SerializeToString())
+        self.token_ids.append(output.token_ids[0])
+        self.num_text_chars += len(output.text)
+        return True
+
     def failed(self, error: BatonError) -> cluster_pb2.RequestOutput:
         return cluster_pb2.RequestOutput(
             request_id=self.spec.request_id,

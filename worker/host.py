@@ -70,6 +70,8 @@ class WorkerHost:
     # ---- worker/attach.py's Host.
 
     def hello(self) -> cluster_pb2.Hello:
+        # What comes after it may be for a coordinator that knows nobody's handle.
+        self._runner.columns = False
         info = self._info
         return cluster_pb2.Hello(
             worker_id=self._worker_id,
@@ -170,6 +172,7 @@ class WorkerHost:
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
         if role != common_pb2.ROLE_UNSPECIFIED:
             self._role = role
+        self._runner.columns = True
         self.attached.set()
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:

@@ -108,6 +108,8 @@ class Runner:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
         # Reported since the start.
         self.num_tokens = 0
+        # Whether attempts may be named by their handles: the coordinator that gave them listens.
+        self.columns = True
         # How requests ended here, by a word for the metrics.
         self.num_ended: dict[str, int] = {}
         # Prompt tokens that came by handoff, by when they were loaded.
@@ -194,6 +196,8 @@ class Runner:
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
                 self._drop(held, "cancelled")
+            # Handles are the old coordinator's.
+            held.attempt.spec.handle = 0
         self._drop_all_expected()
         self._give_up_the_rest()
         self._ended.clear()
@@ -351,21 +355,25 @@ class Runner:
             # A prompt's blocks before its first token: until that the coordinator expects them.
             if any(output.queue_s is not None for output in step.outputs):
                 self._cache.flush()
-            outputs = [
-                message
-                for output in step.outputs
-                if (held := self._by_engine_id.get(output.request_id)) is not None
-                and (message := self._take(held, output)) is not None
-            ]
-            self._post(outputs)
+            message = cluster_pb2.StepOutputs(step=self._num_steps)
+            for output in step.outputs:
+                held = self._by_engine_id.get(output.request_id)
+                if held is not None:
+                    self._take(held, output, message)
+            if message.outputs or message.HasField("tokens"):
+                self._outbox.post(cluster_pb2.WorkerMessage(step=message))
             await self._outbox.room()
 
-    def _take(self, held: _Held, output: EngineOutput) -> cluster_pb2.RequestOutput:
-        message = held.attempt.report(output)
+    def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens["early"] += output.num_early_tokens
         self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
+        if self.columns and held.attempt.report_token(output, step.tokens):
+            held.policy.on_output(held.attempt, output)
+            return
+        message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
+        step.outputs.append(message)
         if end := message.WhichOneof("end"):
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
                 ended = held.attempt.running()
@@ -373,7 +381,6 @@ class Runner:
                 # This step's outputs are posted next.
                 self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
-        return message
 
     async def _pump_transfer(self) -> None:
         while True:

@@ -304,7 +304,7 @@ class SimulatedCell:
         for effect in self.core.handle(event, now):
             if isinstance(effect, ev.SendDeltas):
                 for to, delta in effect.deltas:
-                    if not delta.offset:
+                    if not common_pb2.TokenDelta.FromString(delta).offset:
                         record.first_token(to.stream, now)
             elif isinstance(effect, ev.SendCommand):
                 engine = self._engines.get(effect.worker)

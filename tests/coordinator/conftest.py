@@ -114,7 +114,8 @@ class World:
         effects = self.core.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, ev.SendDeltas):
-                for to, delta in effect.deltas:
+                for to, encoded in effect.deltas:
+                    delta = common_pb2.TokenDelta.FromString(encoded)
                     self.sent[to].append(SendDelta(to, delta))
             elif isinstance(effect, ev.SendCommand):
                 self.commands[effect.worker[0]].append(effect.command)
@@ -154,6 +155,18 @@ class World:
         return self.handle(
             ev.WorkerStep((worker_id, incarnation), cluster_pb2.StepOutputs(outputs=outputs))
         )
+
+    def plain(self, worker_id: str, *tokens: tuple[int, int, int], incarnation: int = 1) -> list:
+        """A step with (handle, offset, token id) of outputs that are one token each: text "é"."""
+        step = cluster_pb2.StepOutputs()
+        for handle, offset, token_id in tokens:
+            delta = common_pb2.TokenDelta(offset=offset, token_ids=[token_id], text="é")
+            step.tokens.handles.append(handle)
+            step.tokens.offsets.append(offset)
+            step.tokens.token_ids.append(token_id)
+            step.tokens.num_text_chars.append(1)
+            step.tokens.deltas.append(delta.SerializeToString())
+        return self.handle(ev.WorkerStep((worker_id, incarnation), step))
 
     def after(self, seconds: float) -> None:
         """Lets time pass, ticking whenever the core asked for it."""

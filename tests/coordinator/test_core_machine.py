@@ -70,13 +70,18 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             shift=st.sampled_from([0, 0, 0, 0, -1, 1]),
             finish=st.sampled_from([None, None, 0, 1, 2]),
             side=st.booleans(),
+            plain=st.booleans(),
         )
-        def produce(self, data, count, shift, finish, side):
+        def produce(self, data, count, shift, finish, side, plain):
             request = data.draw(st.sampled_from(self.world.core.running()))
             worker = request.prefill if side else request.decode
             if worker is None:
                 return
             offset = max(0, len(request.token_ids) + shift)
+            if plain and finish is None:
+                tokens = [(request.handle, at, at) for at in range(offset, offset + count)]
+                self.world.plain(worker[0], *tokens, incarnation=worker[1])
+                return
             tokens = list(range(offset, offset + count))
             message = output(
                 request.id, tokens, offset, finish=finish, attempt=max(1, request.attempt)

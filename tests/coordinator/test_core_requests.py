@@ -156,6 +156,45 @@ def test_outputs_of_another_attempt_or_worker_are_dropped(world, out):
     assert world.kinds(to) == ["Accepted"]
 
 
+def test_plain_tokens_are_sent_as_they_came(world, out):
+    ends = [begin(world, out) for _ in range(2)]
+    handles = [command.spec.handle for command in world.commands["d"]]
+    assert len(set(handles)) == 2
+    # The first output of an attempt may be plain too.
+    for offset in (1, 2):
+        world.plain("d", *((handle, offset, 10 * handle + offset) for handle in handles))
+    for (to, request_id), handle in zip(ends, handles, strict=True):
+        assert world.tokens(to) == [7, 10 * handle + 1, 10 * handle + 2]
+        assert [one.delta.text for one in world.sent[to][1:]] == ["é"] * 3
+        request = world.core.request(request_id)
+        assert (request.state, request.text_chars) == (RequestState.DECODING, 3)
+        world.step("d", out(request_id, [9], offset=3, finish=STOP))
+        assert world.last(to).usage.completion_tokens == 4
+
+
+def test_plain_tokens_of_what_is_over_are_dropped(world, out):
+    to, request_id = begin(world, out)
+    handle = world.commands["d"][0].spec.handle
+    world.attach("d2", common_pb2.ROLE_DECODE)
+    world.plain("d2", (handle, 1, 8))
+    world.plain("d", (handle, 0, 7), (handle + 7, 1, 8))
+    assert world.tokens(to) == [7]
+    world.plain("d", (handle, 1, 8))
+    # A gap begins another attempt, of which the old handle says nothing.
+    world.plain("d", (handle, 3, 10))
+    world.plain("d", (handle, 2, 9))
+    assert world.tokens(to) == [7, 8]
+    again = world.commands["p"][-1].spec
+    assert (again.attempt, again.handle > handle) == (2, True)
+    world.step("p", out(request_id, [7], finish=0, attempt=2))
+    key = world.core.request(request_id).decode
+    world.plain(key[0], (again.handle, 2, 9))
+    world.plain(key[0], (again.handle, 3, 10))
+    assert world.tokens(to) == [7, 8, 9, 10]
+    world.handle(ev.StreamCancelled(to))
+    assert world.plain(key[0], (again.handle, 4, 11)) == []
+
+
 def test_text_without_tokens_is_sent(world, out):
     to, request_id = begin(world, out)
     world.step("d", out(request_id, offset=1, text="late", finish=LENGTH))

@@ -18,7 +18,7 @@ from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, Submission
-from baton.coordinator.session_events import coalesced, encoded
+from baton.coordinator.session_events import coalesced, encoded_deltas
 from baton.coordinator.shell import Shell
 from baton.coordinator.stall import StallGuard
 from baton.runtime.config import BatonConfig
@@ -35,8 +35,13 @@ def delta(offset: int, count: int = 1) -> common_pb2.TokenDelta:
     )
 
 
-def batch(taken) -> list[inference_pb2.SessionEvent]:
-    return list(inference_pb2.SessionEvents.FromString(encoded(taken)).events)
+def batch(taken: bytes) -> list[inference_pb2.SessionEvent]:
+    return list(inference_pb2.SessionEvents.FromString(taken).events)
+
+
+def push_delta(outbox: Outbox, stream: int, said: common_pb2.TokenDelta) -> bool:
+    (pushed,) = encoded_deltas([(StreamKey(1, stream), said.SerializeToString())]).values()
+    return outbox.push_deltas(pushed)
 
 
 EVENTS = {
@@ -60,7 +65,7 @@ async def test_what_is_taken_is_what_was_pushed(pushed):
     outbox, wanted = Outbox(), []
     for stream, payload in pushed:
         if isinstance(payload, common_pb2.TokenDelta):
-            outbox.push_delta(stream, payload)
+            push_delta(outbox, stream, payload)
             wanted.append(inference_pb2.SessionEvent(stream=stream, delta=payload))
         else:
             outbox.push(stream, payload)
@@ -72,21 +77,13 @@ async def test_what_is_taken_is_what_was_pushed(pushed):
     assert outbox.num_bytes == 0
 
 
-async def test_a_part_of_a_workers_message_is_not_kept():
-    outbox = Outbox()
-    step = cluster_pb2.StepOutputs(outputs=[cluster_pb2.RequestOutput(delta=delta(0))])
-    outbox.push_delta(1, step.outputs[0].delta)
-    step.outputs[0].delta.text = "changed"
-    assert batch(await outbox.take())[0].delta == delta(0)
-
-
 async def test_deltas_of_streams_that_lag_become_one():
     outbox = Outbox()
     outbox.push(1, EVENTS["accepted"])
     counts = [0, 0]
     for stream in itertools.cycle((0, 1)):
         counts[stream] += 1
-        if outbox.push_delta(stream + 1, delta(counts[stream] - 1)):
+        if push_delta(outbox, stream + 1, delta(counts[stream] - 1)):
             break
     outbox.push(1, EVENTS["finished"])
     first, *events, last = batch(await outbox.take())
@@ -99,23 +96,22 @@ async def test_deltas_of_streams_that_lag_become_one():
         assert event.delta.text == "x" * num_tokens
         assert len(event.delta.logprobs) == num_tokens
     assert outbox.num_bytes == 0
-    outbox.push_delta(2, delta(7))
+    push_delta(outbox, 2, delta(7))
     assert [one.delta.offset for one in batch(await outbox.take())] == [7]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_coalescing_keeps_every_streams_order(steps):
-    offsets, entries = Counter(), []
+    offsets, events = Counter(), []
     for stream, is_delta in steps:
+        events.append(inference_pb2.SessionEvent(stream=stream))
         if is_delta:
-            entries.append((stream, delta(offsets[stream]).SerializeToString()))
+            events[-1].delta.CopyFrom(delta(offsets[stream]))
             offsets[stream] += 1
-        else:
-            entries.append((stream, inference_pb2.SessionEvent(stream=stream)))
 
-    def told(taken, stream):
+    def told(events, stream):
         found = []
-        for event in batch(taken):
+        for event in events:
             if event.stream == stream and event.HasField("delta"):
                 assert event.delta.offset == event.delta.token_ids[0]
                 found += event.delta.token_ids
@@ -123,29 +119,65 @@ def test_coalescing_keeps_every_streams_order(steps):
                 found.append("event")
         return found
 
+    pushed = inference_pb2.SessionEvents(events=events).SerializeToString()
     for stream in range(4):
-        assert told(coalesced(entries), stream) == told(entries, stream)
+        assert told(coalesced(pushed).events, stream) == told(events, stream)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
+def test_each_session_gets_its_own_in_order(said):
+    deltas = [
+        (StreamKey(session, stream), delta(offset).SerializeToString())
+        for offset, (session, stream) in enumerate(said)
+    ]
+    found = encoded_deltas(deltas)
+    assert set(found) == {session for session, _ in said}
+    for session, pushed in found.items():
+        told = [(one.stream, one.delta.SerializeToString()) for one in batch(pushed)]
+        assert told == [(to.stream, one) for to, one in deltas if to.session == session]
+
+
+async def test_that_a_request_is_admitted_goes_with_its_first_tokens():
+    outbox = Outbox()
+    outbox.push(1, EVENTS["accepted"])
+    push_delta(outbox, 1, delta(0))
+    assert [one.WhichOneof("event") for one in batch(await outbox.take())] == ["accepted", "delta"]
+    # Without any it goes by itself.
+    outbox.push(2, EVENTS["accepted"])
+    async with asyncio.timeout(5.0):
+        assert [one.stream for one in batch(await outbox.take())] == [2]
+    assert outbox.empty
 
 
 async def test_a_stream_that_nobody_reads_is_too_slow():
     outbox = Outbox(max_stream_bytes=200_000)
     found = set()
     for index in range(40_000):
-        if outbox.push_delta(1, delta(16 * index, 16)):
+        if push_delta(outbox, 1, delta(16 * index, 16)):
             found.update(outbox.slow_streams)
         if index == 1000:
             assert not found
-            outbox.push_delta(2, delta(0))
+            push_delta(outbox, 2, delta(0))
     assert found == {1}
 
 
 async def test_a_batch_stays_within_one_message():
     outbox = Outbox(max_stream_bytes=2**30)
     for stream in range(6):
-        outbox.push_delta(stream, common_pb2.TokenDelta(text="x" * 2**20))
+        push_delta(outbox, stream, common_pb2.TokenDelta(text="x" * 2**20))
     batches = [batch(await outbox.take()) for _ in range(6) if not outbox.empty]
     assert [one.stream for events in batches for one in events] == list(range(6))
     assert all(len(events) <= 2 for events in batches)
+
+
+async def test_what_a_worker_says_at_once_may_be_more_than_one_message():
+    outbox, text = Outbox(max_stream_bytes=2**30), "x" * 2**19
+    said = common_pb2.TokenDelta(text=text).SerializeToString()
+    deltas = [(StreamKey(1, stream), said) for stream in range(12)]
+    outbox.push_deltas(encoded_deltas(deltas)[1])
+    batches = [batch(await outbox.take()) for _ in range(12) if not outbox.empty]
+    assert [one.stream for events in batches for one in events] == list(range(12))
+    assert all(len(events) <= 4 for events in batches)
 
 
 @pytest_asyncio.fixture
@@ -205,7 +237,7 @@ async def test_overfull_session_is_given_up_whole(shell):
         submit(shell, session, stream)
         say(shell, "p", f"r1-{stream}", common_pb2.TokenDelta(token_ids=[0], text="x" * 600_000))
     assert session.slow
-    assert await session.outbox.take() == []
+    assert await session.outbox.take() == b""
     assert shell.core.num_requests == 0
     assert shell.num_sessions == 0
 

@@ -156,7 +156,7 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     cluster.done("0")
     # Waiting half a second is worth 304 tokens that need not be computed; a minute is not.
     for queued_s, stays in ((0.5, True), (60.0, False)):
-        queued = PrefillChoice(first, queued_s, queued_s, 1, 0, "")
+        queued = PrefillChoice(first, queued_s, queued_s, 1, 0)
         cluster.router.assign_prefill("queued", queued, [])
         assert (cluster.send("1", prompt(1), "chat").worker == first) == stays
         cluster.router.release("1")

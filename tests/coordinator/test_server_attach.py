@@ -142,6 +142,19 @@ async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
         assert coordinator.shell.core.workers.by_id("p") is None
 
 
+async def test_tokens_in_columns_of_different_length_fence(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("d", DECODE)) as (worker,):
+        tokens = cluster_pb2.StepTokens(
+            handles=[1, 2], offsets=[1, 1], token_ids=[5], num_text_chars=[1, 1], deltas=[b"", b""]
+        )
+        await worker.raw(
+            cluster_pb2.WorkerMessage(seq=1, step=cluster_pb2.StepOutputs(tokens=tokens))
+        )
+        code, details = await worker.ended()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "len(step.tokens.token_ids) is 1; must be as many as" in details
+
+
 async def test_a_message_that_cannot_be_applied_is_not_asked_for_again(
     coordinator, say_hello, monkeypatch
 ):

@@ -45,11 +45,14 @@ def test_a_new_coordinator_hears_only_of_requests_that_it_adopted() -> None:
     outbox.mark_hello()
     ids = [("kept", 2), ("kept", 1), ("ended", 1)]
     outputs = [cluster_pb2.RequestOutput(request_id=one, attempt=attempt) for one, attempt in ids]
-    outbox.post(cluster_pb2.WorkerMessage(step=cluster_pb2.StepOutputs(outputs=outputs)))
+    tokens = cluster_pb2.StepTokens(handles=[1], deltas=[b""])
+    step = cluster_pb2.StepOutputs(outputs=outputs, tokens=tokens)
+    outbox.post(cluster_pb2.WorkerMessage(step=step))
     outbox.restart({("kept", 2)})
     message = outbox.next_unsent()
     assert message is not None
     assert [(one.request_id, one.attempt) for one in message.step.outputs] == [("kept", 2)]
+    assert not message.step.HasField("tokens")
 
 
 async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> None:

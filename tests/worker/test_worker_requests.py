@@ -46,6 +46,48 @@ async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, voc
     assert load.resident_bytes > 0
 
 
+async def test_an_attempt_with_a_handle_reports_plain_tokens_in_columns(
+    coordinator, start_worker, vocabulary
+):
+    start_worker()
+    stream = await coordinator.stream()
+    prompts = {11: list(range(10, 50)), 12: list(range(20, 40))}
+    for handle, prompt in prompts.items():
+        command = cluster_pb2.DecodeCommand(spec=spec(f"r{handle}", prompt, max_tokens=12))
+        command.spec.handle = handle
+        await coordinator.command(stream, decode=command)
+    deltas, full, num_ended = {11: [], 12: []}, {11: 0, 12: 0}, 0
+    while num_ended < len(prompts):
+        step = (await stream.next_of("step")).step
+        columns = step.tokens
+        rows = zip(
+            columns.handles,
+            columns.offsets,
+            columns.token_ids,
+            columns.num_text_chars,
+            columns.deltas,
+            strict=True,
+        )
+        for handle, offset, token_id, num_chars, encoded in rows:
+            delta = common_pb2.TokenDelta.FromString(encoded)
+            assert (delta.offset, list(delta.token_ids)) == (offset, [token_id])
+            assert len(delta.text) == num_chars
+            deltas[handle].append(delta)
+        for output in step.outputs:
+            handle = int(output.request_id.removeprefix("r"))
+            assert handle not in columns.handles
+            deltas[handle].append(output.delta)
+            full[handle] += 1
+            num_ended += output.HasField("finished")
+    for handle, prompt in prompts.items():
+        tokens = [token for delta in deltas[handle] for token in delta.token_ids]
+        assert tokens == expected_tokens(vocabulary, prompt, 12)
+        text = "".join(delta.text for delta in deltas[handle])
+        assert text == vocabulary.tokenizer.decode(tokens)
+        # The first has timings, the last the end.
+        assert full[handle] == 2
+
+
 async def test_one_message_per_step_however_many_requests(coordinator, start_worker):
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()

@@ -575,6 +575,7 @@ class RequestSpec(_message.Message):
     KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Counts dispatches of this request, from 1. Outputs carry it; those of an older attempt are
@@ -586,6 +587,8 @@ class RequestSpec(_message.Message):
     known_text_chars: _builtins.int
     """Characters of text that go with them and are not sent again."""
     traceparent: _builtins.str
+    handle: _builtins.int
+    """Names this attempt in StepOutputs.tokens; never used twice by one coordinator. 0: has none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -613,10 +616,11 @@ class RequestSpec(_message.Message):
         known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         known_text_chars: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        handle: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -853,22 +857,75 @@ class StepOutputs(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutput]: ...
+    @_builtins.property
+    def tokens(self) -> Global___StepTokens:
+        """Of requests that have nothing in `outputs`."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         outputs: _abc.Iterable[Global___RequestOutput] | None = ...,
+        tokens: Global___StepTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutputs: _TypeAlias = StepOutputs  # noqa: Y015
+
+@_typing.final
+class StepTokens(_message.Message):
+    """Outputs that are one token each and nothing else (no end, no timings), which nearly all are: what
+    the coordinator reads of them is in columns of equal length, what it hands on is encoded. A worker
+    may send any output as a RequestOutput instead; it must where the attempt has no handle.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """RequestSpec.handle."""
+
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """TokenDelta.offset, its only token, and how many characters its text has."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_text_chars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The whole TokenDelta, encoded."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_text_chars: _abc.Iterable[_builtins.int] | None = ...,
+        deltas: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "handles", b"handles", "num_text_chars", b"num_text_chars", "offsets", b"offsets", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
 
 @_typing.final
 class RequestOutput(_message.Message):
