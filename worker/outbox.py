@@ -94,6 +94,8 @@ class Outbox:
         self._first_seq = self._next_to_send = self._next_seq = 1
         for message, _ in later:
             if message.HasField("step"):
+                # Handles are the old coordinator's: the new one has given them to others.
+                message.step.ClearField("tokens")
                 outputs = message.step.outputs
                 for index in reversed(range(len(outputs))):
                     if (outputs[index].request_id, outputs[index].attempt) not in adopted:

@@ -49,8 +49,10 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
 ):
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()
-    for name in ("keep", "end"):
-        await coordinator.command(stream, decode=decode(name, [5, 6, 7], max_tokens=40))
+    for handle, name in enumerate(("keep", "end"), start=1):
+        command = decode(name, [5, 6, 7], max_tokens=40)
+        command.spec.handle = handle
+        await coordinator.command(stream, decode=command)
     await some_outputs(stream, 6)
     address = coordinator.address
     await coordinator.stop()
@@ -66,6 +68,7 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         kept = running["keep"]
         assert list(kept.token_ids) == expected[: kept.next_offset]
         assert kept.num_text_chars == len(vocabulary.tokenizer.decode(expected[: kept.next_offset]))
+        # By name: the second coordinator has given the first one's handles to others.
         outputs = await stream.outputs("keep")
         assert outputs[0].delta.offset == kept.next_offset
         assert list(kept.token_ids) + tokens_of(outputs) == expected
