@@ -266,6 +266,7 @@ class SimulatedCell:
             return
         if isinstance(action, Flip):
             member.into, member.since = action.to, self.now
+            self.record.worker_moved(member.worker_id, action.to)
             self.record.event(self.now, f"{member.worker_id} flips to {action.to.value}")
         elif isinstance(action, Drain):
             self.record.event(self.now, f"{member.worker_id} drains")

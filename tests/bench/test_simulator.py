@@ -187,6 +187,7 @@ def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
     assert not any(map(math.isnan, record.ends))
     last = record.moments[-1]
     assert (last.prefill, last.decode) == (1, 2)
+    assert (last.prefill_paid, last.decode_paid) == (1, 2)
     assert record.num_cold_starts == 0
 
 
