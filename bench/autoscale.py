@@ -24,7 +24,7 @@ from typing import Any
 from baton.bench import stats
 from baton.bench.simulate import baselines, hardware, traces
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton, Policy, Static
 from baton.bench.simulate.report import Figures, as_json, figures
 from baton.bench.simulate.traces import Arrival

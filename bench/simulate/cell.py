@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from baton.bench.simulate.engine import Engine, Shape
+from baton.bench.simulate.engine import Engine
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Policy
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.tally import Tally

@@ -15,7 +15,7 @@ from baton.bench import stats
 from baton.bench.simulate import traces
 from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton, Static, decision
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival

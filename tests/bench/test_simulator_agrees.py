@@ -26,7 +26,7 @@ import pytest
 
 from baton.bench import stats
 from baton.bench.simulate.cell import SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Static
 from baton.bench.simulate.traces import Arrival
 from baton.coordinator.autoscale.types import ScalingConfig
