@@ -193,7 +193,8 @@ class Engine:
                 if len(self._prefilling) + len(self._decoding) >= shape.max_num_seqs:
                     break
                 held = self._kv_decoding + self._kv_prefilling
-                if held and held + live.num_tokens + 1 > shape.kv_tokens:
+                room = shape.kv_tokens * (1 - shape.join_reserve_share)
+                if held and held + live.num_tokens + 1 > room:
                     break
             if self._swapped:
                 self._swapped.popleft()

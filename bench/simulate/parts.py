@@ -21,6 +21,7 @@ class Shape:
         announced_kv_tokens: what it says of its room; None: the truth. 0 is no limit, for systems
             whose dispatcher does not look at it.
         chunked: whether a prompt may be computed in several steps; else whole prompts share one.
+        join_reserve_share: of its room, that must be free beside what a request that joins needs.
         swaps: a request that made room comes back with its KV cache; else it is computed again.
         handoff_s, handoff_per_token_s: until a prompt's KV cache is where it decodes.
         handoff_stalls: the decode worker makes no step meanwhile.
@@ -36,6 +37,7 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 131072
     chunked: bool = True
+    join_reserve_share: float = 0.0
     swaps: bool = False
     handoff_s: float = 0.002
     handoff_per_token_s: float = 0.0
