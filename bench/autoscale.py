@@ -24,7 +24,7 @@ from typing import Any
 from baton.bench import stats
 from baton.bench.simulate import baselines, hardware, traces
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton, Policy, Static
 from baton.bench.simulate.report import Figures, as_json, figures
 from baton.bench.simulate.traces import Arrival
@@ -75,7 +75,7 @@ class Trace:
 AZURE = DATA / "azure/conv_first3000.csv"
 TRACES = (
     Trace("azure", AZURE, 0.5, 4.0),
-    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 1.0, hit_share=0.3),
+    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.75, hit_share=0.3),
     Trace("tides", AZURE, 0.5, 4.0, lasts_s=2400.0),
 )
 
@@ -197,6 +197,7 @@ def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
                     file=sys.stderr,
                     flush=True,
                 )
+            show(trace.name, cold_start_s, found)
     return results, details
 
 
@@ -214,27 +215,26 @@ HEADER = [
 ]
 
 
-def show(results: Results) -> None:
-    for (trace, cold_start_s), found in results.items():
-        static = found.get(STATIC)
-        rows = [
-            [
-                name,
-                f"{one.attained:.1%}",
-                f"{one.attained / static.attained:.1%}" if static else "",
-                f"{one.gpu_hours:.1f}",
-                f"{one.gpu_hours / static.gpu_hours:.1%}" if static else "",
-                f"{one.ttft_ms[95]:.0f} ms",
-                f"{one.itl_ms[95]:.1f} ms",
-                f"{one.goodput_per_gpu:.3f}/s",
-                str(one.num_cold_starts),
-                str(one.num_failed),
-            ]
-            for name, one in found.items()
+def show(trace: str, cold_start_s: float, found: dict[str, Figures]) -> None:
+    static = found.get(STATIC)
+    rows = [
+        [
+            name,
+            f"{one.attained:.1%}",
+            f"{one.attained / static.attained:.1%}" if static else "",
+            f"{one.gpu_hours:.1f}",
+            f"{one.gpu_hours / static.gpu_hours:.1%}" if static else "",
+            f"{one.ttft_ms[95]:.0f} ms",
+            f"{one.itl_ms[95]:.1f} ms",
+            f"{one.goodput_per_gpu:.3f}/s",
+            str(one.num_cold_starts),
+            str(one.num_failed),
         ]
-        count = next(iter(found.values())).num_requests if found else 0
-        stats.print_table(f"{trace}, {count} requests, cold start {cold_start_s:g} s", HEADER, rows)
-    stats.print_reaches(list(reaches(results)))
+        for name, one in found.items()
+    ]
+    count = next(iter(found.values())).num_requests if found else 0
+    title = f"{trace}, {count} requests, cold start {cold_start_s:g} s"
+    stats.print_table(title, HEADER, rows)
 
 
 def reaches(results: Results) -> Iterator[Reach]:
@@ -276,7 +276,7 @@ def main() -> None:
     results, details = run(arguments)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(details) + "\n")
-    show(results)
+    stats.print_reaches(list(reaches(results)))
     print(f"figures in {arguments.json}")
 
 

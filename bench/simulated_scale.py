@@ -16,7 +16,7 @@ from pathlib import Path
 from baton.bench import stats
 from baton.bench.simulate import traces
 from baton.bench.simulate.cell import SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton
 from baton.bench.simulate.report import figures
 from baton.bench.stats import Reach

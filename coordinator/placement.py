@@ -166,8 +166,12 @@ class Placer:
 
     def waits(self, request: Request) -> None:
         """It has joined its lane."""
-        lane = request.submission.lane
-        work_s = self._work_s(request.num_prefill_tokens, self._hashes(request)) or 0.0
+        lane, entry = request.submission.lane, self.router.idlest_prefill()
+        work_s = 0.0
+        if entry is not None:
+            match = self.router.match(self._hashes(request))
+            cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
+            work_s = entry.traits.latency.prefill_s(max(1, request.num_prefill_tokens - cached))
         self._waiting_s[lane][request.id] = work_s
         self._sum_waiting_s[lane] += work_s
 
@@ -331,16 +335,8 @@ class Placer:
 
     # ---- Inside.
 
-    def _work_s(self, num_tokens: int, hashes: array[int]) -> float | None:
-        """Of a prompt on the idlest prefill worker; None when none has room."""
-        entry = self.router.idlest_prefill()
-        if entry is None:
-            return None
-        cached = self.router.match(hashes).blocks_of(entry.key) * entry.traits.block_size_tokens
-        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
-
     def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float | None:
-        """Likewise, on the prefill worker that holds most of the prompt."""
+        """Of a prompt, with the most of it that a prefill worker holds; None when none has room."""
         entry = self.router.idlest_prefill()
         if entry is None:
             return None

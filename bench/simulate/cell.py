@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from baton.bench.simulate.engine import Engine, Shape
+from baton.bench.simulate.engine import Engine
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Policy
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.tally import Tally
@@ -266,6 +267,7 @@ class SimulatedCell:
             return
         if isinstance(action, Flip):
             member.into, member.since = action.to, self.now
+            self.record.worker_moved(member.worker_id, action.to)
             self.record.event(self.now, f"{member.worker_id} flips to {action.to.value}")
         elif isinstance(action, Drain):
             self.record.event(self.now, f"{member.worker_id} drains")

@@ -11,17 +11,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from baton.bench.simulate.parts import Live, PrefixCache, Run, Shape
 from baton.bench.simulate.tally import Tally
 from baton.coordinator import events as ev
 from baton.coordinator.request import WorkerKey
 from baton.runtime.block_hashes import block_hashes
-from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.latency import PrefillChunk
 from baton.v1 import cluster_pb2, common_pb2
 
 _TOKEN = 7
@@ -29,39 +28,6 @@ _UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
 _LENGTH = common_pb2.FINISH_REASON_LENGTH
 # Step samples per report; reports show how long steps take, not every one of them.
 _SAMPLES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a simulated worker is.
-
-    Attributes:
-        model: what its steps cost.
-        announced_kv_tokens: what it says of its room; None: the truth. 0 is no limit, for systems
-            whose dispatcher does not look at it.
-        chunked: whether a prompt may be computed in several steps; else whole prompts share one.
-        swaps: a request that made room comes back with its KV cache; else it is computed again.
-        handoff_s, handoff_per_token_s: until a prompt's KV cache is where it decodes.
-        handoff_stalls: the decode worker makes no step meanwhile.
-        delay_s: of every message between it and the coordinator.
-        flush_s: how long tokens in the middle of an output are kept back at most.
-    """
-
-    model: LatencyModel
-    kv_tokens: int = 65536
-    announced_kv_tokens: int | None = None
-    block_size_tokens: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 131072
-    chunked: bool = True
-    swaps: bool = False
-    handoff_s: float = 0.002
-    handoff_per_token_s: float = 0.0
-    handoff_stalls: bool = False
-    delay_s: float = 0.001
-    prefix_caching: bool = False
-    flush_s: float = 2.0
 
 
 class Host(Protocol):
@@ -75,75 +41,6 @@ class Host(Protocol):
     def ended(self, worker: Engine) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request in the engine.
-
-    Attributes:
-        num_missing: tokens to compute before the next output.
-        num_done: computed.
-        num_tokens: in its KV cache once it runs; of one that decodes, when it joined.
-        num_left: output tokens still to be made; of one that decodes, when it joined.
-        offset: of the next output token to be told.
-        last_at: when its last token came to be; nan before the first here.
-    """
-
-    request_id: str
-    attempt: int
-    priority: int
-    order: int
-    max_tokens: int
-    num_missing: int
-    num_done: int
-    num_tokens: int
-    num_left: int
-    prefill_only: bool
-    offset: int
-    hashes: Sequence[int]
-    num_cached: int = 0
-    handed: bool = False
-    in_step: int = 0
-    joined_at_step: int = -1
-    told: int = 0
-    first_told: bool = False
-    gone: bool = False
-    last_at: float = math.nan
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.attempt
-
-
-@dataclass(slots=True)
-class _Run:
-    """Steps that decode the same requests.
-
-    Attributes:
-        first_s: of the first step.
-        more_s: by which each step is longer than the one before.
-    """
-
-    began_at: float
-    num_steps: int
-    first_s: float
-    more_s: float
-
-    def lasts_s(self, num_steps: int) -> float:
-        return num_steps * self.first_s + self.more_s * num_steps * (num_steps - 1) / 2
-
-    def done_at(self, when: float) -> int:
-        """Steps that are over by then."""
-        passed = when - self.began_at
-        if passed <= 0:
-            return 0
-        if self.more_s <= 0:
-            number = passed / self.first_s
-        else:
-            half = self.first_s - self.more_s / 2
-            number = (math.sqrt(half * half + 2 * self.more_s * passed) - half) / self.more_s
-        return min(self.num_steps, int(number + 1e-9))
-
-
 class Engine:
     """One simulated worker process."""
 
@@ -154,25 +51,26 @@ class Engine:
         self.gone = False
         self.num_steps = 0
         self._order = itertools.count()
-        self._live: dict[tuple[str, int], _Live] = {}
-        self._waiting: list[tuple[int, int, _Live]] = []
-        self._swapped: deque[_Live] = deque()
-        self._prefilling: list[_Live] = []
-        self._decoding: dict[_Live, None] = {}
-        self._ends: list[tuple[int, int, _Live]] = []
+        self._live: dict[tuple[str, int], Live] = {}
+        self._waiting: list[tuple[int, int, Live]] = []
+        self._swapped: deque[Live] = deque()
+        self._prefilling: list[Live] = []
+        self._decoding: dict[Live, None] = {}
+        self._ends: list[tuple[int, int, Live]] = []
         # Of decodes, counted for the engine as a whole: each made one token in every step since it
         # joined.
         self._step = 0
         self._kv_decoding = self._kv_prefilling = 0
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._busy = False
         self._version = 0
         self._flush_at = 0.0
-        self._first: list[_Live] = []
+        self._first: list[Live] = []
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
         self._sampled_at = 0.0
-        # Hashes of blocks, the longest unused first.
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cache = (
+            PrefixCache(shape.kv_tokens, shape.block_size_tokens) if shape.prefix_caching else None
+        )
 
     # ---- What the coordinator sends.
 
@@ -203,11 +101,11 @@ class Engine:
         total = num_prompt + num_known
         hashes: Sequence[int] = ()
         num_cached = 0
-        if shape.prefix_caching:
+        if self._cache is not None:
             hashes = block_hashes(spec.prompt_token_ids, shape.block_size_tokens)
-            num_cached = 0 if handed else min(self._num_cached(hashes), total - 1)
+            num_cached = 0 if handed else min(self._cache.num_cached(hashes), total - 1)
         num_missing = num_known or 1 if handed else total - num_cached
-        live = _Live(
+        live = Live(
             request_id=spec.request_id,
             attempt=spec.attempt,
             priority=spec.priority,
@@ -231,7 +129,7 @@ class Engine:
             wait_s = shape.handoff_s + shape.handoff_per_token_s * num_prompt
         self.host.at(self.host.now + wait_s, self._arrive, live)
 
-    def _arrive(self, live: _Live) -> None:
+    def _arrive(self, live: Live) -> None:
         if not live.gone and not self.gone:
             heapq.heappush(self._waiting, (live.priority, live.order, live))
             self._wake()
@@ -254,7 +152,7 @@ class Engine:
                 self._run.num_steps = num_steps
                 self._schedule(self._run)
 
-    def _schedule(self, run: _Run) -> None:
+    def _schedule(self, run: Run) -> None:
         self._version += 1
         done_at = run.began_at + run.lasts_s(run.num_steps)
         self.host.at(done_at, self._run_over, self._version)
@@ -281,7 +179,7 @@ class Engine:
         for live in [one for one in self._decoding if one.gone]:
             self._leave(live)
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         del self._decoding[live]
         self._kv_decoding -= live.num_tokens + self._step - live.joined_at_step
         self._keep(live)
@@ -295,7 +193,8 @@ class Engine:
                 if len(self._prefilling) + len(self._decoding) >= shape.max_num_seqs:
                     break
                 held = self._kv_decoding + self._kv_prefilling
-                if held and held + live.num_tokens + 1 > shape.kv_tokens:
+                room = shape.kv_tokens * (1 - shape.join_reserve_share)
+                if held and held + live.num_tokens + 1 > room:
                     break
             if self._swapped:
                 self._swapped.popleft()
@@ -312,7 +211,7 @@ class Engine:
                 self._kv_prefilling += live.num_tokens
         return stall_s
 
-    def _join(self, live: _Live) -> None:
+    def _join(self, live: Live) -> None:
         live.joined_at_step, live.told = self._step, 0
         self._decoding[live] = None
         self._kv_decoding += live.num_tokens
@@ -337,10 +236,10 @@ class Engine:
         if stall_s:
             # The stall is a part of the first step, which is alone.
             num_steps, more_s, first_s = 1, 0.0, first_s + stall_s
-        self._run = _Run(self.host.now, max(1, num_steps), first_s, more_s)
+        self._run = Run(self.host.now, max(1, num_steps), first_s, more_s)
         self._schedule(self._run)
 
-    def _still(self, step: int, order: int, live: _Live) -> bool:
+    def _still(self, step: int, order: int, live: Live) -> bool:
         """Whether a request ends then: it may have left, or have left and come back."""
         if live.gone or live not in self._decoding:
             return False
@@ -370,7 +269,7 @@ class Engine:
         self._made()
         self._go()
 
-    def _record(self, run: _Run, num_steps: int) -> None:
+    def _record(self, run: Run, num_steps: int) -> None:
         """Samples of steps that have been made since the last report."""
         batch = len(self._decoding)
         held = self._kv_decoding - num_steps * batch
@@ -430,7 +329,7 @@ class Engine:
             ]
         self._tell(outputs)
 
-    def _pass_on(self, lives: Sequence[_Live]) -> None:
+    def _pass_on(self, lives: Sequence[Live]) -> None:
         self._tell(
             [
                 self._output(live, count)
@@ -444,7 +343,7 @@ class Engine:
             step = cluster_pb2.StepOutputs(step=self.num_steps, outputs=outputs)
             self.host.tell(self, ev.WorkerStep(self.key, step))
 
-    def _output(self, live: _Live, count: int) -> cluster_pb2.RequestOutput:
+    def _output(self, live: Live, count: int) -> cluster_pb2.RequestOutput:
         output = cluster_pb2.RequestOutput(request_id=live.request_id, attempt=live.attempt)
         output.delta.offset = live.offset
         output.delta.token_ids.extend(itertools.repeat(_TOKEN, count))
@@ -460,7 +359,7 @@ class Engine:
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
         budget = max(1, shape.max_num_batched_tokens - batch)
-        work: list[tuple[_Live, int]] = []
+        work: list[tuple[Live, int]] = []
         chunks: list[PrefillChunk] = []
         for live in self._prefilling:
             count = min(live.num_missing, budget)
@@ -485,7 +384,7 @@ class Engine:
         self.host.at(self.host.now + took_s, self._mixed_over, work, sample, took_s)
 
     def _mixed_over(
-        self, work: Sequence[tuple[_Live, int]], sample: cluster_pb2.StepSample, took_s: float
+        self, work: Sequence[tuple[Live, int]], sample: cluster_pb2.StepSample, took_s: float
     ) -> None:
         if self.gone:
             return
@@ -502,7 +401,7 @@ class Engine:
         self._made()
         self._go()
 
-    def _first_token(self, live: _Live) -> cluster_pb2.RequestOutput:
+    def _first_token(self, live: Live) -> cluster_pb2.RequestOutput:
         """A prompt is computed, and with it one token."""
         self._prefilling.remove(live)
         self._kv_prefilling -= live.num_tokens
@@ -524,30 +423,12 @@ class Engine:
         self._keep(live)
         return output
 
-    def _num_cached(self, hashes: Sequence[int]) -> int:
-        found = 0
-        for one in hashes:
-            if one not in self._cache:
-                break
-            self._cache.move_to_end(one)
-            found += 1
-        return found * self.shape.block_size_tokens
-
-    def _keep(self, live: _Live) -> None:
+    def _keep(self, live: Live) -> None:
         """Blocks of a request that has left stay until others need the room."""
-        if not self.shape.prefix_caching:
-            return
-        stored, removed, cache = array("Q"), array("Q"), self._cache
-        for one in live.hashes[: live.num_done // self.shape.block_size_tokens]:
-            if one not in cache:
-                stored.append(one)
-            cache[one] = None
-            cache.move_to_end(one)
-        while len(cache) > self.shape.kv_tokens // self.shape.block_size_tokens:
-            removed.append(cache.popitem(last=False)[0])
-        if stored or removed:
-            changes = cluster_pb2.CacheEvents(stored=stored, removed=removed)
-            self.host.tell(self, ev.WorkerCache(self.key, changes))
+        if self._cache is not None:
+            changes = self._cache.keep(live.hashes, live.num_done)
+            if changes is not None:
+                self.host.tell(self, ev.WorkerCache(self.key, changes))
 
     # ---- Reports.
 

@@ -95,6 +95,10 @@ class Record:
     def worker_began(self, worker_id: str, pool: Pool, now: float) -> None:
         self._lives[worker_id] = _Life(pool, now)
 
+    def worker_moved(self, worker_id: str, pool: Pool) -> None:
+        """It belongs to another pool now, which has as many GPUs per worker."""
+        self._lives[worker_id].pool = pool
+
     def worker_ended(self, worker_id: str, now: float) -> None:
         self._lives[worker_id].ended_at = now
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton, Policy, Static
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.report import Figures, figures

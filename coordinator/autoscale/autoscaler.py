@@ -11,14 +11,19 @@ import math
 from dataclasses import replace
 
 from baton.coordinator.autoscale import forecast, sizing
-from baton.coordinator.autoscale.needs import Need, corrected, decode_need, prefill_need
+from baton.coordinator.autoscale.needs import (
+    Need,
+    decode_correction,
+    decode_need,
+    prefill_correction,
+    prefill_need,
+)
 from baton.coordinator.autoscale.sizing import POOLS, Members
 from baton.coordinator.autoscale.types import (
     Action,
     Decision,
     Drain,
     Flip,
-    LaneLoad,
     Observation,
     PoolDecision,
     PoolState,
@@ -180,14 +185,13 @@ def _measured(
         for pool in POOLS
     }
     for name, target in config.targets:
-        pairs = (
-            (Pool.PREFILL, lanes.get(name, LaneLoad()).ttft_s, target.ttft_s),
-            (Pool.DECODE, observation.decode.itl_s, target.itl_s),
-        )
-        for pool, measured_s, target_s in pairs:
-            if target_s is not None and not small[pool]:
-                factor = corrected(found[pool].correction, measured_s, target_s)
-                found[pool] = replace(found[pool], correction=factor)
+        if target.ttft_s is not None and not small[Pool.PREFILL] and name in lanes:
+            one = found[Pool.PREFILL]
+            factor = prefill_correction(one.correction, lanes[name], target.ttft_s, target.may_miss)
+            found[Pool.PREFILL] = replace(one, correction=factor)
+    one = found[Pool.DECODE]
+    factor = decode_correction(one.correction, observation.decode)
+    found[Pool.DECODE] = replace(one, correction=factor)
     return found
 
 

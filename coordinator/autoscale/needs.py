@@ -6,15 +6,24 @@ import math
 from typing import NamedTuple
 
 from baton.coordinator.autoscale import forecast, queueing
-from baton.coordinator.autoscale.types import LaneLoad, Observation, Sample, ScalingConfig, Targets
+from baton.coordinator.autoscale.types import (
+    DecodeLoad,
+    LaneLoad,
+    Observation,
+    Sample,
+    ScalingConfig,
+    Targets,
+)
 
 # Of the standard normal distribution.
 _Z95 = 1.645
 # Bursts above this are named in a reason.
 _NOTED = 1.3
-# Corrections from measurements stay between these.
-_LEAST_CORRECTION, _MOST_CORRECTION = 1.0, 2.0
-_UP, _DOWN = 1.15, 0.97
+# And corrections above this.
+_TOLD = 1.02
+# Corrections from measurements stay between 1 and this.
+_MOST_CORRECTION = 2.0
+_UP, _DOWN, _FOLLOWS = 1.15, 0.97, 0.1
 
 
 class Need(NamedTuple):
@@ -24,21 +33,34 @@ class Need(NamedTuple):
     reason: str
 
 
-def corrected(correction: float, measured_s: float | None, target_s: float) -> float:
-    """The factor on predictions after one more measurement.
+def prefill_correction(
+    correction: float, lane: LaneLoad, target_s: float, may_miss: float
+) -> float:
+    """The factor on prompts' work after one more measurement of TTFT.
 
     It grows while the target is missed by a pool that the model says is large enough, and shrinks
-    back to 1 by itself. So what the model does not know of is paid for with workers.
-
-    Args:
-        correction: so far.
-        measured_s: at the target's percentile; None: nothing was measured.
-        target_s: that it is to stay within.
+    back to 1 by itself. So what the model does not know of is paid for with workers. Where many
+    prompts alone take longer than the target, TTFT says nothing: no number of workers would help.
     """
+    measured_s = lane.ttft_s
+    hopeless = sum(work >= target_s for work in lane.works_s)
     if measured_s is None or not math.isfinite(measured_s):
         return correction
+    if hopeless > may_miss / 2 * len(lane.works_s):
+        return max(1.0, correction * _DOWN)
     factor = _UP if measured_s > target_s else _DOWN
-    return min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction * factor))
+    return min(_MOST_CORRECTION, max(1.0, correction * factor))
+
+
+def decode_correction(correction: float, load: DecodeLoad) -> float:
+    """The factor on decode steps: how much longer gaps are than the model says, followed slowly."""
+    measured_s, predicted_s = load.itl_s, load.itl_predicted_s
+    if measured_s is None or predicted_s is None:
+        return correction
+    if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and predicted_s > 0):
+        return correction
+    ratio = min(_MOST_CORRECTION, max(1.0, measured_s / predicted_s))
+    return correction + (ratio - correction) * _FOLLOWS
 
 
 def prefill_need(
@@ -79,8 +101,8 @@ def prefill_need(
                 )
             if bursts > _NOTED:
                 reason += f", in bursts ({bursts:.1f} x the variance)"
-            if correction > 1:
-                reason += f" (TTFT is {correction:.2f} x what is predicted)"
+            if correction > _TOLD:
+                reason += f" (counted {correction:.2f} x, since TTFT was missed)"
     return Need(most, reason)
 
 
@@ -137,7 +159,7 @@ def decode_need(
         )
     limit = f"{itl_s * 1e3:.0f} ms" if by_time <= by_room else "its KV cache"
     reason += f": a worker takes {each:.0f} within {limit}"
-    if correction > 1:
+    if correction > _TOLD:
         reason += f" (ITL is {correction:.2f} x what is predicted)"
     return Need(max(number, at_once), reason)
 

@@ -108,12 +108,18 @@ class Observer:
         self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
     ) -> DecodeLoad:
         num_decodes = sum(entry.num_decodes for entry in loads)
-        gaps = [
-            (step.duration_us / 1e6, step.num_decodes)
+        steps = [
+            step
             for worker in workers
             if worker.role == common_pb2.ROLE_DECODE and worker.load is not None
             for step in worker.load.steps
             if step.num_decodes
+        ]
+        model = self._model(workers)
+        gaps = [(step.duration_us / 1e6, step.num_decodes) for step in steps]
+        predicted = [
+            (model.decode_step_s(step.num_decodes, step.num_kv_tokens), step.num_decodes)
+            for step in steps
         ]
         percentile = min(
             (one.percentile for _, one in config.targets if one.itl_s is not None), default=95.0
@@ -124,6 +130,7 @@ class Observer:
             reserved_tokens=sum(entry.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
+            itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
         )
 
 

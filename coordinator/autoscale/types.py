@@ -163,6 +163,7 @@ class DecodeLoad:
         reserved_tokens: KV tokens of them all, expected output included.
         kv_tokens: room of one worker.
         itl_s: measured at the target's percentile of the latest steps; None: none was made.
+        itl_predicted_s: the model's for the same steps, at the same percentile.
     """
 
     num_decodes: int = 0
@@ -170,6 +171,7 @@ class DecodeLoad:
     reserved_tokens: int = 0
     kv_tokens: int = 0
     itl_s: float | None = None
+    itl_predicted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

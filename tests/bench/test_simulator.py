@@ -15,7 +15,7 @@ from baton.bench import stats
 from baton.bench.simulate import traces
 from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton, Static, decision
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
@@ -187,6 +187,7 @@ def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
     assert not any(map(math.isnan, record.ends))
     last = record.moments[-1]
     assert (last.prefill, last.decode) == (1, 2)
+    assert (last.prefill_paid, last.decode_paid) == (1, 2)
     assert record.num_cold_starts == 0
 
 

@@ -13,6 +13,9 @@ was published beside them; how that engine works is from its source, github.com/
   bytes, keys and values) at 300 GB/s, NVLink 3's speed in one direction;
 - of requests that outgrow the decode worker's 66,144 tokens (max_num_tokens.csv) the last is
   swapped out (distserve/decoding_stage_scheduler.py);
+- a request joins the others when there is room for it beside those that wait, which hold 5 % of the
+  cache while there is a queue (`_check_add_to_cur_batch` of the same file; the share is
+  `waiting_block_prop_threshold` of distserve/config.py);
 - it sends every request on at once, whatever room the decode worker has: so it announces no limit.
 """
 
@@ -26,7 +29,7 @@ import pytest
 
 from baton.bench import stats
 from baton.bench.simulate.cell import SimulatedCell
-from baton.bench.simulate.engine import Shape
+from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Static
 from baton.bench.simulate.traces import Arrival
 from baton.coordinator.autoscale.types import ScalingConfig
@@ -38,6 +41,7 @@ from baton.runtime.latency import LatencyModel
 DATA = Path(__file__).parents[1] / "data" / "distserve"
 RAY_S, RAY_PER_TOKEN_S = 0.002, 1e-7
 KV_BYTES_PER_TOKEN, NVLINK_BYTES_PER_S = 2 * 40 * 5120 * 2, 300e9
+WAITING_SHARE = 0.05
 SLO_TTFT_MS, SLO_TPOT_MS = 200, 100
 
 
@@ -59,7 +63,7 @@ def model() -> LatencyModel:
     )
 
 
-def shape(kv_tokens: int, max_num_seqs: int) -> Shape:
+def shape(kv_tokens: int, max_num_seqs: int, waiting_share: float = 0.0) -> Shape:
     return Shape(
         model(),
         kv_tokens=kv_tokens,
@@ -68,6 +72,7 @@ def shape(kv_tokens: int, max_num_seqs: int) -> Shape:
         max_num_batched_tokens=8192,
         max_model_len=4096,
         chunked=False,
+        join_reserve_share=waiting_share,
         swaps=True,
         handoff_s=RAY_S,
         handoff_per_token_s=KV_BYTES_PER_TOKEN / NVLINK_BYTES_PER_S,
@@ -94,7 +99,7 @@ def simulated(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
         Arrival(one["arrival_s"], int(one["prompt_tokens"]), int(one["output_tokens"]))
         for one in rows
     ]
-    shapes = {Pool.PREFILL: shape(163_008, 128), Pool.DECODE: shape(66_144, 1024)}
+    shapes = {Pool.PREFILL: shape(163_008, 128), Pool.DECODE: shape(66_144, 1024, WAITING_SHARE)}
     cell = SimulatedCell(config, shapes, Static(ScalingConfig()))
     sizes = {Pool.PREFILL: 1, Pool.DECODE: 1}
     record = cell.run(arrivals, sizes, rows[-1]["arrival_s"] + 1)

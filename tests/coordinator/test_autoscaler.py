@@ -213,14 +213,30 @@ def test_zero_and_back():
     assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
 
 
-def test_what_is_measured_corrects_what_is_predicted():
+def test_a_missed_ttft_is_paid_for_with_workers():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed
     days.passes(120, rate=10, work_s=0.1, ttft_s=0.9)
     assert days.decisions[-1].prefill.needed > predicted
-    assert "x what is predicted" in days.decisions[-1].prefill.reason
+    assert "since TTFT was missed" in days.decisions[-1].prefill.reason
     days.passes(600, rate=10, work_s=0.1, ttft_s=0.2)
     assert days.decisions[-1].prefill.needed == predicted
+
+
+def test_prompts_that_no_number_of_workers_would_help_are_not_paid_for():
+    days = Days(config=replace(CONFIG, flip=False))
+    predicted = days.passes(120, rate=4, work_s=0.6).prefill.needed
+    days.passes(120, rate=4, work_s=0.6, ttft_s=0.9)
+    assert days.decisions[-1].prefill.needed == predicted
+
+
+def test_steps_longer_than_the_model_says_are_paid_for_with_workers():
+    days = Days(config=replace(CONFIG, flip=False))
+    predicted = days.passes(60, rate=10, work_s=0.01, output=1000.0).decode.needed
+    days.decode = replace(days.decode, itl_s=0.04, itl_predicted_s=0.03)
+    decision = days.passes(120, rate=10, work_s=0.01, output=1000.0).decode
+    assert decision.needed > predicted
+    assert "(ITL is 1.3" in decision.reason
 
 
 def test_a_lane_without_targets_makes_no_pool_grow():
