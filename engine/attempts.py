@@ -102,11 +102,7 @@ class Attempt:
             message.delta.token_ids.extend(output.token_ids)
             message.delta.text = output.text
             message.delta.logprobs.extend(_logprobs(output.logprobs))
-            self.token_ids.extend(output.token_ids)
-            self.num_text_chars += len(output.text)
-            self.decoding = True
-            if output.text:
-                self._text.append(output.text)
+            self._went_out(output)
         if output.queue_s is not None:
             self._add_timings(message.timings, output)
         if output.finish is Finish.ERROR:
@@ -144,9 +140,16 @@ class Attempt:
         tokens.token_ids.append(output.token_ids[0])
         tokens.num_text_chars.append(len(output.text))
         tokens.deltas.append(delta.SerializeToString())
-        self.token_ids.append(output.token_ids[0])
-        self.num_text_chars += len(output.text)
+        self._went_out(output)
         return True
+
+    def _went_out(self, output: EngineOutput) -> None:
+        """What another coordinator is told of, should there be one."""
+        self.token_ids.extend(output.token_ids)
+        self.num_text_chars += len(output.text)
+        self.decoding = True
+        if output.text:
+            self._text.append(output.text)
 
     def failed(self, error: BatonError) -> cluster_pb2.RequestOutput:
         return cluster_pb2.RequestOutput(

@@ -86,6 +86,10 @@ class Host(Protocol):
         """Attached, in this role."""
         ...
 
+    def on_detached(self) -> None:
+        """The stream has ended; the next one may be another coordinator's."""
+        ...
+
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         """Another coordinator than before: ends all but these (request id, attempt)."""
         ...
@@ -191,6 +195,7 @@ class Attachment:
             await self._explain(call, error)
         finally:
             self.detached.set()
+            self._host.on_detached()
             call.cancel()
 
     async def _introduce(self, call: _Call) -> None:

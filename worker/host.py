@@ -70,8 +70,6 @@ class WorkerHost:
     # ---- worker/attach.py's Host.
 
     def hello(self) -> cluster_pb2.Hello:
-        # What comes after it may be for a coordinator that knows nobody's handle.
-        self._runner.columns = False
         info = self._info
         return cluster_pb2.Hello(
             worker_id=self._worker_id,
@@ -174,6 +172,10 @@ class WorkerHost:
             self._role = role
         self._runner.columns = True
         self.attached.set()
+
+    def on_detached(self) -> None:
+        # What comes now may be for a coordinator that knows nobody's handle.
+        self._runner.columns = False
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         self._runner.keep_only(adopted)

@@ -53,7 +53,11 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         command = decode(name, [5, 6, 7], max_tokens=40)
         command.spec.handle = handle
         await coordinator.command(stream, decode=command)
-    await some_outputs(stream, 6)
+    num_tokens = 0
+    while num_tokens < 6:
+        step = (await stream.next_of("step")).step
+        num_tokens += len(step.outputs) + len(step.tokens.token_ids)
+    assert step.tokens.handles
     address = coordinator.address
     await coordinator.stop()
 
@@ -66,6 +70,8 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         assert set(running) == {"keep", "end"}
         expected = expected_tokens(vocabulary, [5, 6, 7], 40)
         kept = running["keep"]
+        assert kept.decoding
+        assert kept.last_text == vocabulary.tokenizer.decode(expected[: kept.next_offset])
         assert list(kept.token_ids) == expected[: kept.next_offset]
         assert kept.num_text_chars == len(vocabulary.tokenizer.decode(expected[: kept.next_offset]))
         # By name: the second coordinator has given the first one's handles to others.
