@@ -380,6 +380,15 @@ class RequestBook:
         """The decode worker is not needed after all: it forgets the handoff."""
         self._send_cancel(request.decode, request)
 
+    def baton_lost(self, request: Request, sender: WorkerKey) -> None:
+        """The prefill worker cannot hand it over: its decode worker need not wait for that."""
+        if sender == request.prefill and request.decode is not None:
+            self.handed_over(request)
+            command = cluster_pb2.CancelCommand(
+                request_id=request.id, handoff_id=request.handoff_id
+            )
+            self.out.append(ev.SendCommand(request.decode, command))
+
     # ---- Inside
 
     def _advance(self, request: Request, state: RequestState, now: float) -> None:

@@ -400,6 +400,8 @@ class Core:
             request.exposed_us = report.exposed_us or request.exposed_us
             if committed:
                 self._book.handed_over(request)
+            else:
+                self._book.baton_lost(request, event.worker)
         # Only the sending end knows of them, and it need not be the first to report.
         self.stats.num_handoff_fallbacks += report.num_fallbacks
         if report.handoff_id in self._ended_handoffs:

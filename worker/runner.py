@@ -178,6 +178,9 @@ class Runner:
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt without a word, whatever it is doing, and forgets its handoff."""
+        if not command.attempt:
+            self.decode.drop(command.handoff_id)
+            return
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")

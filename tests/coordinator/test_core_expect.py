@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator import events as ev
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP = common_pb2.FINISH_REASON_STOP
@@ -96,3 +96,38 @@ def test_a_recovered_request_is_announced_with_the_tokens_it_has(world, out):
     (decode,) = sent(world, "d2", cluster_pb2.DecodeCommand)
     assert decode.expected
     assert list(decode.spec.known_token_ids) == [7, 8]
+
+
+@pytest.mark.parametrize("first_token", [False, True], ids=["before", "after"])
+def test_a_handoff_that_failed_at_its_sender_is_not_waited_for(world, out, first_token):
+    world.submit()
+    (expect,) = sent(world, "d", cluster_pb2.ExpectCommand)
+    if first_token:
+        world.step("p", out("r1", [7], text="a", finish=0))
+    report = cluster_pb2.HandoffReport(
+        request_id="r1",
+        attempt=1,
+        handoff_id=expect.handoff.handoff_id,
+        state=kv_transfer_pb2.HANDOFF_STATE_FAILED,
+        detail="no room",
+    )
+    world.handle(ev.WorkerHandoff(("p", 1), report))
+    (cancel,) = sent(world, "d", cluster_pb2.CancelCommand)
+    assert (cancel.attempt, cancel.handoff_id) == (0, expect.handoff.handoff_id)
+    # It goes on all the same.
+    if not first_token:
+        world.step("p", out("r1", [7], text="a", finish=0))
+    assert sent(world, "d", cluster_pb2.DecodeCommand)
+
+
+def test_how_a_receiver_saw_it_end_changes_nothing(world, out):
+    world.submit()
+    (expect,) = sent(world, "d", cluster_pb2.ExpectCommand)
+    report = cluster_pb2.HandoffReport(
+        request_id="r1",
+        attempt=1,
+        handoff_id=expect.handoff.handoff_id,
+        state=kv_transfer_pb2.HANDOFF_STATE_FAILED,
+    )
+    world.handle(ev.WorkerHandoff(("d", 1), report))
+    assert not sent(world, "d", cluster_pb2.CancelCommand)

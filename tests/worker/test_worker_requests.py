@@ -161,6 +161,24 @@ async def test_an_expected_decode_brings_no_prompt_again(coordinator, start_work
     await stream.idle()
 
 
+async def test_a_decode_waits_for_no_baton_that_will_not_come(
+    coordinator, start_worker, vocabulary
+):
+    start_worker(DECODE)
+    stream = await coordinator.stream()
+    prompt, handoff = [5, 6, 7], plan(secrets.token_bytes(16), "", 3, commit_timeout_s=60)
+    known = expected_tokens(vocabulary, prompt, 1)
+    decode = cluster_pb2.DecodeCommand(
+        spec=spec("r", prompt, known=known, max_tokens=6), handoff=handoff
+    )
+    await coordinator.command(stream, decode=decode)
+    lost = cluster_pb2.CancelCommand(request_id="r", handoff_id=handoff.handoff_id)
+    await coordinator.command(stream, cancel=lost)
+    # Long before the commit's time is over.
+    assert known + tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, prompt, 6)
+    await stream.idle()
+
+
 async def test_a_decode_that_was_not_announced_fails_alone(coordinator, start_worker):
     start_worker(DECODE)
     stream = await coordinator.stream()

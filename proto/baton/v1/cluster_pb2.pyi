@@ -770,6 +770,7 @@ class CancelCommand(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
+    """0: the handoff alone. It will not come; a request that waits for it computes its prompt."""
     handoff_id: _builtins.bytes
     def __init__(
         self,
