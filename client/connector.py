@@ -211,6 +211,9 @@ class Connector:
 
     def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
         """Submits a request again that was refused for now, or gives it up."""
+        if state.cancel_asked:
+            state.finish_cancelled()
+            return
         if not state.resuming and errors.restarting(error):
             # The coordinator stops: the request waits for the next one.
             state.lose(error, self._resume_timeout_s)
@@ -225,9 +228,7 @@ class Connector:
         else:
             delay_s = later_s(error, random.random())
             left_s = state.retry_left_s
-        if state.cancel_asked:
-            state.finish_cancelled()
-        elif delay_s is None or delay_s >= left_s:
+        if delay_s is None or delay_s >= left_s:
             # One that was never accepted is still its caller's to submit again.
             state.fail(not_resumed(error) if state.accepted else error)
         else:

@@ -39,6 +39,7 @@ class _Orphan:
 
     worker: WorkerKey
     attempt: int
+    tenant: str
     digest: int
     token_ids: array[int]
     num_text_chars: int
@@ -50,6 +51,7 @@ class _Orphan:
         return cls(
             worker,
             running.attempt,
+            running.tenant,
             running.digest,
             array("I", running.token_ids),
             running.num_text_chars,
@@ -72,7 +74,8 @@ class _Orphan:
         sampling, num_known = submission.sampling, len(token_ids)
         num_chars = self.num_text_chars - num_text_chars
         if (
-            self.digest != request_digest(submission.prompt_token_ids, sampling)
+            self.tenant != submission.tenant
+            or self.digest != request_digest(submission.prompt_token_ids, sampling)
             # They went by and are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")

@@ -42,6 +42,7 @@ def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
         # Smaller first: when KV runs out, the engine's victim is a batch request.
         priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
         traceparent=submission.traceparent,
+        tenant=submission.tenant,
     )
 
 

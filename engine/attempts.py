@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -18,6 +19,7 @@ from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
+_numbers = itertools.count(1)
 _REASONS = {
     Finish.STOP: common_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -32,6 +34,8 @@ class Attempt:
     """What this worker knows of one attempt of a request.
 
     Attributes:
+        engine_id: what the engine calls it; never used twice, unlike the attempt's number, which
+            another coordinator may give again.
         token_ids: the whole output so far, known tokens included.
         num_text_chars: characters of text that went out with them, here or elsewhere.
         arrived_at: monotonic, when the command came.
@@ -45,6 +49,7 @@ class Attempt:
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
     submitted_at: float | None = field(init=False, default=None)
+    engine_id: str = field(init=False)
     decoding: bool = field(init=False, default=False)
     _text: list[str] = field(init=False, default_factory=list)
     _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
@@ -52,11 +57,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.known_token_ids)
         self.num_text_chars = self.spec.known_text_chars
-
-    @property
-    def engine_id(self) -> str:
-        """What the engine calls it: attempts of one request never share an id."""
-        return f"{self.spec.request_id}#{self.spec.attempt}"
+        self.engine_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
 
     def engine_request(
         self,
@@ -90,6 +91,7 @@ class Attempt:
             decoding=self.decoding,
             last_text="".join(self._text)[-_MAX_LAST_CHARS:],
             digest=request_digest(self.spec.prompt_token_ids, self.spec.sampling),
+            tenant=self.spec.tenant,
         )
 
     def report(self, output: EngineOutput) -> cluster_pb2.RequestOutput:

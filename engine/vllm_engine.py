@@ -189,7 +189,8 @@ class VllmEngine:
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        if request.receive is None or needs_exact_state(request.sampling):
+        told = self._port is not None and self._port.alive
+        if request.receive is None or needs_exact_state(request.sampling) or not told:
             return
         live = self._new_live(request)
         try:
@@ -209,15 +210,19 @@ class VllmEngine:
             return
         live, num_announced = announced.live, len(announced.live.request.known_token_ids)
         coming = request.known_token_ids[num_announced:]
-        if len(coming) != announced.num_coming_tokens or request.receive is None:
+        if (
+            request.receive is None
+            or len(coming) != announced.num_coming_tokens
+            or not self._note(request.receive.handoff_id, coming)
+        ):
+            # The engine core lets go of the handoff with what was announced.
             await self._core.abort_requests_async([live.internal_id])
-            await self._submit(self._new_live(request))
+            await self._submit(self._new_live(dataclasses.replace(request, receive=None)))
             return
         live.request, live.submitted_at = request, time.monotonic()
         self._output.add_request(announced.shown, prompt=None)
         self._replay(live, announced.run)
         self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
-        self._note(request.receive.handoff_id, coming)
 
     def _new_live(self, request: EngineRequest) -> _Live:
         return _Live(request, self._new_internal_id(request), submitted_at=time.monotonic())
@@ -246,10 +251,10 @@ class VllmEngine:
             # The scheduler may be waiting for one of them.
             self._note()
 
-    def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> None:
-        # Should the transfer service have ended, so does the worker.
+    def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
+        """Tells the scheduler; False when it can no longer be told."""
         assert self._port is not None, "submit before start"
-        self._port.note(self._num_submitted, handoff_id, token_ids)
+        return self._port.note(self._num_submitted, handoff_id, token_ids)
 
     def _engine_core_requests(
         self, live: _Live, num_coming_tokens: int | None = None

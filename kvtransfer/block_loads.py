@@ -119,7 +119,10 @@ class EarlyCopies:
     def _advance(self, arriving: _Arriving) -> None:
         load = arriving.load
         seen = self._port.peek(load.handoff_id, self._rank, arriving.epoch, arriving.num_seen)
-        if seen is None:
+        if seen is None or seen.num_tokens != load.num_tokens:
+            # It is over, or begins anew, or is another one than was meant: the load comes whole.
+            self._report.spoiled.add(load.handoff_id)
+            self._arriving.pop(load.handoff_id, None)
             return
         if seen.epoch != arriving.epoch:
             # What was loaded of another epoch may not be what this one sends.

@@ -31,11 +31,13 @@ class EarlyLoad:
     """Blocks to fill, of every layer, as their bytes arrive.
 
     Attributes:
+        num_tokens: that the handoff must hold.
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache; in use for nothing else until this load is over.
     """
 
     handoff_id: bytes
+    num_tokens: int
     first_block: int
     block_ids: list[int]
 
@@ -143,7 +145,7 @@ class EarlyLoads:
         blocks = self._pool.get_new_blocks(count)
         self._loads[handoff_id] = _Load(request, first, blocks)
         block_ids = [block.block_id for block in blocks]
-        self._work.begun.append(EarlyLoad(handoff_id, first, block_ids))
+        self._work.begun.append(EarlyLoad(handoff_id, num_tokens, first, block_ids))
         self.arrived(handoff_id, epoch, committed=committed)
 
     def arrived(self, handoff_id: bytes, epoch: int, *, committed: bool) -> None:
@@ -165,12 +167,16 @@ class EarlyLoads:
         self._work.over.append(handoff_id)
         self._give_back(load)
 
+    def yield_blocks(self) -> None:
+        """Somebody else may need them: gives all loads up."""
+        for handoff_id in list(self._loads):
+            self.drop(handoff_id)
+
     def take_work(self) -> EarlyWork:
         """For the step that is being scheduled. Where blocks have run short, gives up first."""
-        least = int(_LEAST_FREE_SHARE * self._pool.num_gpu_blocks)
-        if self._loads and self._pool.get_num_free_blocks() < least:
-            for handoff_id in list(self._loads):
-                self.drop(handoff_id)
+        least = max(1, int(_LEAST_FREE_SHARE * self._pool.num_gpu_blocks))
+        if self._pool.get_num_free_blocks() < least:
+            self.yield_blocks()
         work, self._work = self._work, EarlyWork()
         return work
 

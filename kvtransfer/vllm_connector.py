@@ -200,10 +200,14 @@ class _SchedulerHalf:
         # The last step computed nothing and none is under way: the engine has nothing to do but
         # wait for handoffs, which it does once per step.
         self._idle = self._may_wait = False
+        # Since the last step was scheduled, some request was asked about that awaits a handoff.
+        self._asked = False
         self._loads: list[Load] = []
         self._ended_sends: list[bytes] = []
-        # Loads of the step under way, each with every block the request has from there on.
+        # Loads of the step being scheduled, each with every block the request has from there on.
         self._loading: list[tuple[Load, list[int]]] = []
+        # The same of every step scheduled and not finished.
+        self._steps_loading: deque[list[tuple[Load, list[int]]]] = deque()
         # Of steps scheduled and not finished: vLLM may schedule one while another runs, and
         # finishes them in order. None for a step whose time is not the model's.
         self._counter = StepCounter()
@@ -240,7 +244,7 @@ class _SchedulerHalf:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return 0
-        num_early_tokens = receive.num_early_tokens
+        num_early_tokens, self._asked = receive.num_early_tokens, True
         self._poll()
         if self._may_wait and receive.announced and not self._early_loads.has_work:
             self._may_wait = False
@@ -329,19 +333,22 @@ class _SchedulerHalf:
         self._loading.append((load, block_ids[first:]))
 
     def untrusted_block_ids(self, invalid_block_ids: set[int]) -> set[int]:
-        """After a step: blocks whose content must not be found through the prefix cache.
+        """After the oldest step: blocks whose content must not be found through the prefix cache.
 
         vLLM enters blocks into its prefix cache when it allocates them, before a load has filled
         them, and takes out only those of requests that still exist when the load has failed.
         """
         untrusted: set[int] = set()
-        for load, block_ids in self._loading:
+        for load, block_ids in self._steps_loading[0] if self._steps_loading else ():
             if not invalid_block_ids.isdisjoint(load.block_ids):
                 untrusted.update(block_ids)
-        self._loading.clear()
         return untrusted
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
+        if not self._asked and not output.num_scheduled_tokens:
+            # The queue's head does not fit, and nobody else is asked: not for these blocks.
+            self._early_loads.yield_blocks()
+        self._asked = False
         metadata = StepMetadata(
             list(self._pushes(output)),
             self._loads,
@@ -349,6 +356,8 @@ class _SchedulerHalf:
             self._early_loads.take_work(),
         )
         self._loads, self._ended_sends = [], []
+        self._steps_loading.append(self._loading)
+        self._loading = []
         work = self._counter.count(output)
         self._works.append(None if metadata.loads else work)
         self._steps_busy.append(work is not None)
@@ -379,6 +388,7 @@ class _SchedulerHalf:
         work = self._works.popleft() if self._works else None
         if self._steps_busy:
             self._steps_busy.popleft()
+            self._steps_loading.popleft()
         early, self._early_tokens = self._early_tokens or None, {}
         told = {STEP_WORK: work, CACHE_CHANGE: self._cached.take(), EARLY_TOKENS: early}
         return {name: value for name, value in told.items() if value is not None}

@@ -162,6 +162,7 @@ class Runner:
             return
         command.spec.prompt_token_ids.extend(expected.attempt.spec.prompt_token_ids)
         attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, expected.attempt.handoff)
+        attempt.engine_id = expected.attempt.engine_id
         self._start(attempt, self.decode, after=expected)
 
     def expect_decode(self, command: cluster_pb2.ExpectCommand) -> None:

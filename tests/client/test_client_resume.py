@@ -306,6 +306,23 @@ async def test_what_is_new_goes_to_another_coordinator_than_one_that_stops(infer
         assert old.token_ids == (1, 2, 3, 4)
 
 
+async def test_a_cancelled_request_is_not_taken_to_the_next_coordinator(inference):
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (first, _),
+        serving(other) as (second, _),
+        BatonClient([first, second]) as client,
+    ):
+        stream, connection = await flowing(client, inference)
+        connection.end()
+        connection = await other.connection()
+        number = (await connection.submitted()).stream
+        stream.cancel()
+        assert await connection.cancelled() == number
+        connection.send(failed(number, RESTARTING))
+        assert (await rest(stream))[-1].reason == "cancelled"
+
+
 async def test_what_is_new_waits_for_the_only_coordinator_to_come_back(inference):
     async with serving(inference) as (address, _):
         client = await BatonClient(address).__aenter__()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
+from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -34,6 +35,7 @@ def running(num_tokens=5, *, attempt=3, sampling=None, prompt=None, **fields):
         "last_text": TEXT[:num_tokens],
         "decoding": True,
         "digest": request_digest(prompt or PROMPT, sampling),
+        "tenant": DEFAULT_TENANT,
     }
     return cluster_pb2.RunningRequest(**{**values, **fields})
 
@@ -98,6 +100,15 @@ def test_a_client_gets_what_it_lacks_and_the_worker_goes_on(restarted, out, firs
     assert sum(one.duration_us for one in budget.stages) == budget.total_us
     assert world.commands == {}
     assert world.core.stats.num_adopted == 1
+
+
+def test_nobody_gets_another_tenants_output(restarted):
+    restarted.comes_back(running(tenant="somebody"))
+    to = restarted.resumes(num_tokens=0)
+    assert restarted.world.tokens(to) == []
+    assert restarted.world.core.stats.num_adopted == 0
+    (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
+    assert cancel.attempt == 3
 
 
 def test_an_output_that_ended_meanwhile_is_handed_out(restarted, out):

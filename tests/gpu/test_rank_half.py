@@ -242,7 +242,7 @@ async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
     await received(receiver, handoff_id, 12)
     # The first two blocks are in the receiver's prefix cache, and the last is not whole.
     target = random.Random(6).sample(range(BLOCKS), 17)
-    load = EarlyLoad(handoff_id, 2, target)
+    load = EarlyLoad(handoff_id, 20 * TOKENS, 2, target)
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
     assert not receiver.rank.take_early_report()
     for name, cache in receiver.caches.items():
@@ -267,7 +267,7 @@ async def test_altered_staging_spoils_an_early_load_and_nothing_else(workers):
     handoff_id, offset, source = await half_sent(sender, receiver)
     seen = await received(receiver, handoff_id, 12)
     receiver.port.memory[seen.offset + 5 * BLOCK_BYTES] ^= 0xFF
-    load = EarlyLoad(handoff_id, 0, list(range(20)))
+    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
     report = receiver.rank.take_early_report()
     assert (report.spoiled, report.loaded) == ({handoff_id}, {})
@@ -285,7 +285,7 @@ async def test_an_early_load_that_is_over_copies_nothing_more(workers):
     sender, receiver = workers
     handoff_id, offset, source = await half_sent(sender, receiver)
     await received(receiver, handoff_id, 12)
-    load = EarlyLoad(handoff_id, 0, list(range(20)))
+    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
     sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
     await committed(receiver, handoff_id)

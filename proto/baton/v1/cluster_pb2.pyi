@@ -353,6 +353,7 @@ class RunningRequest(_message.Message):
     LAST_TEXT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -365,6 +366,7 @@ class RunningRequest(_message.Message):
     """The end of its text, as much as is kept: a client that comes back may lack some of it."""
     digest: _builtins.int
     """xxh3_64 of prompt and sampling: a client that comes back must want the same."""
+    tenant: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole output so far, tokens known at its dispatch included."""
@@ -386,10 +388,11 @@ class RunningRequest(_message.Message):
         last_text: _builtins.str = ...,
         digest: _builtins.int = ...,
         finished: Global___WorkerFinished | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,6 +579,7 @@ class RequestSpec(_message.Message):
     KNOWN_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Counts dispatches of this request, from 1. Outputs carry it; those of an older attempt are
@@ -589,6 +593,8 @@ class RequestSpec(_message.Message):
     traceparent: _builtins.str
     handle: _builtins.int
     """Names this attempt in StepOutputs.tokens; never used twice by one coordinator. 0: has none."""
+    tenant: _builtins.str
+    """Whose request it is: a restarted coordinator gives it back to nobody else."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -617,10 +623,11 @@ class RequestSpec(_message.Message):
         known_text_chars: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         handle: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
