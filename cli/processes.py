@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +12,6 @@ from baton.cli import options
 
 if TYPE_CHECKING:
     from baton.runtime.config import BatonConfig
-
-
-# gRPC reads it when it is imported, and only then. The server's sockets are polled by the thread
-# that takes what came to Python, not by a pool of threads that wake each other: that is cheaper by
-# a sixth.
-_GRPC_EXPERIMENTS, _POLLED_BY_ONE_THREAD = "GRPC_EXPERIMENTS", "-event_engine_listener"
 
 
 class RoleName(StrEnum):
@@ -56,7 +49,6 @@ def up(
 
     Prints `ready grpc=HOST:PORT http=URL` on standard output once it serves.
     """
-    _import_grpc_for_serving()
     from baton.cli.model import prepared
     from baton.runtime import lifecycle, logs
 
@@ -87,7 +79,6 @@ def coordinator(
     log_level: options.Level = None,
 ) -> None:
     """Run a coordinator alone; workers are started elsewhere and dial in."""
-    _import_grpc_for_serving()
     from baton.cli.model import prepared
     from baton.coordinator import server
     from baton.runtime import lifecycle, logs
@@ -148,16 +139,6 @@ def worker(
         worker_main.serve(effective, role=number, coordinator=coordinator, worker_id=worker_id)
     )
     raise typer.Exit(code)
-
-
-def _import_grpc_for_serving() -> None:
-    """As this process needs it; what is started from here moves more than it polls."""
-    if _GRPC_EXPERIMENTS in os.environ:
-        return
-    os.environ[_GRPC_EXPERIMENTS] = _POLLED_BY_ONE_THREAD
-    import grpc  # noqa: F401
-
-    del os.environ[_GRPC_EXPERIMENTS]
 
 
 async def _up(config: BatonConfig) -> int:

@@ -424,4 +424,6 @@ async def test_serving_helper_leaves_no_task(inference):
         stream = client.generate("x")
         await (await inference.connection()).submitted()
     assert stream.token_ids == ()
-    assert {task for task in asyncio.all_tasks() - before if "baton" in task.get_name()} == set()
+    # The client's own: a server's may be about to end.
+    left = asyncio.all_tasks() - before
+    assert {task for task in left if task.get_name().startswith("baton")} == set()
