@@ -14,6 +14,16 @@ _MAX_KEPT_MESSAGES = 8192
 _MAX_KEPT_BYTES = 64 * 2**20
 # Received without an answer, before one is sent only to acknowledge.
 _ACK_EVERY = 64
+# Of a CoordinatorMessage, by what it carries.
+_FIELDS: dict[type[Command], str] = {
+    cluster_pb2.PrefillCommand: "prefill",
+    cluster_pb2.DecodeCommand: "decode",
+    cluster_pb2.ExpectCommand: "expect",
+    cluster_pb2.CancelCommand: "cancel",
+    cluster_pb2.SetRoleCommand: "set_role",
+    cluster_pb2.DrainCommand: "drain",
+    cluster_pb2.ReleaseCommand: "release",
+}
 
 
 class WorkerLink:
@@ -74,20 +84,7 @@ class WorkerLink:
             False when more is kept than may be: the worker does not keep up.
         """
         message = cluster_pb2.CoordinatorMessage(seq=self._next_seq)
-        if isinstance(command, cluster_pb2.PrefillCommand):
-            message.prefill.CopyFrom(command)
-        elif isinstance(command, cluster_pb2.DecodeCommand):
-            message.decode.CopyFrom(command)
-        elif isinstance(command, cluster_pb2.ExpectCommand):
-            message.expect.CopyFrom(command)
-        elif isinstance(command, cluster_pb2.CancelCommand):
-            message.cancel.CopyFrom(command)
-        elif isinstance(command, cluster_pb2.SetRoleCommand):
-            message.set_role.CopyFrom(command)
-        elif isinstance(command, cluster_pb2.DrainCommand):
-            message.drain.CopyFrom(command)
-        else:
-            message.release.CopyFrom(command)
+        getattr(message, _FIELDS[type(command)]).CopyFrom(command)
         self._next_seq += 1
         num_bytes = message.ByteSize()
         self._kept.append((message, num_bytes))
