@@ -1,9 +1,10 @@
-"""Starting workers by command line. Later launchers (Ray, Kubernetes) have the same two calls."""
+"""Starting workers by command line."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -78,7 +79,18 @@ class Launcher(Protocol):
     """Starts and stops workers; the coordinator hears the rest over their attach streams."""
 
     async def start(self, worker_id: str, role: str) -> None:
-        """Starts a worker in a role, "prefill" or "decode"; returns before it serves."""
+        """Starts a worker in a role, "prefill" or "decode"; returns before it serves.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ...
+
+    async def end(self, worker_id: str) -> None:
+        """Asks a worker to drain, and returns when nothing of it is left; idempotent.
+
+        One that has ended already is only forgotten: to be called of every worker that was started.
+        """
         ...
 
     async def stop(self) -> None:
@@ -114,8 +126,14 @@ class LocalLauncher:
             transfer = config.kv_transfer.model_copy(update=cpus)
             self._config = config.model_copy(update={"kv_transfer": transfer})
         self._children: dict[str, _Child] = {}
+        # Of each child, the place among `_cores` that it holds.
+        self._places: dict[str, int] = {}
+        # Its own time to drain, and what comes after it.
+        self._patience_s = config.worker.drain_timeout_s + _STOP_MARGIN_S
 
     async def start(self, worker_id: str, role: str) -> None:
+        place = next(n for n in itertools.count() if n not in self._places.values())
+        self._places[worker_id] = place
         # By way of a small program that ties the worker's life to ours before it becomes it.
         tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
         worker = ("worker", "--role", role, "--worker-id", worker_id)
@@ -130,11 +148,12 @@ class LocalLauncher:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output.write_end,
                 stderr=errors.write_end,
-                env={**os.environ, **self._cores.environment(len(self._children))},
+                env={**os.environ, **self._cores.environment(place)},
             )
         except BaseException:
             output.close()
             errors.close()
+            del self._places[worker_id]
             raise
         finally:
             os.close(output.write_end)
@@ -143,12 +162,17 @@ class LocalLauncher:
         self._children[worker_id] = child
         child.begin(dump(self._config).encode())
 
+    async def end(self, worker_id: str) -> None:
+        child = self._children.get(worker_id)
+        if child is not None:
+            await child.stop(self._patience_s)
+            self._children.pop(worker_id, None)
+            self._places.pop(worker_id, None)
+
     async def stop(self) -> None:
-        patience_s = self._config.worker.drain_timeout_s + _STOP_MARGIN_S
         async with asyncio.TaskGroup() as group:
-            for child in self._children.values():
-                group.create_task(child.stop(patience_s))
-        self._children.clear()
+            for worker_id in list(self._children):
+                group.create_task(self.end(worker_id))
 
 
 class _Pipe:
