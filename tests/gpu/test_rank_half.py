@@ -1,37 +1,19 @@
 """A handoff through the ranks' halves of two connectors and two real transfer services."""
 
 import asyncio
-import functools
-import importlib
 import random
 import secrets
-import warnings
 
 import pytest
 import torch
 
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
+from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.rank_half import RankHalf
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
-
-
-@functools.cache
-def connector():
-    """The module under test, once: vLLM takes seconds to import, and warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("baton.kvtransfer.vllm_connector")
-
-
-def push_of(*args):
-    return connector().Push(*args)
-
-
-def load_of(*args):
-    return connector().Load(*args)
-
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 64, 2, 16, 64
 BLOCK_BYTES = HEADS * TOKENS * CONTENT * 2
@@ -56,7 +38,7 @@ class Worker:
     def __init__(self, client, device, order):
         self.client = client
         self.port = EnginePort(client.socket_path)
-        self.rank = connector()._RankHalf(client.socket_path, self.port, LAYOUT)
+        self.rank = RankHalf(client.socket_path, self.port, 0, LAYOUT)
         shape = (BLOCKS, HEADS, TOKENS, CONTENT)
         memory = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16, device=device)
         back = [order.index(axis) for axis in range(4)]
@@ -65,9 +47,7 @@ class Worker:
 
     def step(self, pushes=(), loads=(), ended=(), compute=None, early=None):
         """As vLLM's model runner makes one; returns the invalid block ids."""
-        metadata = connector().StepMetadata(
-            list(pushes), list(loads), list(ended), early or EarlyWork()
-        )
+        metadata = HandoffStep(list(pushes), list(loads), list(ended), early or EarlyWork())
         self.rank.begin_step(metadata)
         self.rank.load(metadata)
         for name, cache in self.caches.items():
@@ -84,8 +64,7 @@ class Worker:
 
 
 @pytest.fixture(params=DEVICES)
-async def workers(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(connector(), "get_tensor_model_parallel_rank", lambda: 0)
+async def workers(request, tmp_path):
     started = []
     # The receiver's memory is laid out differently.
     for number, order in enumerate([(0, 1, 2, 3), (0, 2, 1, 3)]):
@@ -154,29 +133,29 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
     other_id, other_offset = await opened(sender, receiver, 2)
     for first, end in ((0, 7), (7, 8), (8, num_blocks)):
         ids = source[first:end]
-        push = push_of(handoff_id, offset, first, num_blocks, ids, end == num_blocks)
+        push = Push(handoff_id, offset, first, num_blocks, ids, end == num_blocks)
         values = {block_id: first + at for at, block_id in enumerate(ids)}
         pushes, free = [push], [each for each in range(BLOCKS) if each not in shuffled]
         if end == num_blocks:
             # A second prompt of the same step.
-            pushes.append(push_of(other_id, other_offset, 0, 2, free[:2], True))
+            pushes.append(Push(other_id, other_offset, 0, 2, free[:2], True))
             values |= {free[0]: 50, free[1]: 51}
         sender.step(pushes, compute=writes(values))
         # The next step uses the same blocks for something else.
         sender.step(compute=writes(dict.fromkeys(ids, 99)))
     await committed(receiver, handoff_id, other_id)
-    loads = [load_of(handoff_id, num_blocks * TOKENS, 3, target[3:])]
+    loads = [Load(handoff_id, num_blocks * TOKENS, 3, target[3:])]
     assert receiver.step(loads=loads) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         for at, block_id in enumerate(target):
             wanted = at + 100 * layer if at >= 3 else 0
             assert bool((cache[block_id] == wanted).all()), (layer, at)
-    assert receiver.step(loads=[load_of(other_id, 2 * TOKENS, 0, [7, 5])]) == set()
+    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         assert bool((cache[7] == 50 + 100 * layer).all())
         assert bool((cache[5] == 51 + 100 * layer).all())
     # Loaded once and released.
-    assert receiver.step(loads=[load_of(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
+    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
     await empty(sender)
     await empty(receiver)
 
@@ -184,7 +163,7 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
 async def test_a_wrong_byte_is_found_by_the_step_that_loads_it(workers, monkeypatch):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    push = push_of(handoff_id, offset, 0, 4, [4, 3, 2, 1], True)
+    push = Push(handoff_id, offset, 0, 4, [4, 3, 2, 1], True)
     sender.step([push], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
     await committed(receiver, handoff_id)
     claim = receiver.port.claim
@@ -195,7 +174,7 @@ async def test_a_wrong_byte_is_found_by_the_step_that_loads_it(workers, monkeypa
         return claimed
 
     monkeypatch.setattr(receiver.port, "claim", claim_and_alter)
-    load = load_of(handoff_id, 4 * TOKENS, 1, [8, 7, 6])
+    load = Load(handoff_id, 4 * TOKENS, 1, [8, 7, 6])
     assert receiver.step(loads=[load]) == {6, 7, 8}
     assert receiver.step() == set()
     await empty(receiver)
@@ -204,7 +183,7 @@ async def test_a_wrong_byte_is_found_by_the_step_that_loads_it(workers, monkeypa
 async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    sender.step([push_of(handoff_id, offset, 0, 4, [4, 3], False)])
+    sender.step([Push(handoff_id, offset, 0, 4, [4, 3], False)])
     sender.step(ended=[handoff_id])
     await empty(sender)
     await empty(receiver)
@@ -230,7 +209,7 @@ async def half_sent(sender, receiver):
     source = random.Random(5).sample(range(BLOCKS), 20)
     handoff_id, offset = await opened(sender, receiver, 20)
     sender.step(
-        [push_of(handoff_id, offset, 0, 20, source[:12], False)],
+        [Push(handoff_id, offset, 0, 20, source[:12], False)],
         compute=writes({block: index + 1 for index, block in enumerate(source)}),
     )
     return handoff_id, offset, source
@@ -249,7 +228,7 @@ async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
         layer = int(name.removeprefix("layer."))
         for index in range(10):
             assert (cache[target[index]] == index + 3 + 100 * layer).all()
-    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
     await committed(receiver, handoff_id)
     receiver.step(early=EarlyWork(arrived=[handoff_id]))
     assert receiver.rank.take_early_report().loaded == {(handoff_id, 1): 1}
@@ -258,7 +237,7 @@ async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
         for index, block in enumerate(target):
             assert (cache[block] == index + 3 + 100 * layer).all()
     # What was loaded early can be claimed as ever.
-    assert not receiver.step(loads=[load_of(handoff_id, 20 * TOKENS, 19, [0])])
+    assert not receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 19, [0])])
     await empty(receiver)
 
 
@@ -271,12 +250,12 @@ async def test_altered_staging_spoils_an_early_load_and_nothing_else(workers):
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
     report = receiver.rank.take_early_report()
     assert (report.spoiled, report.loaded) == ({handoff_id}, {})
-    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
     await committed(receiver, handoff_id)
     # It is not looked at again, and the load that follows finds out for itself.
     receiver.step(early=EarlyWork(arrived=[handoff_id]))
     assert not receiver.rank.take_early_report()
-    invalid = receiver.step(loads=[load_of(handoff_id, 20 * TOKENS, 0, list(range(20)))])
+    invalid = receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 0, list(range(20)))])
     assert 5 in invalid
     await empty(receiver)
 
@@ -287,7 +266,7 @@ async def test_an_early_load_that_is_over_copies_nothing_more(workers):
     await received(receiver, handoff_id, 12)
     load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    sender.step([push_of(handoff_id, offset, 12, 20, source[12:], True)])
+    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
     await committed(receiver, handoff_id)
     receiver.step(early=EarlyWork(arrived=[handoff_id], over=[handoff_id]))
     assert not receiver.rank.take_early_report()

@@ -1,0 +1,214 @@
+"""Copies between a rank's paged cache and staging, in the steps that the scheduler's half says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.block_loads import Check, EarlyCopies, copy_in, holds
+from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.early_loads import EarlyReport
+from baton.kvtransfer.handoff_step import HandoffStep, Push
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One frame of every layer of a push.
+
+    Attributes:
+        begin: index of its first block among all the blocks of the step.
+        first_block: index within the handoff.
+        last: whether it is the push's last.
+    """
+
+    push: Push
+    begin: int
+    first_block: int
+    num_blocks: int
+    last: bool
+
+
+class RankHalf:
+    """One rank's.
+
+    Args:
+        socket_path: of the transfer service.
+        port: this thread's, to that service.
+        rank: tensor-parallel.
+        layout: of the cache.
+    """
+
+    def __init__(self, socket_path: str, port: EnginePort, rank: int, layout: KvLayout) -> None:
+        self._socket_path, self._port, self._rank = socket_path, port, rank
+        self._layout = layout
+        self._cache: PagedCache | None = None
+        # Of the step under way: every block that is pushed, as the copies take them, and the frames
+        # of a layer, those together that one gather takes.
+        self._blocks: Any = None
+        self._groups: list[list[_Piece]] = []
+        # Loads of the step under way whose copies may not have ended.
+        self._unchecked: list[tuple[bytes, list[Check]]] = []
+        self._invalid_block_ids: set[int] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError when the cache is not laid out as the worker announced."""
+        self._cache = PagedCache(kv_caches, self._layout)
+        if self._cache.device.type == "cpu":
+            allow_matrix_unit()
+        self._port.prefault()
+        staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
+        self._copies: BlockCopies = open_copies(self._cache, staging)
+        self._early = EarlyCopies(self._port, self._rank, self._layout, self._copies)
+        self._notifier: Notifier | NotifierThread
+        if self._copies.finishes_at_once:
+            self._notifier = Notifier(self._port, self._rank)
+        else:
+            # A port is one thread's.
+            port = EnginePort(self._socket_path)
+            self._notifier = NotifierThread(Notifier(port, self._rank), port)
+
+    def begin_step(self, step: HandoffStep) -> None:
+        for handoff_id in step.ended:
+            self._notifier.ended(handoff_id)
+        self._groups = list(self._grouped(step.pushes)) if self._notifier.alive else []
+        if self._groups:
+            self._blocks = self._copies.prepare(
+                [block_id for push in step.pushes for block_id in push.block_ids]
+            )
+
+    def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
+        """Frames that fit into one gather each; many short prompts would make many small copies."""
+        group: list[_Piece] = []
+        begin, room = 0, self._copies.max_blocks
+        for push in pushes:
+            end = push.first_block + len(push.block_ids)
+            for first, count in split_blocks(
+                push.first_block, len(push.block_ids), self._layout.block_bytes
+            ):
+                if group and count > room:
+                    yield group
+                    group, room = [], self._copies.max_blocks
+                group.append(_Piece(push, begin, first, count, first + count == end))
+                begin, room = begin + count, room - count
+        if group:
+            yield group
+
+    def save(self, layer_name: str) -> None:
+        if not self._groups:
+            return
+        layer, layout = self._known_cache.indices[layer_name], self._layout
+        ends_step = layer == layout.num_layers - 1
+        for group in self._groups:
+            filled = []
+            for piece in group:
+                push = piece.push
+                offset = layout.offset(self._rank, layer, piece.first_block, push.num_blocks)
+                filled.append(
+                    Filled(
+                        push.handoff_id,
+                        layer,
+                        piece.first_block,
+                        piece.num_blocks,
+                        push.offset + offset,
+                        piece.num_blocks * layout.block_bytes,
+                        last=ends_step and piece.last and push.last,
+                    )
+                )
+            runs = [
+                Run(piece.begin, piece.num_blocks, each.offset)
+                for piece, each in zip(group, filled, strict=True)
+            ]
+            self._notifier.filled(self._copies.gather(layer, self._blocks, runs), filled)
+        if ends_step:
+            self._notifier.flush()
+
+    def end_step(self) -> None:
+        """The step's last kernels have been launched.
+
+        vLLM may give the blocks of a request that has ended or was preempted to another one, in a
+        step that it launches before the GPU has begun this one: that step's kernels must come after
+        the gathers. They need not come after the copies to staging, which read scratch.
+        """
+        if self._groups:
+            self._copies.join()
+        self._groups, self._blocks = [], None
+
+    def load(self, step: HandoffStep) -> None:
+        for load in step.loads:
+            claimed = self._port.claim(load.handoff_id, self._rank)
+            if claimed is None or claimed.num_tokens != load.num_tokens:
+                self._invalid_block_ids.update(load.block_ids)
+                self._port.release(load.handoff_id, self._rank)
+                continue
+            checks, num_copied = [], 0
+            for check in copy_in(
+                self._copies, self._layout, claimed, load.first_block, load.block_ids
+            ):
+                num_copied += len(check.block_ids)
+                if self._copies.finishes_at_once:
+                    # The bytes are still in the core's own cache.
+                    self._verify(check)
+                else:
+                    checks.append(check)
+            if num_copied != self._layout.num_layers * len(load.block_ids):
+                self._invalid_block_ids.update(load.block_ids)
+            if self._copies.finishes_at_once:
+                self._port.release(load.handoff_id, self._rank)
+            else:
+                self._unchecked.append((load.handoff_id, checks))
+        if step.loads:
+            # All layers before the first: a layer's new keys are written to the blocks before the
+            # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
+            # undo that.
+            self._copies.join()
+        if step.early:
+            self._early.step(step.early)
+
+    def _verify(self, check: Check) -> None:
+        if not holds(check, self._port):
+            self._invalid_block_ids.update(check.block_ids)
+
+    def take_early_report(self) -> EarlyReport:
+        """Of early loads, after the step's model has been launched."""
+        return self._early.take_report()
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Of the step under way, whose model has been launched and computes meanwhile.
+
+        One frame is verified while the next is copied. What was computed from wrong bytes is thrown
+        away by the engine, which hears of them together with the step's output.
+        """
+        for handoff_id, checks in self._unchecked:
+            for check in checks:
+                self._verify(check)
+            self._port.release(handoff_id, self._rank)
+        self._unchecked.clear()
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def close(self) -> None:
+        """Waits, within bounds, for what is under way: it reads and writes staging."""
+        if self._cache is not None:
+            self._notifier.close()
+            self._copies.close()
+
+    @property
+    def _known_cache(self) -> PagedCache:
+        assert self._cache is not None, "vLLM registers its caches before the first step"
+        return self._cache
+
+
+def allow_matrix_unit() -> None:
+    """Asks the kernel to let this process use AMX, where the CPU has it.
+
+    vLLM's attention takes it for granted. It is oneDNN that asks, in the first large matrix
+    product; a rank that is handed its prompts may come to attention first, and would be killed.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
