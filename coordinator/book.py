@@ -223,10 +223,11 @@ class RequestBook:
         if request.dispatched_at is None:
             request.dispatched_at = now
             self.stats.dispatched(request, now)
-        prefill, decode = placement
+        prefill, decode = placement.prefill, placement.decode
         request.prefill = prefill.worker if prefill is not None else None
         request.decode = decode.worker if decode is not None else None
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
+        request.skip_tokens = placement.skip_tokens
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
         self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
@@ -642,6 +643,7 @@ class RequestBook:
             epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
             num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
+            skip_tokens=request.skip_tokens,
         )
         plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
         return plan

@@ -51,10 +51,12 @@ class Placement(NamedTuple):
     Attributes:
         prefill: None: the decode worker computes the prompt.
         decode: None: nothing is left to decode after the first token.
+        skip_tokens: that the decode worker has, and the handoff leaves out; whole blocks.
     """
 
     prefill: PrefillChoice | None
     decode: DecodeChoice | None
+    skip_tokens: int = 0
 
     @property
     def handoff(self) -> bool:
@@ -409,8 +411,9 @@ class Placer:
         decode = self._decode(request, match, most, prefill.worker)
         if decode is None:
             return None
-        if self._fits(request, prefill.worker, decode.worker):
-            return Placement(prefill, decode)
+        skip_tokens = self._skip_tokens(request, decode)
+        if self._fits(request, prefill.worker, decode.worker, skip_tokens):
+            return Placement(prefill, decode, skip_tokens)
         unsplit = self._decode(request, match, most, None)
         return Placement(None, unsplit) if unsplit is not None else None
 
@@ -469,12 +472,22 @@ class Placer:
         )
         return choice.predicted_s if choice is not None else math.inf
 
-    def _fits(self, request: Request, prefill: WorkerKey, decode: WorkerKey) -> bool:
+    def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
+        """Of the tokens to be handed over, those there already; never all of them."""
+        worker = self._workers.get(decode.worker)
+        assert worker is not None
+        block_size = _block_size(worker.hello)
+        held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
+        return held // block_size * block_size
+
+    def _fits(
+        self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int
+    ) -> bool:
         """Whether the prompt can be handed over."""
         sender, receiver = self._workers.get(prefill), self._workers.get(decode)
         assert sender is not None
         assert receiver is not None
-        num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens)
+        num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens - skip_tokens)
         exact = needs_exact_state(request.submission.sampling)
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes

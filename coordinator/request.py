@@ -147,6 +147,7 @@ class Request:
         prefill_done: the prefill worker's part of this attempt is over.
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
+        skip_tokens: that its handoff leaves out.
         expected: its decode worker was told of this attempt with its prefill worker.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
@@ -176,6 +177,7 @@ class Request:
     prefill_done: bool = False
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
+    skip_tokens: int = 0
     expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None

@@ -93,7 +93,7 @@ class DecodeRole:
             return None
         self._attempts[plan.handoff_id] = attempt
         timeout_s = plan.commit_timeout.ToNanoseconds() / 1e9
-        return ReceiveHandoff(plan.handoff_id, plan.num_tokens, timeout_s)
+        return ReceiveHandoff(plan.handoff_id, plan.num_tokens, timeout_s, plan.skip_tokens)
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
         """Once the engine has run the request its handoff is loaded or never will be."""

@@ -42,11 +42,13 @@ class SendHandoff:
         handoff_id: 16 bytes.
         offset: of the handoff's bytes in the shared segment (LocalSendOpened).
         num_tokens: of the prompt to hand over, from the first.
+        skip_tokens: of these, from the first, that are left out; whole blocks.
     """
 
     handoff_id: bytes
     offset: int
     num_tokens: int
+    skip_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,14 @@ class ReceiveHandoff:
         handoff_id: 16 bytes.
         num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
         timeout_s: how long to wait for the commit before computing the prompt here.
+        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. It
+            is of use only where the prefix cache has them.
     """
 
     handoff_id: bytes
     num_tokens: int
     timeout_s: float
+    skip_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

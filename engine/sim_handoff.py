@@ -60,31 +60,37 @@ class HandoffPort:
         """Whether waiting is over: committed, or never to be."""
         return self._states.get(handoff_id) in _SETTLED
 
-    def load(self, receive: ReceiveHandoff, tokens: Sequence[int]) -> int:
+    def load(self, receive: ReceiveHandoff, tokens: Sequence[int], num_cached_tokens: int) -> int:
         """Loads a committed handoff, once, and gives its staging back in any case.
 
         Args:
             receive: what is expected.
             tokens: of the prompt, and the known ones after it.
+            num_cached_tokens: of these, that the prefix cache has.
 
         Returns:
-            How many of these tokens it brought; 0 when it is not there or damaged.
+            How many of these tokens are there with it; 0 when it is not there, damaged, or leaves
+            out more than is cached.
 
         Raises:
             WrongBaton: intact, but of another prompt.
         """
         state = self._states.pop(receive.handoff_id, None)
         try:
-            if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+            if (
+                state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+                or num_cached_tokens < receive.skip_tokens
+            ):
                 return 0
             claim = self._port.claim(receive.handoff_id, 0)
             if claim is None:
                 return 0
-            num_blocks = self.layout.num_blocks(receive.num_tokens)
-            if (claim.num_blocks, claim.num_tokens) != (num_blocks, receive.num_tokens):
+            num_tokens = receive.num_tokens - receive.skip_tokens
+            num_blocks = self.layout.num_blocks(num_tokens)
+            if (claim.num_blocks, claim.num_tokens) != (num_blocks, num_tokens):
                 raise WrongBaton(
                     f"wrong baton: holds {claim.num_tokens} tokens in {claim.num_blocks} blocks; "
-                    f"the request expects {receive.num_tokens} in {num_blocks}"
+                    f"the request expects {num_tokens} in {num_blocks}"
                 )
             layers = self._copy(claim.offset, num_blocks, claim.frames)
             if layers is None:
@@ -116,12 +122,14 @@ class HandoffPort:
         return data
 
     def _verify(self, data: bytes, receive: ReceiveHandoff, tokens: Sequence[int]) -> None:
-        layout, num_blocks = self.layout, self.layout.num_blocks(receive.num_tokens)
+        layout = self.layout
+        num_blocks = layout.num_blocks(receive.num_tokens - receive.skip_tokens)
+        skip_blocks = receive.skip_tokens // layout.block_size_tokens
         digests = KvDigests(tokens, receive.num_tokens, layout.block_size_tokens)
         for block in range(num_blocks):
             for layer in range(layout.num_layers):
                 begin = layout.offset(0, layer, block, num_blocks)
-                expected = digests.kv_bytes(layer, block, layout.block_bytes)
+                expected = digests.kv_bytes(layer, skip_blocks + block, layout.block_bytes)
                 if data[begin : begin + layout.block_bytes] != expected:
                     raise WrongBaton(
                         f"wrong baton: layer {layer}, block {block} of handoff "
@@ -140,8 +148,10 @@ class HandoffSend:
         self, port: EnginePort, layout: KvLayout, send: SendHandoff, prompt: Sequence[int]
     ) -> None:
         self._port, self._layout, self._send = port, layout, send
-        self._num_blocks = layout.num_blocks(send.num_tokens)
+        self._num_blocks = layout.num_blocks(send.num_tokens - send.skip_tokens)
+        self._skip_blocks = send.skip_tokens // layout.block_size_tokens
         self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens)
+        # Of the handoff: to be staged next.
         self._epoch, self._first_block, self._ended = FIRST_EPOCH, 0, False
 
     def write(self, layer: int, num_computed_tokens: int) -> None:
@@ -154,7 +164,7 @@ class HandoffSend:
         if self._ended:
             return
         layout = self._layout
-        end = num_computed_tokens // layout.block_size_tokens
+        end = max(0, num_computed_tokens // layout.block_size_tokens - self._skip_blocks)
         if num_computed_tokens >= self._send.num_tokens:
             end = self._num_blocks
         is_last_layer = layer == layout.num_layers - 1
@@ -162,7 +172,7 @@ class HandoffSend:
         frames = []
         for first, count in runs:
             data = b"".join(
-                self._digests.kv_bytes(layer, block, layout.block_bytes)
+                self._digests.kv_bytes(layer, self._skip_blocks + block, layout.block_bytes)
                 for block in range(first, first + count)
             )
             begin = self._send.offset + layout.offset(0, layer, first, self._num_blocks)

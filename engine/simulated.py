@@ -444,7 +444,7 @@ class SimulatedEngine:
             return
         live.receive_deadline = None
         try:
-            loaded = self._port.load(receive, live.tokens)
+            loaded = self._port.load(receive, live.tokens, live.num_computed)
         except WrongBaton as error:
             live.live = False
             del self._requests[live.id]

@@ -73,11 +73,13 @@ def transfer_params(request: EngineRequest, *, announced: bool = False) -> dict[
             "handoff_id": request.send.handoff_id.hex(),
             "offset": request.send.offset,
             "num_tokens": request.send.num_tokens,
+            "skip_tokens": request.send.skip_tokens,
         }
     if request.receive is not None:
         params["baton_receive"] = {
             "handoff_id": request.receive.handoff_id.hex(),
             "num_tokens": request.receive.num_tokens,
+            "skip_tokens": request.receive.skip_tokens,
             "timeout_s": request.receive.timeout_s,
             "announced": announced,
         }

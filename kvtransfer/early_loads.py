@@ -82,11 +82,19 @@ class EarlyReport:
 
 @dataclass(slots=True)
 class _Load:
-    """`blocks`: of the engine's pool, held for this load; `loaded`: ranks that have an epoch."""
+    """What is known of one.
+
+    Attributes:
+        first_block: index within the prompt of blocks[0].
+        blocks: of the engine's pool, held for this load.
+        kept: of its prefix cache, likewise, which the handoff leaves out.
+        loaded: ranks that have an epoch.
+    """
 
     request: Any
     first_block: int
     blocks: list[Any]
+    kept: list[Any]
     loaded: Counter[int] = field(default_factory=Counter)
     committed_epoch: int = 0
 
@@ -122,6 +130,7 @@ class EarlyLoads:
         handoff_id: bytes,
         request: Any,
         num_tokens: int,
+        skip_tokens: int,
         num_cached_tokens: int,
         epoch: int,
         *,
@@ -132,20 +141,27 @@ class EarlyLoads:
         Args:
             handoff_id: not being loaded.
             request: the engine's, which will find the blocks.
-            num_tokens: that the handoff holds.
+            num_tokens: of the prompt, from the first, that it will have with the handoff.
+            skip_tokens: of them, that the handoff leaves out; at most those cached.
             num_cached_tokens: of the prompt, found in the prefix cache; whole blocks.
             epoch: of what has come.
             committed: whether it is all.
         """
-        first = num_cached_tokens // self._layout.block_size_tokens
-        count = num_tokens // self._layout.block_size_tokens - first
+        size = self._layout.block_size_tokens
+        first, skip = num_cached_tokens // size, skip_tokens // size
+        count = num_tokens // size - first
         least = int(_FREE_SHARE * self._pool.num_gpu_blocks)
-        if not self.possible or count <= 0 or self._pool.get_num_free_blocks() - count < least:
+        room = self._pool.get_num_free_blocks() - count - skip
+        if not self.possible or count <= 0 or room < least:
             return
+        # Nothing brings these again: without them the rest is of no use.
+        kept = self._cached_blocks(request, skip)
+        self._pool.touch(kept)
         blocks = self._pool.get_new_blocks(count)
-        self._loads[handoff_id] = _Load(request, first, blocks)
+        self._loads[handoff_id] = _Load(request, first, blocks, kept)
         block_ids = [block.block_id for block in blocks]
-        self._work.begun.append(EarlyLoad(handoff_id, num_tokens, first, block_ids))
+        load = EarlyLoad(handoff_id, num_tokens - skip_tokens, first - skip, block_ids)
+        self._work.begun.append(load)
         self.arrived(handoff_id, epoch, committed=committed)
 
     def arrived(self, handoff_id: bytes, epoch: int, *, committed: bool) -> None:
@@ -210,6 +226,11 @@ class EarlyLoads:
         self._give_back(load)
         return len(load.blocks) * size
 
+    def _cached_blocks(self, request: Any, num_blocks: int) -> list[Any]:
+        """The first of a request's prompt, in the prefix cache."""
+        found = (self._pool.get_cached_block(one, [0]) for one in request.block_hashes[:num_blocks])
+        return [blocks[0] for blocks in found if blocks]
+
     def _give_back(self, load: _Load) -> None:
         # In the order in which they are to be reused: the end of a prefix is worth the least.
-        self._pool.free_blocks(reversed(load.blocks))
+        self._pool.free_blocks(reversed([*load.kept, *load.blocks]))

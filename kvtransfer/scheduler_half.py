@@ -34,10 +34,19 @@ _OVER = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_F
 
 @dataclass(slots=True)
 class _Send:
+    """A request whose blocks are pushed.
+
+    Attributes:
+        num_tokens: of the prompt, from the first.
+        skip_blocks: of them, from the first, that are left out.
+        next_block: of the prompt, to be pushed next.
+    """
+
     handoff_id: bytes
     offset: int
     num_tokens: int
-    num_blocks_pushed: int = 0
+    skip_blocks: int
+    next_block: int
 
 
 @dataclass(slots=True)
@@ -45,6 +54,8 @@ class _Receive:
     """A request that awaits a handoff.
 
     Attributes:
+        num_tokens: of its prompt, from the first, that it has with the handoff.
+        skip_tokens: of them, that the handoff leaves out.
         deadline: when to give it up; it counts from when the first token is known.
         announced: it waits to be told with which tokens it goes on.
         early_tried: something had come of it, and was loaded early or never will be.
@@ -55,6 +66,7 @@ class _Receive:
     request: Request
     handoff_id: bytes
     num_tokens: int
+    skip_tokens: int
     timeout_s: float
     deadline: float
     announced: bool
@@ -121,14 +133,20 @@ class SchedulerHalf:
         self._num_added += 1
         params = request.kv_transfer_params or {}
         if (send := params.get("baton_send")) is not None:
+            skip_blocks = send["skip_tokens"] // self._layout.block_size_tokens
             self._sends[request.request_id] = _Send(
-                bytes.fromhex(send["handoff_id"]), send["offset"], send["num_tokens"]
+                bytes.fromhex(send["handoff_id"]),
+                send["offset"],
+                send["num_tokens"],
+                skip_blocks,
+                skip_blocks,
             )
         if (told := params.get("baton_receive")) is not None:
             receive = self._receives[request.request_id] = _Receive(
                 request,
                 bytes.fromhex(told["handoff_id"]),
                 told["num_tokens"],
+                told["skip_tokens"],
                 told["timeout_s"],
                 time.monotonic() + told["timeout_s"],
                 told["announced"],
@@ -160,10 +178,13 @@ class SchedulerHalf:
                 return None
             # Sooner loaded at once than with the step after the next.
             self._early_loads.drop(receive.handoff_id)
-        if receive.handoff_id in self._committed:
+        # What it leaves out is not in the prefix cache, or not any more.
+        useless = num_computed_tokens < receive.skip_tokens
+        if receive.handoff_id in self._committed and not useless:
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         if not (
-            receive.handoff_id in self._ended_early
+            useless
+            or receive.handoff_id in self._ended_early
             or not self._port.alive
             or time.monotonic() >= receive.deadline
         ):
@@ -176,11 +197,12 @@ class SchedulerHalf:
         if receive.early_tried or receive.handoff_id not in self._arrived:
             return
         receive.early_tried = True
-        if receive.announced:
+        if receive.announced and num_computed_tokens >= receive.skip_tokens:
             self._early_loads.begin(
                 receive.handoff_id,
                 receive.request,
                 receive.num_tokens,
+                receive.skip_tokens,
                 num_computed_tokens,
                 self._arrived[receive.handoff_id],
                 committed=receive.handoff_id in self._committed,
@@ -225,7 +247,12 @@ class SchedulerHalf:
         usable = self._usable_tokens(receive, request)
         first = (usable - num_loaded_tokens) // self._layout.block_size_tokens
         last = self._layout.num_blocks(usable)
-        load = Load(receive.handoff_id, receive.num_tokens, first, block_ids[first:last])
+        load = Load(
+            receive.handoff_id,
+            receive.num_tokens - receive.skip_tokens,
+            first - receive.skip_tokens // self._layout.block_size_tokens,
+            block_ids[first:last],
+        )
         self._loads.append(load)
         self._loading.append((load, block_ids[first:]))
 
@@ -290,15 +317,15 @@ class SchedulerHalf:
                 if num_tokens >= send.num_tokens
                 else num_tokens // self._layout.block_size_tokens
             )
-            if num_ready <= send.num_blocks_pushed:
+            if num_ready <= send.next_block:
                 continue
-            first, send.num_blocks_pushed = send.num_blocks_pushed, num_ready
+            first, send.next_block = send.next_block, num_ready
             block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
             yield Push(
                 send.handoff_id,
                 send.offset,
-                first,
-                num_blocks,
+                first - send.skip_blocks,
+                num_blocks - send.skip_blocks,
                 list(block_ids[first:num_ready]),
                 last=num_ready == num_blocks,
             )
@@ -312,7 +339,7 @@ class SchedulerHalf:
         """
         self._counter.forget(request.request_id)
         if (send := self._sends.pop(request.request_id, None)) is not None and (
-            send.num_blocks_pushed < self._layout.num_blocks(send.num_tokens)
+            send.next_block < self._layout.num_blocks(send.num_tokens)
         ):
             self._port.abort_send(send.handoff_id)
             self._ended_sends.append(send.handoff_id)

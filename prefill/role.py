@@ -124,12 +124,13 @@ class PrefillRole:
         assert plan is not None
         # Known before it is answered: its end may be told first, and a cancel must find it.
         send = self._sends[plan.handoff_id] = _Send(attempt)
+        num_sent_tokens = plan.num_tokens - plan.skip_tokens
         try:
             offset = await self._transfer.open_send(
                 plan.handoff_id,
                 plan.target,
-                self._layout.num_blocks(plan.num_tokens),
-                plan.num_tokens,
+                self._layout.num_blocks(num_sent_tokens),
+                num_sent_tokens,
                 self._open_timeout_s,
                 # What engines number their frames from; ids are never used twice.
                 epoch=FIRST_EPOCH,
@@ -143,4 +144,4 @@ class PrefillRole:
             self._report(attempt, report)
             self._on_change()
             return None
-        return SendHandoff(plan.handoff_id, offset, plan.num_tokens)
+        return SendHandoff(plan.handoff_id, offset, plan.num_tokens, plan.skip_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator import events as ev
+from baton.runtime.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -131,3 +132,33 @@ def test_how_a_receiver_saw_it_end_changes_nothing(world, out):
     )
     world.handle(ev.WorkerHandoff(("d", 1), report))
     assert not sent(world, "d", cluster_pb2.CancelCommand)
+
+
+def test_what_the_decode_worker_has_is_left_out_of_the_handoff(world, out):
+    world.attach("d", DECODE, incarnation=2, capacity=EARLY)
+    first = world.submit(num_prompt=40)
+    (sent_first,) = sent(world, "p", cluster_pb2.PrefillCommand)
+    assert sent_first.handoff.skip_tokens == 0
+    hashes = block_hashes(sent_first.spec.prompt_token_ids, 16)
+    world.step("p", out("r1", [7], finish=STOP))
+    assert world.last(first).reason == STOP
+    held = cluster_pb2.CacheEvents(stored=hashes)
+    world.handle(ev.WorkerCache(("d", 2), held))
+    world.submit(num_prompt=40)
+    second = sent(world, "p", cluster_pb2.PrefillCommand)[-1]
+    expected = sent(world, "d", cluster_pb2.ExpectCommand)[-1]
+    assert second.spec.prompt_token_ids == sent_first.spec.prompt_token_ids
+    assert (second.handoff.num_tokens, second.handoff.skip_tokens) == (40, 32)
+    assert expected.handoff == second.handoff
+
+
+def test_something_is_left_to_be_handed_over(world, out):
+    """The decode worker computes at least one token, which needs what was before it."""
+    world.submit(num_prompt=32)
+    (first,) = sent(world, "p", cluster_pb2.PrefillCommand)
+    world.step("p", out("r1", [7], finish=STOP))
+    held = cluster_pb2.CacheEvents(stored=block_hashes(first.spec.prompt_token_ids, 16))
+    world.handle(ev.WorkerCache(("d", 1), held))
+    world.submit(num_prompt=32)
+    second = sent(world, "p", cluster_pb2.PrefillCommand)[-1]
+    assert (second.handoff.num_tokens, second.handoff.skip_tokens) == (32, 16)

@@ -63,15 +63,18 @@ class Pair:
     layout: KvLayout
     directory: Path
 
-    async def open(self, prompt: list[int], target: TransferClient | None = None) -> SendHandoff:
+    async def open(
+        self, prompt: list[int], target: TransferClient | None = None, skip_tokens: int = 0
+    ) -> SendHandoff:
         """To the receiver, or to somebody else."""
         handoff_id = secrets.token_bytes(16)
-        num_blocks = -(-len(prompt) // SETTINGS.block_size_tokens)
+        num_tokens = len(prompt) - skip_tokens
+        num_blocks = -(-num_tokens // SETTINGS.block_size_tokens)
         address = (target or self.receiver.transfer).address
         offset = await self.sender.transfer.open_send(
-            handoff_id, address, num_blocks, len(prompt), 5.0
+            handoff_id, address, num_blocks, num_tokens, 5.0
         )
-        return SendHandoff(handoff_id, offset, len(prompt))
+        return SendHandoff(handoff_id, offset, len(prompt), skip_tokens)
 
     async def nothing_left(self) -> None:
         async with asyncio.timeout(5):
@@ -139,6 +142,24 @@ async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> N
     rest, output, last = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
     assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
     assert (output.num_handoff_tokens, last.finish) == (length, Finish.LENGTH)
+    await pair.nothing_left()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "evicted"])
+async def test_what_the_receiver_has_is_left_out(pair: Pair, is_there: bool) -> None:
+    prompt = [(7 * index) % 200 for index in range(100)]
+    if is_there:
+        earlier = EngineRequest("e", prompt[:90], common_pb2.SamplingParams(max_tokens=1))
+        await pair.receiver.finish(earlier)
+    send = await pair.open(prompt, skip_tokens=80)
+    first, _, _ = await pair.sender.finish(prefill(prompt, send))
+    request = decode(prompt, first, send.handoff_id)
+    receive = ReceiveHandoff(send.handoff_id, len(prompt), 5.0, skip_tokens=80)
+    rest, output, _ = await pair.receiver.finish(dataclasses.replace(request, receive=receive))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == (20 if is_there else 0)
+    stats = await pair.receiver.transfer.stats()
+    assert stats.bytes_received == pair.layout.handoff_bytes(2)
     await pair.nothing_left()
 
 

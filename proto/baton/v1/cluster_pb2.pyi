@@ -736,6 +736,7 @@ class HandoffPlan(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     COMMIT_TIMEOUT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     """16 random bytes, never used twice."""
     epoch: _builtins.int
@@ -744,6 +745,10 @@ class HandoffPlan(_message.Message):
     num_tokens: _builtins.int
     """How many tokens it holds: the prompt's, and known tokens after them when the prefill worker is
     given these as the end of its prompt.
+    """
+    skip_tokens: _builtins.int
+    """So many of these, from the first, are not sent: the decode worker is believed to have them in
+    its prefix cache. Whole blocks, less than num_tokens. When it has fewer, it computes the prompt.
     """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
@@ -757,10 +762,11 @@ class HandoffPlan(_message.Message):
         target: _builtins.str = ...,
         commit_timeout: _duration_pb2.Duration | None = ...,
         num_tokens: _builtins.int = ...,
+        skip_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
