@@ -183,7 +183,8 @@ class GatewayProcess:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
             process.stdin.write(dump(self._config).encode())
             await process.stdin.drain()
         process.stdin.close()

@@ -270,7 +270,8 @@ class _Child:
     async def _feed(self, config: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
             stdin.write(config)
             await stdin.drain()
             stdin.close()
