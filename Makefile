@@ -33,8 +33,14 @@ install: $(BATON) $(DEV)
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
 
+# Two files at a time; those on real vLLM, whose ranks spin on a core each, after all others.
 test: $(BATON) $(DEV)
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/vllm
+	$(BIN)/python -m pytest tests/vllm
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 lint: $(BATON) $(DEV)
 	$(BIN)/ruff format --check

@@ -23,6 +23,7 @@ TOOLS = [
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     "ruff",
     "mypy",
