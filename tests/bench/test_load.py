@@ -26,6 +26,7 @@ from baton.runtime.block_hashes import block_hashes
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 VOCAB_SIZE = 432
+ANY = Slo()
 
 
 # ---- What is sent, and when.
@@ -46,7 +47,9 @@ def test_lengths_have_their_mean_and_spread(text, mean, variation):
 
 @pytest.mark.parametrize("text", ["", "0", "9-3", "x", "5~", "1-2~3", "-4"])
 def test_wrong_lengths_are_refused_by_option(text):
-    with pytest.raises(ValueError, match="--output-tokens is .*; must be N, LOW-HIGH or MEAN~CV"):
+    with pytest.raises(
+        ValueError, match=r"--output-tokens is .*; must be N, LOW-HIGH .evenly. or MEAN~CV"
+    ):
         Lengths.parse(text, "--output-tokens")
 
 
@@ -90,6 +93,12 @@ def test_a_replay_is_as_much_faster_as_asked():
     assert sent[1].block_ids == (7,)
 
 
+def alike(one, other):
+    """How many of both are equal, from the first on."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 blocks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
 
@@ -104,9 +113,7 @@ def test_prompts_share_the_blocks_that_they_should_and_no_more(first, second, mo
     assert [len(one) for one in made] == [one.num_prompt_tokens for one in planned]
     assert all(0 <= token < VOCAB_SIZE for one in made for token in one)
     hashes = [block_hashes(one, 16) for one in made]
-    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*hashes)))
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
-    assert shared == 512 // 16 * alike
+    assert alike(*hashes) == 512 // 16 * alike(first, second)
 
 
 def test_prompts_of_another_run_share_nothing():
@@ -119,14 +126,21 @@ def test_prompts_of_another_run_share_nothing():
 
 
 class Answering(inference_pb2_grpc.InferenceServicer):
-    """Answers each request with its tokens at once; `refuse` says which not, `hold` to wait."""
+    """Answers each request with its tokens, while `hold` is set; `refuse` says which not."""
 
     def __init__(self, refuse=lambda request: None) -> None:
-        self.refuse, self.hold, self.cancelled = refuse, asyncio.Event(), 0
+        self.refuse, self.hold = refuse, asyncio.Event()
         self.hold.set()
         self.running = self.most_running = 0
         self.requests = []
         self.arrived = asyncio.Event()
+
+    async def seen(self, count):
+        """Until so many requests have come."""
+        async with asyncio.timeout(10):
+            while len(self.requests) < count:
+                self.arrived.clear()
+                await self.arrived.wait()
 
     async def Session(self, request_iterator, context):
         events = asyncio.Queue()
@@ -169,8 +183,6 @@ class Answering(inference_pb2_grpc.InferenceServicer):
                 async for message in request_iterator:
                     if message.HasField("submit"):
                         group.create_task(answer(message.submit))
-                    else:
-                        self.cancelled += 1
 
         reader = asyncio.create_task(read())
         try:
@@ -181,7 +193,7 @@ class Answering(inference_pb2_grpc.InferenceServicer):
 
 
 @asynccontextmanager
-async def generator(servicer, *, slo=Slo(), **options):
+async def generator(servicer, *, slo=ANY, **options):
     server = rpc.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     address = rpc.bind(server, "127.0.0.1:0", "listen")
@@ -197,7 +209,7 @@ def planned(count, tokens=5, lane="interactive", apart_s=0.0):
     return [Planned(number, number * apart_s, 20, tokens, lane) for number in range(count)]
 
 
-def result(outcome, slo=Slo()):
+def result(outcome, slo=ANY):
     return Result.of("bench", {}, slo, outcome, is_open=True)
 
 
@@ -276,27 +288,27 @@ async def test_a_stop_cancels_what_is_in_flight_and_keeps_what_was_measured():
     def plan():
         yield from planned(4)
         answering.hold.clear()
-        yield from (one._replace(at_s=0.2) for one in planned(3))
-        yield Planned(9, 3600.0, 20, 5)
+        yield from planned(1)
 
     async with generator(answering) as made:
-        running = asyncio.create_task(made.open_loop(plan(), 100, stop))
-        while len(answering.requests) < 7:
-            answering.arrived.clear()
-            await asyncio.wait_for(answering.arrived.wait(), 10)
+        running = asyncio.create_task(made.closed_loop(plan(), 1, 60.0, stop))
+        await answering.seen(5)
         stop.set()
         outcome = await asyncio.wait_for(running, 10)
-        found = result(outcome)
+        found = result(outcome).total
         assert outcome.interrupted
-        assert (found.total.num_requests, found.total.num_unfinished) == (7, 3)
-        assert (found.total.num_ended, found.total.num_failed) == (4, 0)
-        assert found.total.attained == 1
+        assert (found.num_requests, found.num_ended, found.num_unfinished) == (5, 4, 1)
+        assert (found.num_failed, found.attained) == (0, 1)
 
 
 async def test_a_closed_loop_keeps_so_many_running():
     answering = Answering()
+    answering.hold.clear()
     async with generator(answering) as made:
-        outcome = await made.closed_loop(planned(40), 4, 60.0, asyncio.Event())
+        running = asyncio.create_task(made.closed_loop(planned(40), 4, 60.0, asyncio.Event()))
+        await answering.seen(4)
+        answering.hold.set()
+        outcome = await asyncio.wait_for(running, 10)
     assert result(outcome).total.num_ended == 40
     assert answering.most_running == 4
 
