@@ -147,6 +147,8 @@ async def _run(
 
     stop = lifecycle.stop_requested()
     async with BatonClient(addresses, max_requests=max_requests) as client:
+        # Whether it is there is known at once; whether it serves may take a moment.
+        await client.model()
         await client.wait_ready(_READY_TIMEOUT_S)
         model = await client.model()
         generator = Generator(
