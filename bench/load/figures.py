@@ -118,7 +118,9 @@ class Result:
         cls, kind: str, load: dict[str, Any], slo: Slo, outcome: Outcome, *, is_open: bool
     ) -> Result:
         lanes = outcome.lanes
-        each = {name: Figures.of(one, outcome.lasted_s) for name, one in sorted(lanes.items())}
+        each: dict[str, Figures] = {
+            name: Figures.of(one, outcome.lasted_s) for name, one in sorted(lanes.items())
+        }
         return cls(
             kind=kind,
             load=load,
