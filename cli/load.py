@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +56,8 @@ Out = Annotated[
 ]
 
 _READY_TIMEOUT_S = 10.0
+# Back to the beginning of the line, and nothing on it.
+_CLEAR = "\r\x1b[K"
 
 
 def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
@@ -160,7 +163,21 @@ async def _run(
             warm_up_s=warm_up_s,
             tenant=tenant,
         )
-        return await drive(generator, stop)
+        telling = asyncio.create_task(_tell(generator)) if sys.stderr.isatty() else None
+        try:
+            return await drive(generator, stop)
+        finally:
+            if telling is not None:
+                telling.cancel()
+                sys.stderr.write(_CLEAR)
+
+
+async def _tell(generator: Generator) -> None:
+    """One line on the terminal, written over every second."""
+    while True:
+        await asyncio.sleep(1.0)
+        sys.stderr.write(_CLEAR + generator.progress)
+        sys.stderr.flush()
 
 
 def _print(result: Result, out: Path | None, as_json: bool) -> None:

@@ -65,6 +65,16 @@ class Generator:
         self._num_in_flight = 0
         self._began_at = self._ended_at = 0.0
 
+    @property
+    def progress(self) -> str:
+        """In words, while a load runs."""
+        seen = Measured.of_all(self._lanes.values(), self._slo)
+        num_failed = sum(seen.sheds.values()) + sum(seen.failures.values())
+        return (
+            f"{time.perf_counter() - self._began_at:.0f} s: {seen.num_ended} ended, "
+            f"{num_failed} failed, {self._num_in_flight} in flight"
+        )
+
     async def open_loop(
         self, plan: Iterable[Planned], max_in_flight: int, stop: asyncio.Event
     ) -> Outcome:
