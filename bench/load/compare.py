@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def read(path: Path) -> dict[str, Any]:
     """Raises ResultError."""
     try:
-        found = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ResultError(f"{path}: cannot be read: {error}") from None
     except ValueError as error:
