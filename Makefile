@@ -60,6 +60,8 @@ bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.coordinator_cost $(COST_ARGS)
 	$(BIN)/python -m baton.bench.gateway_cost $(GATEWAY_ARGS)
 	$(BIN)/python -m baton.bench.autoscale $(AUTOSCALE_ARGS)
+	$(BIN)/python -m baton.bench.simulated_scale $(SCALE_ARGS)
+	$(BIN)/python -m baton.bench.agreement $(AGREEMENT_ARGS)
 
 proto: $(DEV)
 	$(BIN)/python proto/generate.py

@@ -8,6 +8,7 @@ report every two seconds.
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import time
 from dataclasses import replace
@@ -44,6 +45,8 @@ def main() -> None:
     once = traces.repeated(traces.read(TRACE), lasts_s)
     arrivals = traces.scaled(once, arguments.requests / len(once))
     arrivals = [one for one in arrivals if one.at_s < lasts_s]
+    # They live as long as the process: the collector need not look at them again and again.
+    gc.freeze()
     limits = PoolLimits(1, 200)
     config = ScalingConfig(
         targets=(("interactive", Targets(2.0, 0.1)),),

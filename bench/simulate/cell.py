@@ -16,8 +16,8 @@ from baton.bench.simulate.engine import Engine
 from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Policy
 from baton.bench.simulate.record import Record
-from baton.bench.simulate.tally import Tally
 from baton.bench.simulate.traces import Arrival
+from baton.bench.tally import Tally
 from baton.coordinator import events as ev
 from baton.coordinator.autoscale.types import (
     Action,

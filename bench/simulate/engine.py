@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.bench.simulate.parts import Live, PrefixCache, Run, Shape
-from baton.bench.simulate.tally import Tally
+from baton.bench.tally import Tally
 from baton.coordinator import events as ev
 from baton.coordinator.request import WorkerKey
 from baton.runtime.block_hashes import block_hashes

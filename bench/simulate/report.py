@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.bench import stats
+from baton.bench.results import PERCENTS, plain, targets
 from baton.bench.simulate.record import Record
-from baton.bench.simulate.tally import Tally
+from baton.bench.tally import Tally
 from baton.coordinator.autoscale.types import Targets
 from baton.coordinator.load_index import Pool
-
-PERCENTS = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Figures:
     num_requests: int
     num_failed: int
     lasted_s: float
+    targets: dict[str, float | None]
     ttft_ms: dict[int, float]
     itl_ms: dict[int, float]
     tpot_ms: dict[int, float]
@@ -38,6 +38,8 @@ class Figures:
     ttft_within: float
     tpot_within: float
     itl_within: float
+    requests_per_s: float
+    goodput_per_s: float
     goodput_per_gpu: float
     gpu_hours: float
     num_cold_starts: int
@@ -45,12 +47,12 @@ class Figures:
     num_events: int
 
 
-def figures(record: Record, tally: Tally, targets: Targets) -> Figures:
+def figures(record: Record, tally: Tally, limits: Targets) -> Figures:
     """Of a whole simulation."""
     ttfts, tpots, lasted = list[float](), list[float](), list[float]()
     num_failed = num_attained = num_ttft = num_tpot = 0
-    most_ttft = math.inf if targets.ttft_s is None else targets.ttft_s
-    most_itl = math.inf if targets.itl_s is None else targets.itl_s
+    most_ttft = math.inf if limits.ttft_s is None else limits.ttft_s
+    most_itl = math.inf if limits.itl_s is None else limits.itl_s
     for arrived, first, end, count in zip(
         record.arrivals, record.firsts, record.ends, record.outputs, strict=True
     ):
@@ -71,6 +73,7 @@ def figures(record: Record, tally: Tally, targets: Targets) -> Figures:
         num_requests=len(record.arrivals),
         num_failed=num_failed,
         lasted_s=record.lasted_s,
+        targets=targets(limits.ttft_s, limits.itl_s),
         ttft_ms=_percentiles(ttfts),
         itl_ms={percent: tally.percentile(percent) * 1e3 for percent in PERCENTS},
         tpot_ms=_percentiles(tpots),
@@ -79,6 +82,8 @@ def figures(record: Record, tally: Tally, targets: Targets) -> Figures:
         ttft_within=num_ttft / total,
         tpot_within=num_tpot / total,
         itl_within=tally.share_within(most_itl) if math.isfinite(most_itl) else 1.0,
+        requests_per_s=len(lasted) / max(1e-9, record.lasted_s),
+        goodput_per_s=num_attained / max(1e-9, record.lasted_s),
         goodput_per_gpu=num_attained / max(1e-9, record.gpu_hours * 3600),
         gpu_hours=record.gpu_hours,
         num_cold_starts=record.num_cold_starts,
@@ -93,9 +98,10 @@ def _percentiles(seconds: list[float]) -> dict[int, float]:
 
 
 def as_json(found: Figures, record: Record) -> dict[str, Any]:
-    """Everything; not a number is null."""
+    """Everything; what `baton bench` and `replay` have too is of the same names there."""
     return {
-        **{name: _plain(value) for name, value in asdict(found).items()},
+        "kind": "simulate",
+        **{name: plain(value) for name, value in asdict(found).items()},
         "failures": dict(record.reasons),
         "scale_events": [{"at_s": round(at, 3), "what": what} for at, what in record.events],
         "decisions": [
@@ -116,14 +122,8 @@ def as_json(found: Figures, record: Record) -> dict[str, Any]:
             }
             for at, decision in record.decisions
         ],
-        "moments": [_plain(asdict(one)) for one in record.moments],
+        "moments": [plain(asdict(one)) for one in record.moments],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(found: Figures) -> list[list[str]]:

@@ -39,7 +39,9 @@ class Arrival(NamedTuple):
     def prompt(self, number: int) -> array[int]:
         """Token ids; `number` tells prompts apart that share nothing."""
         if not self.block_ids:
-            return array("I", [number, *itertools.repeat(1, self.num_prompt_tokens - 1)])
+            tokens = array("I", (1,)) * self.num_prompt_tokens
+            tokens[0] = number
+            return tokens
         tokens = array("I")
         for block in self.block_ids:
             tokens.extend(itertools.repeat(block, MOONCAKE_BLOCK_TOKENS))

@@ -177,6 +177,72 @@ def test_workers_shows_what_their_steps_cost(ask):
     assert re.search(r"^prefill-0 .* [\d.e+]+/[\d.e+]+ ms ", ask("workers").out, re.MULTILINE)
 
 
+def mooncake(path, *requests):
+    """A trace of (milliseconds, prompt tokens, hash ids)."""
+    rows = (
+        {"timestamp": at, "input_length": length, "output_length": 4, "hash_ids": ids}
+        for at, length, ids in requests
+    )
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_bench_and_replay_measure_and_their_results_compare(ask, tmp_path):
+    out, goals = str(tmp_path / "bench.json"), ("--ttft-ms", "20000", "--itl-ms", "20000")
+    load = ("--rate", "50", "--requests", "20", "--burstiness", "0.5", "--batch-share", "0.4")
+    lengths = ("--prompt-tokens", "20-200", "--output-tokens", "8")
+    result = ask("bench", *load, *lengths, *goals, "--tenant", "load", "--out", out)
+    assert result.code == 0, result.err
+    assert re.search(r"^requests +20, 0 failed$", result.out, re.MULTILINE)
+    found = json.loads(Path(out).read_text())
+    assert (found["num_ended"], found["attained"], found["num_failed"]) == (20, 1, 0)
+    assert sum(one["num_requests"] for one in found["lanes"].values()) == 20
+    assert set(found["lanes"]) == {"interactive", "batch"}
+    assert 0 < found["ttft_ms"]["50"] < found["e2e_ms"]["50"]
+    assert found["itl_ms"]["50"] > 1
+    assert sum(one["tenant"] == "load" for one in json.loads(listed(ask))) == 20
+
+    # Prompts with the same hash ids share their KV blocks, those without share none.
+    alike = mooncake(tmp_path / "a", *((n * 1000, 600 + n, [0, n + 1]) for n in range(5)))
+    result = ask("replay", alike, "--speed", "10", "--json")
+    assert result.code == 0, result.err
+    replayed = json.loads(result.out)
+    assert (replayed["kind"], replayed["num_ended"]) == ("replay", 5)
+    assert 0.5 < replayed["cached_share"] < 0.75
+    different = mooncake(tmp_path / "d", *((n * 100, 600, [n, n + 9]) for n in range(3)))
+    other = tmp_path / "replay.json"
+    assert ask("replay", different, "--out", str(other)).code == 0
+    assert json.loads(other.read_text())["cached_share"] == 0
+
+    compared = ask("bench", "compare", out, str(other), "--json")
+    assert compared.code == 0, compared.err
+    rows = {row["figure"]: row for row in json.loads(compared.out)}
+    assert (rows["requests"]["a"], rows["requests"]["b"]) == (20, 3)
+    assert rows["TTFT p50, ms"]["b_over_a"] > 0
+
+
+def test_ctrl_c_prints_what_bench_has_measured(ask, cluster, tmp_path):
+    arguments = ("bench", "--concurrency", "2", "--prompt-tokens", "30", "--output-tokens", "4")
+    process = Process(*arguments, "--tenant", "interrupted", home=tmp_path, address=cluster)
+    try:
+        eventually(lambda: '"interrupted"' in listed(ask))
+        assert process.stop() == (130, []), process.err()
+        assert int(process.line(r"^requests +(\d+), 0 failed").group(1)) > 0
+        assert process.line(r"^lasted .* \(interrupted\)")
+    finally:
+        process.close()
+    eventually(lambda: ask("requests").out == "no requests running\n")
+
+
+@pytest.mark.parametrize("command", [("bench", "--rate", "1"), ("replay", "TRACE")])
+def test_a_load_on_nobody_is_exit_3(baton, unused_address, tmp_path, command):
+    trace = mooncake(tmp_path / "trace", (0, 10, []))
+    command = [trace if one == "TRACE" else one for one in command]
+    result = baton(*command, "--address", unused_address)
+    assert result.code == 3
+    assert result.err.startswith(f"baton: cannot reach the coordinator at {unused_address}")
+
+
 def eventually(question, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
     while not (answer := question()):

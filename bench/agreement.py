@@ -1,0 +1,202 @@
+"""Whether the simulator agrees with a live cluster: vLLM on this machine's CPU, and its replay.
+
+`make bench`, or `python -m baton.bench.agreement --help`. One prefill and one decode worker get a
+Poisson load. What their steps cost is then taken from the coordinator, as `baton workers --json`
+shows it, and the same requests at the same times go through the simulator with workers that cost as
+much. Nothing else is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.bench import stats, systems
+from baton.bench.load.figures import Result
+from baton.bench.load.generator import Generator
+from baton.bench.load.lengths import Lengths
+from baton.bench.load.measured import Slo
+from baton.bench.load.plan import LaneRule, Planned, arrival_times, generated
+from baton.bench.load.prompts import Prompts
+from baton.bench.results import PERCENTS
+from baton.bench.simulate.report import Figures
+from baton.bench.simulate.run import simulate
+from baton.bench.simulate.traces import Arrival
+from baton.bench.stats import Reach
+from baton.client import AdminClient, BatonClient
+from baton.runtime import demo_model
+from baton.runtime.config import parse
+from baton.v1 import admin_pb2, common_pb2
+
+MODEL = "demo-88m"
+ENGINE_ARGS = {
+    "dtype": "bfloat16",
+    "block_size": 32,
+    "max_model_len": demo_model.SHAPES[MODEL].max_model_len,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 512 * 2**20,
+    "enable_prefix_caching": False,
+}
+# Of both clusters: every prompt is computed by the prefill worker.
+SETTINGS = {"decode": {"local_prefill": False}}
+# Of the demo tokenizer, whatever the model has room for.
+VOCAB_SIZE = 430
+READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 300.0, 120.0
+MOST_APART = 0.15
+NAMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A run, and the worker that computed its prompts, as the coordinator describes it."""
+
+    result: Result
+    worker: admin_pb2.WorkerInfo
+
+
+def plan(rate: float, seconds: float, seed: int) -> list[Planned]:
+    """Poisson arrivals of short and long prompts, short and long outputs."""
+    chance = random.Random(f"times {seed}")
+    times = itertools.takewhile(lambda at: at < seconds, arrival_times(rate, 1.0, chance))
+    lengths = Lengths.parse("64-900", "prompts"), Lengths.parse("16-96", "outputs")
+    return list(generated(times, *lengths, LaneRule(), seed))
+
+
+async def live(arguments: argparse.Namespace, requests: list[Planned]) -> Live:
+    model = demo_model.ensure(MODEL)
+    cores = sorted(os.sched_getaffinity(0))
+    pair_cores = str(cores[0]), str(cores[1 % len(cores)])
+    with systems.baton(model, ENGINE_ARGS, pair_cores, SETTINGS) as cluster:
+        address = cluster.coordinator.address
+        async with BatonClient(address) as client:
+            await client.wait_ready(READY_TIMEOUT_S)
+            prompts = Prompts(VOCAB_SIZE, arguments.seed)
+            for what, load in (
+                ("warm-up", plan(arguments.rate, arguments.warm_up_s, arguments.seed + 1)),
+                ("run", requests),
+            ):
+                generator = Generator(client, prompts, Slo(), timeout_s=REQUEST_TIMEOUT_S)
+                began = time.monotonic()
+                outcome = await generator.open_loop(load, 4096, asyncio.Event())
+                spent_s = time.monotonic() - began
+                print(f"{what}: {len(load)} requests in {spent_s:.0f} s", file=sys.stderr)
+        async with AdminClient(address) as admin:
+            workers = await admin.list_workers()
+    result = Result.of("bench", {"rate": arguments.rate}, Slo(), outcome, is_open=True)
+    return Live(result, next(one for one in workers if one.role == common_pb2.ROLE_PREFILL))
+
+
+def replay(worker: admin_pb2.WorkerInfo, requests: list[Planned]) -> Figures:
+    """The same requests in the simulator, on workers that cost what was measured."""
+    latency = worker.latency
+    config = parse(
+        {
+            "model": "simulated",
+            "engine": "simulated",
+            "simulated": {
+                "prefill_base_ms": latency.prefill_base_ms,
+                "prefill_per_token_ms": latency.prefill_per_token_ms,
+                "prefill_per_token_squared_ms": latency.prefill_per_token_squared_ms,
+                "step_base_ms": latency.step_base_ms,
+                "step_per_request_ms": latency.step_per_request_ms,
+                "step_per_kv_token_ms": latency.step_per_kv_token_ms,
+                "max_model_len": ENGINE_ARGS["max_model_len"],
+                "max_num_batched_tokens": ENGINE_ARGS["max_num_batched_tokens"],
+                "max_num_seqs": ENGINE_ARGS["max_num_seqs"],
+                "block_size_tokens": ENGINE_ARGS["block_size"],
+                "kv_tokens": worker.load.kv_tokens_total,
+                "prefix_caching": False,
+            },
+            **SETTINGS,
+        },
+        "agreement",
+    )
+    arrivals = [Arrival(one.at_s, one.num_prompt_tokens, one.num_output_tokens) for one in requests]
+    return simulate(config, arrivals, "static").figures
+
+
+def reaches(seen: Result, found: Figures) -> Iterator[Reach]:
+    for name in ("ttft_ms", "itl_ms"):
+        real, simulated = (getattr(one, name)[50] for one in (seen.total, found))
+        what = f"{NAMES[name]} p50: simulated / live, distance from 1"
+        yield Reach(what, abs(stats.ratio(simulated, real) - 1), MOST_APART)
+
+
+def show(seen: Live, found: Figures) -> None:
+    latency = seen.worker.latency
+    total = seen.result.total
+    rows = []
+    for name, title in NAMES.items():
+        real, simulated = getattr(total, name), getattr(found, name)
+        rows += [
+            [
+                f"{title} p{percent}",
+                f"{real[percent]:.1f}",
+                f"{simulated[percent]:.1f}",
+                f"{stats.ratio(simulated[percent], real[percent]):.2f}",
+            ]
+            for percent in PERCENTS
+        ]
+    title = (
+        f"{total.num_requests} requests, {total.num_failed} failed live, {found.num_failed} "
+        f"simulated; ms. Fitted to {latency.num_samples} steps: a prompt of n tokens "
+        f"{latency.prefill_base_ms:.3g} + {latency.prefill_per_token_ms:.3g} n "
+        f"+ {latency.prefill_per_token_squared_ms:.3g} n^2, a step of n requests and k tokens "
+        f"{latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n "
+        f"+ {latency.step_per_kv_token_ms:.3g} k"
+    )
+    stats.print_table(title, ["", "live", "simulated", "ratio"], rows)
+    stats.print_reaches(list(reaches(seen.result, found)))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=1.5, help="requests/s")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of the run")
+    parser.add_argument("--warm-up-s", type=float, default=30.0, help="before it, not counted")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=Path("bench/results/agreement.json"))
+    arguments = parser.parse_args()
+    for name in ("rate", "seconds", "warm_up_s"):
+        if not getattr(arguments, name) > 0:
+            parser.error(f"--{name.replace('_', '-')}: must be more than 0")
+    return arguments
+
+
+def as_json(seen: Live, found: Figures) -> dict[str, Any]:
+    names = seen.worker.latency.DESCRIPTOR.fields_by_name
+    return {
+        "live": seen.result.as_json(),
+        "simulated": {"kind": "simulate", **asdict(found)},
+        "latency": {name: getattr(seen.worker.latency, name) for name in names},
+        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(seen.result, found)],
+    }
+
+
+def main() -> None:
+    arguments = parsed()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    requests = plan(arguments.rate, arguments.seconds, arguments.seed)
+    seen = asyncio.run(live(arguments, requests))
+    found = replay(seen.worker, requests)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(as_json(seen, found), indent=1) + "\n")
+    show(seen, found)
+    print(f"figures in {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Two results of `baton bench`, `replay` or `simulate`, side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from baton.bench.results import PERCENTS
+
+_LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
+_FIGURES = {
+    "requests_per_s": "requests/s",
+    "goodput_per_s": "goodput/s",
+    "output_tokens_per_s": "output tokens/s",
+    "attained": "within the targets",
+    "num_requests": "requests",
+    "num_failed": "failed",
+}
+
+
+class ResultError(ValueError):
+    """A file that is no result; names it and what is wrong."""
+
+
+class Row(NamedTuple):
+    """One figure of both; nan: it has none."""
+
+    name: str
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float:
+        """The second over the first; nan when there is none."""
+        return self.second / self.first if self.first else math.nan
+
+    def shown(self) -> list[str]:
+        values = (f"{one:.4g}" if abs(one) < 1000 else f"{one:.0f}" for one in self[1:])
+        cells = [*values, f"{self.ratio:.3f}"]
+        return [self.name, *("-" if "nan" in cell else cell for cell in cells)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Raises ResultError."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResultError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ResultError(f"{path}: not JSON: {error}") from None
+    for key in _LATENCIES:
+        if not isinstance(found, dict) or not isinstance(found.get(key), dict):
+            raise ResultError(
+                f"{path}: no result of baton bench, replay or simulate: {key} is missing"
+            )
+    return found
+
+
+def compared(first: dict[str, Any], second: dict[str, Any]) -> list[Row]:
+    """Latencies in ms by percentile, then rates and shares."""
+    rows = [
+        Row(f"{name} p{percent}, ms", *(_of(one[key], str(percent)) for one in (first, second)))
+        for key, name in _LATENCIES.items()
+        for percent in PERCENTS
+    ]
+    rows += [Row(name, _of(first, key), _of(second, key)) for key, name in _FIGURES.items()]
+    return rows
+
+
+def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+    return [
+        {
+            "figure": row.name,
+            **{
+                key: None if math.isnan(value) else value
+                for key, value in (("a", row.first), ("b", row.second), ("b_over_a", row.ratio))
+            },
+        }
+        for row in rows
+    ]
+
+
+def _of(values: dict[str, Any], key: str) -> float:
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -1,0 +1,140 @@
+"""`baton bench`: made-up load on a live cluster; `baton bench compare`: two results."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import load, options
+
+if TYPE_CHECKING:
+    from baton.bench.load.generator import Generator, Outcome
+
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+# When nothing says how long.
+_DURATION_S = 60.0
+_LENGTHS = "N, LOW-HIGH or MEAN~CV (log-normal)."
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    address: options.Address = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Requests/s, whatever still runs (open loop).")
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option("--burstiness", help="Of --rate: 1 is Poisson, less comes in bursts.")
+    ] = 1.0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", min=1, help="Or so many at a time (closed loop)."),
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", help=_LENGTHS)] = "512",
+    output_tokens: Annotated[str, typer.Option("--output-tokens", help=_LENGTHS)] = "128",
+    batch_share: load.BatchShare = 0.0,
+    batch_prompt_tokens: load.BatchPromptTokens = None,
+    tenant: load.Tenant = "",
+    requests: load.Requests = None,
+    duration: load.Duration = None,
+    warm_up: load.WarmUp = 0.0,
+    timeout: load.Timeout = 300.0,
+    max_in_flight: load.MaxInFlight = 4096,
+    ttft_ms: load.TtftMs = None,
+    itl_ms: load.ItlMs = None,
+    seed: load.Seed = 0,
+    out: load.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Load a live cluster and print latencies, throughput and goodput.
+
+    Latencies run from the moment at which a request was to be sent. Ctrl-C prints what was measured
+    so far.
+
+    Exit codes: 0 done, 1 no request ended well, 2 wrong usage, 3 unavailable, 130 interrupted.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    import itertools
+    import random
+
+    from baton.bench.load.lengths import Lengths
+    from baton.bench.load.plan import LaneRule, arrival_times, generated
+
+    if (rate is None) == (concurrency is None):
+        raise typer.BadParameter("give one of --rate and --concurrency", param_hint="--rate")
+    if duration is None and requests is None:
+        duration = _DURATION_S
+    try:
+        lengths = (
+            Lengths.parse(prompt_tokens, "--prompt-tokens"),
+            Lengths.parse(output_tokens, "--output-tokens"),
+        )
+        times = (
+            itertools.repeat(0.0)
+            if rate is None
+            else arrival_times(rate, burstiness, random.Random(f"times {seed}"))
+        )
+        plan = generated(times, *lengths, LaneRule(batch_share, batch_prompt_tokens), seed)
+    except ValueError as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
+    plan = load.cut(plan, requests, duration if rate is not None else None)
+
+    async def drive(generator: Generator, stop: asyncio.Event) -> Outcome:
+        if concurrency is None:
+            return await generator.open_loop(plan, max_in_flight, stop)
+        lasts_s = math.inf if duration is None else duration
+        return await generator.closed_loop(plan, concurrency, lasts_s, stop)
+
+    load.carry_out(
+        "bench",
+        {
+            "rate": rate,
+            "burstiness": burstiness if rate is not None else None,
+            "concurrency": concurrency,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "batch_share": batch_share,
+            "batch_prompt_tokens": batch_prompt_tokens,
+            "requests": requests,
+            "duration_s": duration,
+            "warm_up_s": warm_up,
+            "seed": seed,
+        },
+        drive,
+        address=address,
+        goal=load.slo(ttft_ms, itl_ms),
+        tenant=tenant,
+        timeout_s=timeout,
+        warm_up_s=warm_up,
+        max_requests=concurrency or max_in_flight,
+        is_open=rate is not None,
+        out=out,
+        as_json=as_json,
+    )
+
+
+_Result = typer.Argument(help="Written by --out, or by simulate's --json.", show_default=False)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, _Result], b: Annotated[Path, _Result], as_json: options.Json = False
+) -> None:
+    """Show two results of bench, replay or simulate side by side, with B over A."""
+    from baton.bench.load import compare as comparison
+    from baton.cli.output import print_json, print_table
+
+    try:
+        rows = comparison.compared(comparison.read(a), comparison.read(b))
+    except comparison.ResultError as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        return print_json(comparison.as_json(rows))
+    return print_table(["", ">A", ">B", ">B/A"], [row.shown() for row in rows], "")

@@ -1,0 +1,200 @@
+"""What `baton bench` and `baton replay` share: options, the run, what is printed of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.bench.load.figures import Result
+    from baton.bench.load.generator import Generator, Outcome
+    from baton.bench.load.measured import Slo
+    from baton.bench.load.plan import Planned
+
+Drive = Callable[["Generator", asyncio.Event], Coroutine[Any, Any, "Outcome"]]
+
+BatchShare = Annotated[
+    float, typer.Option("--batch-share", help="Of the requests, by chance, to the batch lane.")
+]
+BatchPromptTokens = Annotated[
+    int | None,
+    typer.Option("--batch-prompt-tokens", min=1, help="Prompts this long go there too."),
+]
+Tenant = Annotated[str, typer.Option("--tenant", help="Who to account to; empty: the default.")]
+Requests = Annotated[int | None, typer.Option("--requests", min=1, help="At most so many.")]
+Duration = Annotated[
+    float | None, typer.Option("--duration", metavar="SECONDS", help="Send no longer than this.")
+]
+WarmUp = Annotated[
+    float,
+    typer.Option("--warm-up", metavar="SECONDS", min=0.0, help="At first, sent and not counted."),
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="Of one request; then it failed.")
+]
+MaxInFlight = Annotated[
+    int,
+    typer.Option("--max-in-flight", min=1, help="What is due beyond them is not sent, and failed."),
+]
+TtftMs = Annotated[
+    float | None, typer.Option("--ttft-ms", help="Goodput: longest time to first token.")
+]
+ItlMs = Annotated[
+    float | None, typer.Option("--itl-ms", help="Goodput: longest mean gap between tokens.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of times, lengths and lanes.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="All figures, as JSON.", dir_okay=False)
+]
+
+_READY_TIMEOUT_S = 10.0
+# Back to the beginning of the line, and nothing on it.
+_CLEAR = "\r\x1b[K"
+
+
+def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
+    """Raises typer.BadParameter when a target is not more than 0."""
+    from baton.bench.load.measured import Slo
+
+    for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
+        if value is not None and not value > 0:
+            raise typer.BadParameter(f"is {value:g}; must be more than 0", param_hint=name)
+    return Slo(None if ttft_ms is None else ttft_ms / 1e3, None if itl_ms is None else itl_ms / 1e3)
+
+
+def cut(
+    plan: Iterator[Planned], num_requests: int | None, duration_s: float | None
+) -> Iterator[Planned]:
+    """The plan's beginning: so many requests, those due within the duration."""
+    import itertools
+
+    if duration_s is not None:
+        plan = itertools.takewhile(lambda one: one.at_s < duration_s, plan)
+    return itertools.islice(plan, num_requests)
+
+
+def carry_out(
+    kind: str,
+    load: dict[str, Any],
+    drive: Drive,
+    *,
+    address: str | None,
+    goal: Slo,
+    tenant: str,
+    timeout_s: float,
+    warm_up_s: float,
+    max_requests: int,
+    is_open: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Runs a load, prints what came of it, and exits with the command's code.
+
+    Ctrl-C ends the run: what was measured so far is printed, and the code is 130. A second one ends
+    the process at once.
+    """
+    import uvloop
+
+    from baton.bench.load.figures import Result
+
+    if not timeout_s > 0:
+        raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
+    addresses = options.resolve_addresses(address)
+    if out is not None and not os.access(out if out.exists() else out.parent, os.W_OK):
+        # Said before the load, not after.
+        raise typer.BadParameter(f"cannot write {out}", param_hint="--out")
+    outcome = uvloop.run(
+        _run(
+            drive,
+            addresses,
+            goal=goal,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            warm_up_s=warm_up_s,
+            max_requests=max_requests,
+        )
+    )
+    result = Result.of(kind, load, goal, outcome, is_open=is_open)
+    _print(result, out, as_json)
+    if result.interrupted:
+        raise typer.Exit(130)
+    if not result.total.num_ended:
+        typer.echo("baton: no request ended well", err=True)
+        raise typer.Exit(1)
+
+
+async def _run(
+    drive: Drive,
+    addresses: list[str],
+    *,
+    goal: Slo,
+    tenant: str,
+    timeout_s: float,
+    warm_up_s: float,
+    max_requests: int,
+) -> Outcome:
+    import secrets
+
+    from baton.bench.load.generator import Generator
+    from baton.bench.load.prompts import Prompts
+    from baton.client import BatonClient
+    from baton.runtime import lifecycle
+
+    stop = lifecycle.stop_requested()
+    async with BatonClient(addresses, max_requests=max_requests) as client:
+        # Whether it is there is known at once; whether it serves may take a moment.
+        await client.model()
+        await client.wait_ready(_READY_TIMEOUT_S)
+        model = await client.model()
+        generator = Generator(
+            client,
+            # New prompts each time: no cache holds them from a run before.
+            Prompts(model.vocab_size, secrets.randbits(64)),
+            goal,
+            timeout_s=timeout_s,
+            warm_up_s=warm_up_s,
+            tenant=tenant,
+        )
+        telling = asyncio.create_task(_tell(generator)) if sys.stderr.isatty() else None
+        try:
+            return await drive(generator, stop)
+        finally:
+            if telling is not None:
+                telling.cancel()
+                sys.stderr.write(_CLEAR)
+
+
+async def _tell(generator: Generator) -> None:
+    """One line on the terminal, written over every second."""
+    while True:
+        await asyncio.sleep(1.0)
+        sys.stderr.write(_CLEAR + generator.progress)
+        sys.stderr.flush()
+
+
+def _print(result: Result, out: Path | None, as_json: bool) -> None:
+    import json
+
+    from baton.cli.output import print_json, print_table
+
+    if out is not None:
+        out.write_text(json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n")
+    if as_json:
+        print_json(result.as_json())
+    else:
+        print_table(["", ">p50", ">p90", ">p95", ">p99"], result.latency_rows(), "")
+        print()
+        print_table(["figure", "value"], result.figure_rows(), "")
+        if rows := result.failure_rows():
+            print()
+            print_table(["failed", "reason", ">requests", "first message"], rows, "")
+    if result.warning:
+        typer.echo(f"baton: {result.warning}", err=True)

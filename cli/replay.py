@@ -1,0 +1,84 @@
+"""`baton replay`: a trace against a live cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import load, options
+
+if TYPE_CHECKING:
+    from baton.bench.load.generator import Generator, Outcome
+
+
+def replay(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="Azure CSV, Mooncake JSONL, or JSON of start_time, prompt_len, output_len.",
+        ),
+    ],
+    address: options.Address = None,
+    speed: Annotated[float, typer.Option("--speed", help="So many times as fast.")] = 1.0,
+    batch_share: load.BatchShare = 0.0,
+    batch_prompt_tokens: load.BatchPromptTokens = None,
+    tenant: load.Tenant = "",
+    requests: load.Requests = None,
+    duration: load.Duration = None,
+    warm_up: load.WarmUp = 0.0,
+    timeout: load.Timeout = 300.0,
+    max_in_flight: load.MaxInFlight = 4096,
+    ttft_ms: load.TtftMs = None,
+    itl_ms: load.ItlMs = None,
+    seed: load.Seed = 0,
+    out: load.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Send a trace's requests to a live cluster, when they came, and print what became of them.
+
+    Prompts are made up: of the trace's lengths, and equal where Mooncake's hash ids are. Latencies
+    run from the moment at which a request was to be sent. Ctrl-C prints what was measured so far.
+
+    Exit codes: 0 done, 1 no request ended well, 2 wrong usage, 3 unavailable, 130 interrupted.
+    """
+    from baton.bench.load.plan import LaneRule, replayed
+    from baton.bench.simulate import traces
+
+    try:
+        rule = LaneRule(batch_share, batch_prompt_tokens)
+        plan = replayed(traces.read(trace), speed, rule, seed)
+    except ValueError as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
+    plan = load.cut(plan, requests, duration)
+
+    async def drive(generator: Generator, stop: asyncio.Event) -> Outcome:
+        return await generator.open_loop(plan, max_in_flight, stop)
+
+    load.carry_out(
+        "replay",
+        {
+            "trace": trace.name,
+            "speed": speed,
+            "batch_share": batch_share,
+            "batch_prompt_tokens": batch_prompt_tokens,
+            "requests": requests,
+            "duration_s": duration,
+            "warm_up_s": warm_up,
+            "seed": seed,
+        },
+        drive,
+        address=address,
+        goal=load.slo(ttft_ms, itl_ms),
+        tenant=tenant,
+        timeout_s=timeout,
+        warm_up_s=warm_up,
+        max_requests=max_in_flight,
+        is_open=True,
+        out=out,
+        as_json=as_json,
+    )

@@ -1,0 +1,384 @@
+"""The load generator: what it sends and when, and that it counts what comes back."""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from baton.bench.load.figures import Figures, Result
+from baton.bench.load.generator import Generator
+from baton.bench.load.lengths import Lengths
+from baton.bench.load.measured import Measured, Slo
+from baton.bench.load.plan import LaneRule, Planned, arrival_times, generated, replayed
+from baton.bench.load.prompts import Prompts
+from baton.bench.simulate.traces import Arrival
+from baton.cli.main import app
+from baton.client import BatonClient
+from baton.runtime import errors, rpc
+from baton.runtime.block_hashes import block_hashes
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+VOCAB_SIZE = 432
+ANY = Slo()
+
+
+# ---- What is sent, and when.
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "variation"), [("64", 64, 0), ("10-90", 50, 0.462), ("300~0.5", 300, 0.5)]
+)
+def test_lengths_have_their_mean_and_spread(text, mean, variation):
+    lengths, chance = Lengths.parse(text, "--prompt-tokens"), random.Random(1)
+    drawn = [lengths.draw(chance) for _ in range(20_000)]
+    seen = sum(drawn) / len(drawn)
+    assert seen == pytest.approx(mean, rel=0.02)
+    spread = (sum((one - seen) ** 2 for one in drawn) / len(drawn)) ** 0.5
+    assert spread / seen == pytest.approx(variation, rel=0.05, abs=1e-9)
+    assert min(drawn) >= 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "9-3", "x", "5~", "1-2~3", "-4"])
+def test_wrong_lengths_are_refused_by_option(text):
+    with pytest.raises(
+        ValueError, match=r"--output-tokens is .*; must be N, LOW-HIGH .evenly. or MEAN~CV"
+    ):
+        Lengths.parse(text, "--output-tokens")
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_have_their_rate_and_burstiness(burstiness):
+    times = list(itertools.islice(arrival_times(20.0, burstiness, random.Random(2)), 20_000))
+    assert times == sorted(times)
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *times])]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 20, rel=0.05)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_the_same_seed_sends_the_same_requests():
+    def plan(seed):
+        times = arrival_times(5.0, 1.0, random.Random(seed))
+        lengths = Lengths.parse("1-900", ""), Lengths.parse("60~1", "")
+        return list(itertools.islice(generated(times, *lengths, LaneRule(0.3), seed), 50))
+
+    assert plan(3) == plan(3)
+    assert plan(3) != plan(4)
+
+
+def test_lanes_follow_their_rule():
+    chance = random.Random(5)
+    lanes = [LaneRule(0.25).lane(10, chance) for _ in range(10_000)]
+    assert lanes.count("batch") / len(lanes) == pytest.approx(0.25, abs=0.02)
+    by_length = LaneRule(batch_prompt_tokens=1000)
+    assert by_length.lane(999, chance) == "interactive"
+    assert by_length.lane(1000, chance) == "batch"
+    with pytest.raises(ValueError, match=r"--batch-share is 1\.5; must be 0 to 1"):
+        LaneRule(1.5)
+
+
+def test_a_replay_is_as_much_faster_as_asked():
+    trace = [Arrival(0.0, 10, 2), Arrival(3.0, 20, 4, (7,))]
+    sent = list(replayed(trace, 1.5, LaneRule(), 0))
+    assert [one.at_s for one in sent] == [0.0, 2.0]
+    assert [(one.num_prompt_tokens, one.num_output_tokens) for one in sent] == [(10, 2), (20, 4)]
+    assert sent[1].block_ids == (7,)
+
+
+def alike(one, other):
+    """How many of both are equal, from the first on."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+blocks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
+
+
+@given(blocks, blocks, st.integers(0, 600), st.integers(0, 600))
+def test_prompts_share_the_blocks_that_they_should_and_no_more(first, second, more, yet_more):
+    prompts = Prompts(VOCAB_SIZE, 11)
+    planned = [
+        Planned(number, 0.0, 512 * len(ids) + rest, 1, "interactive", ids)
+        for number, (ids, rest) in enumerate([(first, more), (second, yet_more)])
+    ]
+    made = [prompts.of(one) for one in planned]
+    assert [len(one) for one in made] == [one.num_prompt_tokens for one in planned]
+    assert all(0 <= token < VOCAB_SIZE for one in made for token in one)
+    hashes = [block_hashes(one, 16) for one in made]
+    assert alike(*hashes) == 512 // 16 * alike(first, second)
+
+
+def test_prompts_of_another_run_share_nothing():
+    planned = Planned(0, 0.0, 512, 1, "interactive", (0,))
+    one, other = (Prompts(VOCAB_SIZE, seed).of(planned) for seed in (1, 2))
+    assert block_hashes(one, 16)[0] != block_hashes(other, 16)[0]
+
+
+# ---- What comes back.
+
+
+class Answering(inference_pb2_grpc.InferenceServicer):
+    """Answers each request with its tokens, while `hold` is set; `refuse` says which not."""
+
+    def __init__(self, refuse=lambda request: None) -> None:
+        self.refuse, self.hold = refuse, asyncio.Event()
+        self.hold.set()
+        self.running = self.most_running = 0
+        self.requests = []
+        self.arrived = asyncio.Event()
+
+    async def seen(self, count):
+        """Until so many requests have come."""
+        async with asyncio.timeout(10):
+            while len(self.requests) < count:
+                self.arrived.clear()
+                await self.arrived.wait()
+
+    async def Session(self, request_iterator, context):
+        events = asyncio.Queue()
+
+        async def answer(submit):
+            number, wanted = submit.stream, submit.request
+            self.requests.append(wanted)
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            self.arrived.set()
+            await self.hold.wait()
+            await asyncio.sleep(0)
+            self.running -= 1
+            if (error := self.refuse(wanted)) is not None:
+                failed = errors.to_message(error)
+                return events.put_nowait(inference_pb2.SessionEvent(stream=number, failed=failed))
+            count, prompt = wanted.sampling.max_tokens, len(wanted.tokens.ids)
+            accepted = inference_pb2.Accepted(
+                request_id=str(number), model="m", prompt_tokens=prompt
+            )
+            usage = common_pb2.Usage(
+                prompt_tokens=prompt, completion_tokens=count, cached_prompt_tokens=prompt // 2
+            )
+            done = inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, usage=usage)
+            for event in (
+                inference_pb2.SessionEvent(stream=number, accepted=accepted),
+                *(
+                    inference_pb2.SessionEvent(
+                        stream=number, delta=common_pb2.TokenDelta(offset=one, token_ids=[7])
+                    )
+                    for one in range(count)
+                ),
+                inference_pb2.SessionEvent(stream=number, finished=done),
+            ):
+                events.put_nowait(event)
+            return None
+
+        async def read():
+            async with asyncio.TaskGroup() as group:
+                async for message in request_iterator:
+                    if message.HasField("submit"):
+                        group.create_task(answer(message.submit))
+
+        reader = asyncio.create_task(read())
+        try:
+            while True:
+                yield inference_pb2.SessionEvents(events=[await events.get()])
+        finally:
+            reader.cancel()
+
+
+@asynccontextmanager
+async def generator(servicer, *, slo=ANY, **options):
+    server = rpc.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    address = rpc.bind(server, "127.0.0.1:0", "listen")
+    await server.start()
+    try:
+        async with BatonClient(address) as client:
+            yield Generator(client, Prompts(VOCAB_SIZE, 1), slo, timeout_s=20.0, **options)
+    finally:
+        await server.stop(None)
+
+
+def planned(count, tokens=5, lane="interactive", apart_s=0.0):
+    return [Planned(number, number * apart_s, 20, tokens, lane) for number in range(count)]
+
+
+def result(outcome, slo=ANY):
+    return Result.of("bench", {}, slo, outcome, is_open=True)
+
+
+async def test_an_open_loop_counts_all_that_it_sent():
+    answering, slo = Answering(), Slo(ttft_s=20.0, itl_s=1e-9)
+    async with generator(answering, slo=slo, tenant="acme") as made:
+        plan = [*planned(30), *planned(10, tokens=1, lane="batch")]
+        outcome = await made.open_loop(plan, 100, asyncio.Event())
+    found = result(outcome, slo)
+    total, lanes = found.total, found.lanes
+    assert (total.num_requests, total.num_ended, total.num_failed) == (40, 40, 0)
+    assert {name: one.num_requests for name, one in lanes.items()} == {
+        "interactive": 30,
+        "batch": 10,
+    }
+    assert total.ttft_within == 1
+    # One token has no gap that could be too long.
+    assert (lanes["batch"].attained, lanes["interactive"].attained) == (1, 0)
+    assert total.cached_share == 0.5
+    assert total.output_tokens_per_s == pytest.approx(160 / found.lasted_s)
+    assert {(one.tenant, one.sampling.ignore_eos) for one in answering.requests} == {("acme", True)}
+    assert not outcome.interrupted
+    assert json.loads(json.dumps(found.as_json()))["lanes"]["batch"]["num_ended"] == 10
+
+
+async def test_a_generator_that_is_late_says_so_and_hides_no_wait():
+    def stalling():
+        for one in planned(5):
+            time.sleep(0.04)
+            yield one
+
+    async with generator(Answering()) as made:
+        outcome = await made.open_loop(stalling(), 100, asyncio.Event())
+    found = result(outcome)
+    assert found.total.lateness_ms[99] > 190
+    assert found.total.ttft_ms[99] > found.total.ttft_from_send_ms[99]
+    assert "late at p99" in found.warning
+
+
+async def test_failures_are_counted_by_reason():
+    def refuse(request):
+        length = len(request.tokens.ids)
+        if length < 10:
+            return errors.ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=1.0)
+        return errors.Unavailable("gone") if length < 20 else None
+
+    plan = [Planned(n, 0.0, length, 2) for n, length in enumerate([5, 6, 15, 30, 31, 32])]
+    async with generator(Answering(refuse)) as made:
+        outcome = await made.open_loop(plan, 100, asyncio.Event())
+    found = result(outcome)
+    assert found.total.sheds == {"QUEUE_FULL": 2}
+    assert found.total.failures == {"UNAVAILABLE": 1}
+    assert (found.total.num_failed, found.total.num_shed, found.total.num_ended) == (3, 2, 3)
+    assert found.total.attained == 0.5
+    assert ["shed", "QUEUE_FULL", "2", "full"] in found.failure_rows()
+
+
+async def test_what_is_too_much_for_the_generator_is_not_sent_and_counts_as_failed():
+    answering = Answering()
+    answering.hold.clear()
+
+    def plan():
+        yield from planned(7)
+        answering.hold.set()
+
+    async with generator(answering) as made:
+        outcome = await made.open_loop(plan(), 3, asyncio.Event())
+    found = result(outcome)
+    assert found.total.failures == {"IN_FLIGHT_LIMIT": 4}
+    assert found.total.num_ended == len(answering.requests) == 3
+
+
+async def test_a_stop_cancels_what_is_in_flight_and_keeps_what_was_measured():
+    answering, stop = Answering(), asyncio.Event()
+
+    def plan():
+        yield from planned(4)
+        answering.hold.clear()
+        yield from planned(1)
+
+    async with generator(answering) as made:
+        running = asyncio.create_task(made.closed_loop(plan(), 1, 60.0, stop))
+        await answering.seen(5)
+        stop.set()
+        outcome = await asyncio.wait_for(running, 10)
+        found = result(outcome).total
+        assert outcome.interrupted
+        assert (found.num_requests, found.num_ended, found.num_unfinished) == (5, 4, 1)
+        assert (found.num_failed, found.attained) == (0, 1)
+
+
+async def test_a_closed_loop_keeps_so_many_running():
+    answering = Answering()
+    answering.hold.clear()
+    async with generator(answering) as made:
+        running = asyncio.create_task(made.closed_loop(planned(40), 4, 60.0, asyncio.Event()))
+        await answering.seen(4)
+        answering.hold.set()
+        outcome = await asyncio.wait_for(running, 10)
+    assert result(outcome).total.num_ended == 40
+    assert answering.most_running == 4
+
+
+async def test_what_warms_up_is_not_counted():
+    answering = Answering()
+    async with generator(answering, warm_up_s=0.05) as made:
+        outcome = await made.open_loop(planned(10, apart_s=0.01), 100, asyncio.Event())
+    assert len(answering.requests) == 10
+    assert result(outcome).total.num_requests == 5
+
+
+# ---- Two results.
+
+
+def written(path, ttft_s):
+    seen = Measured(Slo())
+    seen.ttft.add(ttft_s)
+    figures = Figures.of(seen, 1.0)
+    result = Result("bench", {}, Slo(), 1.0, False, figures, True)
+    path.write_text(json.dumps(result.as_json()))
+    return str(path)
+
+
+def test_results_are_compared_by_percentile(tmp_path):
+    files = [written(tmp_path / name, at_s) for name, at_s in (("a", 0.1), ("b", 0.2))]
+    shown = CliRunner().invoke(app, ["bench", "compare", *files])
+    assert shown.exit_code == 0
+    rows = {line[:12].strip(): line.split() for line in shown.stdout.splitlines()[1:]}
+    assert float(rows["TTFT p95, ms"][-1]) == pytest.approx(2.0, rel=0.01)
+    assert rows["ITL p50, ms"][-3:] == ["-", "-", "-"]
+    answer = CliRunner().invoke(app, ["bench", "compare", *files, "--json"])
+    figures = {row["figure"]: row for row in json.loads(answer.stdout)}
+    assert figures["TTFT p99, ms"]["a"] == pytest.approx(100, rel=0.01)
+    assert figures["E2E p50, ms"] == {
+        "figure": "E2E p50, ms",
+        "a": None,
+        "b": None,
+        "b_over_a": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "not JSON"), ("[]", "ttft_ms is missing"), (None, "cannot be read")]
+)
+def test_what_is_no_result_is_refused_by_name(tmp_path, text, said):
+    wrong = tmp_path / "wrong"
+    if text is not None:
+        wrong.write_text(text)
+    right = written(tmp_path / "right", 0.1)
+    shown = CliRunner().invoke(app, ["bench", "compare", right, str(wrong)])
+    assert shown.exit_code == 2
+    assert f"{wrong}: " in shown.stderr
+    assert said in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--rate and --concurrency"),
+        (("--rate", "1", "--concurrency", "2"), "--rate and --concurrency"),
+        (("--rate", "0"), "--rate is 0"),
+        (("--rate", "1", "--burstiness", "-1"), "--burstiness is -1"),
+        (("--rate", "1", "--prompt-tokens", "x"), "--prompt-tokens is 'x'"),
+        (("--rate", "1", "--batch-share", "2"), "--batch-share is 2"),
+        (("--rate", "1", "--itl-ms", "0"), "--itl-ms"),
+        (("--rate", "1", "--out", "/no/such/folder/x"), "--out"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(arguments, said):
+    shown = CliRunner().invoke(app, ["bench", *arguments])
+    assert shown.exit_code == 2
+    assert said in shown.stderr
