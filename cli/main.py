@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import config, doctor, explain, gateway, generate, processes, simulate, state
+from baton.cli import config, doctor, explain, gateway, generate, processes, simulate, state, top
 
 app = typer.Typer(
     name="baton",
@@ -32,6 +32,7 @@ app.command("generate")(generate.generate)
 app.command("pools")(state.pools)
 app.command("workers")(state.workers)
 app.command("requests")(state.requests)
+app.command("top")(top.top)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
