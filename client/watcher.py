@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Watcher:
     def __init__(self, addresses: Sequence[str], *, timeout_s: float = 3.0) -> None:
         self._addresses, self._timeout_s = tuple(addresses), timeout_s
         self._admin: AdminClient | None = None
+        # One question at a time: an answer that fails closes the connection.
+        self._asking = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,6 +91,10 @@ class Watcher:
         return await self._ask(lambda admin: admin.list_requests(include_ended=True, limit=limit))
 
     async def _ask(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+        async with self._asking:
+            return await self._answer(question)
+
+    async def _answer(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
         if self._admin is not None:
             try:
                 return await question(self._admin)
