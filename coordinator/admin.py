@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import KindLatency, WorkerKind
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
-from baton.coordinator.status import History, status
+from baton.coordinator.status import MAX_SAMPLES, sample, status
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import InvalidArgument, NotFound, abort, shown
@@ -38,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> None:
         self._shell, self._intake, self._config = shell, intake, config
         self._launched = launched
-        self._history = History()
+        self._history: deque[admin_pb2.StatusSample] = deque(maxlen=MAX_SAMPLES)
 
     @property
     def _core(self) -> Core:
@@ -107,25 +108,25 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         found = self._status()
         found.model.CopyFrom(self._intake.model())
         if request.include_history:
-            found.history.extend(self._history.samples)
+            found.history.extend((*self._history, sample(*self._now())))
         return found
 
     def sample(self) -> None:
         """Adds to the history how it is now: due every SAMPLE_S."""
-        self._history.add(self._status())
+        self._history.append(sample(*self._now()))
 
     def _status(self) -> admin_pb2.GetStatusResponse:
-        wall_s = time.time()
-        found = status(
-            self._core,
-            self._config,
-            [self._pool(role) for role in _ROLES],
-            [self._lane(lane) for lane in LANES],
-            self._shell.now(),
-            wall_s,
-        )
-        found.uptime.CopyFrom(_duration(wall_s - self._shell.started_at))
+        found = status(*self._now(), self._config)
+        found.uptime.CopyFrom(_duration(time.time() - self._shell.started_at))
         return found
+
+    def _now(
+        self,
+    ) -> tuple[Core, list[admin_pb2.PoolInfo], list[admin_pb2.LaneInfo], float, float]:
+        """What a status is made of."""
+        pools = [self._pool(role) for role in _ROLES]
+        lanes = [self._lane(lane) for lane in LANES]
+        return self._core, pools, lanes, self._shell.now(), time.time()
 
     async def CancelRequest(
         self, request: admin_pb2.CancelRequestRequest, context: Any

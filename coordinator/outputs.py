@@ -165,7 +165,10 @@ class _Step:
         for request in self._joined:
             timings = request.decode_timings
             handed = bool(request.handoff_id) and (
-                timings is None or timings.num_handoff_tokens > 0
+                timings is None
+                or timings.num_handoff_tokens > 0
+                # Or it was there before.
+                or 2 * timings.num_cached_tokens > request.num_prompt_tokens
             )
             if not handed:
                 cause, by = Cause.PREFILL, request

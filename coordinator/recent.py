@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from baton.coordinator.lanes import LANES
 from baton.coordinator.sketch import Sketch
@@ -16,7 +17,7 @@ from baton.coordinator.tenants import Lane
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig
 from baton.v1 import cluster_pb2, common_pb2
 
-Stage = common_pb2.Stage.ValueType
+Stage: TypeAlias = "common_pb2.Stage.ValueType"
 
 LASTS_S, NUM_SLICES = 60.0, 12
 # Of one lane; whoever comes later in a slice is counted with the others, under this name.
@@ -202,23 +203,39 @@ class Recent:
         self._slices: deque[tuple[int, Window]] = deque()
         self._number = -1
         self._latest = Window()
+        # All slices but the latest as one, until there is a newer one.
+        self._closed: Window | None = None
 
     def at(self, now: float) -> Window:
         """The slice that this moment belongs to; the latest for one that is past."""
         number = int(now * (NUM_SLICES / LASTS_S))
         if number > self._number:
-            self._number, self._latest = number, Window()
+            self._number, self._latest, self._closed = number, Window(), None
             self._slices.append((number, self._latest))
             self._forget(number)
         return self._latest
 
     def window(self, now: float) -> Window:
         """All that is remembered, as one."""
-        self.at(now)
+        latest = self.at(now)
+        if self._closed is None:
+            self._closed = Window()
+            for _, window in self._slices:
+                if window is not latest:
+                    self._closed.add(window)
         found = Window()
-        for _, window in tuple(self._slices):
-            found.add(window)
+        found.add(self._closed)
+        found.add(latest)
         return found
+
+    def lane(self, lane: Lane, now: float) -> tuple[Sketch, Sketch]:
+        """Times to first token and gaps between tokens, all that is remembered."""
+        self.at(now)
+        ttft, itl = Sketch(), Sketch()
+        for _, window in self._slices:
+            ttft.add(window.lanes[lane].ttft)
+            itl.add(window.lanes[lane].itl)
+        return ttft, itl
 
     def target(self, lane: Lane) -> TargetsConfig:
         return self.targets.batch if lane == common_pb2.LANE_BATCH else self.targets.interactive

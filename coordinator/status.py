@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
@@ -20,26 +19,26 @@ _COLD_STARTS_S = 3600.0
 # Those that are told of, of one lane: who was served most.
 _MAX_TENANTS = 16
 # How often a sample of the history is due, and how far back it goes.
-SAMPLE_S, _MAX_SAMPLES = 5.0, 180
+SAMPLE_S, MAX_SAMPLES = 5.0, 180
 
 
 def status(
     core: Core,
-    config: BatonConfig,
     pools: Iterable[admin_pb2.PoolInfo],
     lanes: Iterable[admin_pb2.LaneInfo],
     now: float,
     wall_s: float,
+    config: BatonConfig,
 ) -> admin_pb2.GetStatusResponse:
     """Everything but the model and the history.
 
     Args:
         core: whose it is.
-        config: effective.
         pools: as they are now.
         lanes: as they are now.
         now: by the core's clock.
         wall_s: the same moment, seconds since 1970.
+        config: effective.
     """
     stats = core.stats
     recent, window = stats.recent, stats.recent.window(now)
@@ -72,41 +71,40 @@ def status(
     return found
 
 
-class History:
-    """Samples of the status, oldest first; the oldest go when there are too many."""
-
-    def __init__(self) -> None:
-        self.samples: deque[admin_pb2.StatusSample] = deque(maxlen=_MAX_SAMPLES)
-
-    def add(self, found: admin_pb2.GetStatusResponse) -> None:
-        """The status as it is now."""
-        self.samples.append(
-            admin_pb2.StatusSample(
-                at=found.at,
-                pools=[
-                    admin_pb2.PoolSample(
-                        role=pool.role,
-                        num_serving=pool.num_serving,
-                        num_starting=pool.num_starting,
-                        num_draining=pool.num_draining,
-                        num_running=pool.num_running,
-                        kv_used=pool.kv_tokens_used / (pool.kv_tokens_total or 1),
-                    )
-                    for pool in found.pools
-                ],
-                lanes=[
-                    admin_pb2.LaneSample(
-                        lane=lane.info.lane,
-                        num_queued=lane.info.num_queued,
-                        num_running=lane.info.num_running,
-                        ttft_p95_us=lane.ttft.p95_us,
-                        itl_p95_us=lane.itl.p95_us,
-                        num_ended=lane.num_ended,
-                    )
-                    for lane in found.lanes
-                ],
+def sample(
+    core: Core,
+    pools: Iterable[admin_pb2.PoolInfo],
+    lanes: Iterable[admin_pb2.LaneInfo],
+    now: float,
+    wall_s: float,
+) -> admin_pb2.StatusSample:
+    """What the history keeps of a moment; the arguments are those of `status`."""
+    found = admin_pb2.StatusSample(
+        pools=[
+            admin_pb2.PoolSample(
+                role=pool.role,
+                num_serving=pool.num_serving,
+                num_starting=pool.num_starting,
+                num_draining=pool.num_draining,
+                num_running=pool.num_running,
+                kv_used=pool.kv_tokens_used / (pool.kv_tokens_total or 1),
             )
+            for pool in pools
+        ]
+    )
+    found.at.FromMicroseconds(round(wall_s * 1e6))
+    for lane in lanes:
+        (ttft_s,), (itl_s,) = (
+            one.percentiles_s((95,)) for one in core.stats.recent.lane(lane.lane, now)
         )
+        found.lanes.add(
+            lane=lane.lane,
+            num_queued=lane.num_queued,
+            num_running=lane.num_running,
+            ttft_p95_us=round(ttft_s * 1e6),
+            itl_p95_us=round(itl_s * 1e6),
+        )
+    return found
 
 
 def percentiles(sketch: Sketch) -> admin_pb2.Percentiles:

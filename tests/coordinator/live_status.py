@@ -65,8 +65,12 @@ class LiveCell(VirtualCell):
         self.run(self.now + seconds)
         return self
 
-    def status(self) -> admin_pb2.GetStatusResponse:
-        return asyncio.run(self._admin.GetStatus(admin_pb2.GetStatusRequest(), None))
+    def status(self, *, include_history: bool = False) -> admin_pb2.GetStatusResponse:
+        asked = admin_pb2.GetStatusRequest(include_history=include_history)
+        return asyncio.run(self._admin.GetStatus(asked, None))
+
+    def sample(self) -> None:
+        self._admin.sample()
 
     def explain(self, request_id: str) -> admin_pb2.RequestInfo:
         asked = admin_pb2.GetRequestRequest(request_id=request_id)

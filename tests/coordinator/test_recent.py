@@ -6,6 +6,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
+from live_status import LiveCell
 
 from baton.coordinator.recent import LASTS_S, MAX_TENANTS, OTHERS, Recent
 from baton.coordinator.sketch import ACCURACY, Sketch
@@ -87,3 +88,21 @@ def test_of_many_steps_some_stand_for_all():
     assert window.steps.num == 3 * 256
     assert window.batch.num == 256
     assert window.mixed_steps.num == 0
+
+
+def test_the_history_ends_now():
+    cell = LiveCell().workers().load(4, 100, 10)
+    cell.sample()
+    for _ in range(3):
+        cell.after(5).sample()
+    cell.kill("d0")
+    status = cell.status(include_history=True)
+    serving = [[pool.num_serving for pool in one.pools] for one in status.history]
+    assert serving == [[1, 1]] * 4 + [[1, 0]]
+    times_s = [one.at.ToNanoseconds() / 1e9 for one in status.history]
+    assert times_s == sorted(times_s)
+    before, *after = (one.lanes[0] for one in status.history)
+    assert (before.ttft_p95_us, before.itl_p95_us) == (0, 0)
+    assert after[-1].ttft_p95_us == status.lanes[0].ttft.p95_us > 0
+    assert after[-1].itl_p95_us == status.lanes[0].itl.p95_us > 0
+    assert not cell.status().history

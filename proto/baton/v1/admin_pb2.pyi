@@ -738,7 +738,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatusSample]:
-        """Every few seconds, oldest first."""
+        """Every few seconds, oldest first; the last one is of now."""
 
     def __init__(
         self,
@@ -1250,13 +1250,11 @@ class LaneSample(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     TTFT_P95_US_FIELD_NUMBER: _builtins.int
     ITL_P95_US_FIELD_NUMBER: _builtins.int
-    NUM_ENDED_FIELD_NUMBER: _builtins.int
     lane: _common_pb2.Lane.ValueType
     num_queued: _builtins.int
     num_running: _builtins.int
     ttft_p95_us: _builtins.int
     itl_p95_us: _builtins.int
-    num_ended: _builtins.int
     def __init__(
         self,
         *,
@@ -1265,11 +1263,10 @@ class LaneSample(_message.Message):
         num_running: _builtins.int = ...,
         ttft_p95_us: _builtins.int = ...,
         itl_p95_us: _builtins.int = ...,
-        num_ended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_p95_us", b"itl_p95_us", "lane", b"lane", "num_ended", b"num_ended", "num_queued", b"num_queued", "num_running", b"num_running", "ttft_p95_us", b"ttft_p95_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_p95_us", b"itl_p95_us", "lane", b"lane", "num_queued", b"num_queued", "num_running", b"num_running", "ttft_p95_us", b"ttft_p95_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
