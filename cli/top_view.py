@@ -46,7 +46,7 @@ def draw(
         sides.add_column(ratio=1)
         sides.add_column(ratio=1)
         half = (width - 3) // 2
-        sides.add_row(_workers(view.status, room - 1, half), _decisions(view, room - 1, half))
+        sides.add_row(_workers(view.status, room - 1), _decisions(view, room - 1, half))
         lower: list[RenderableType] = [sides]
         num_decisions = max(1, min(len(view.decisions or ()), room - 1))
         num_lower = max(_rows(len(view.status.workers), room - 1), 1 + num_decisions)
@@ -54,7 +54,7 @@ def draw(
         num_decisions = min(_MAX_DECISIONS, max(1, len(view.decisions or ())))
         num_workers = max(_MIN_WORKERS, room - num_decisions - 3)
         lower = [
-            _workers(view.status, num_workers, width),
+            _workers(view.status, num_workers),
             Text(""),
             _decisions(view, num_decisions, width),
         ]
@@ -172,7 +172,7 @@ def _lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
     return table if status.lanes else Text("no lanes", style=_DIM)
 
 
-def _workers(status: admin_pb2.GetStatusResponse, room: int, width: int) -> RenderableType:
+def _workers(status: admin_pb2.GetStatusResponse, room: int) -> RenderableType:
     if not status.workers:
         return Text(
             "no workers are attached: baton worker --role prefill|decode --coordinator HOST:PORT",

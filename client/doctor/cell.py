@@ -55,6 +55,16 @@ def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Ite
             "engine's max_num_seqs)",
             weight,
         )
+    elif _handoff_us(lane) > lane.targets.itl_ms * 1000:
+        yield Finding(
+            Kind.SLOW_HANDOFFS,
+            f"{name}: the second token comes late: the handoff is longer than a gap may be",
+            "handoff",
+            (*evidence, f"exposed handoff p95 {ms(_handoff_us(lane))}"),
+            "`baton workers` says by which transport each pair hands over, and why not by a better "
+            "one",
+            weight,
+        )
     elif not status.num_recoveries:
         yield Finding(
             Kind.NETWORK,
@@ -64,6 +74,13 @@ def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Ite
             "look at the way between decode workers and coordinator, and at the coordinator's core",
             weight,
         )
+
+
+def _handoff_us(lane: admin_pb2.LaneStatus) -> int:
+    """The 95th percentile of what handoffs add, 0 of none."""
+    return next(
+        (one.times.p95_us for one in lane.stages if one.stage == common_pb2.STAGE_HANDOFF), 0
+    )
 
 
 def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:

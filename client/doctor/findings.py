@@ -22,6 +22,7 @@ class Kind(StrEnum):
     COLD_STARTS = "cold_starts"
     NO_WORKERS = "no_workers"
     RECOVERIES = "recoveries"
+    SLOW_HANDOFFS = "slow_handoffs"
     HANDOFF_FALLBACKS = "handoff_fallbacks"
     KV_FULL = "kv_full"
     STAGING_FULL = "staging_full"

@@ -205,7 +205,7 @@ def _unfair(lane: admin_pb2.LaneStatus) -> Finding | None:
     best, worst = tenants[0], tenants[-1]
     target_us = lane.targets.ttft_ms * 1000
     if best.wait.p95_us > target_us or worst.wait.p95_us < max(
-        target_us / 2, _UNFAIR * best.wait.p95_us
+        target_us, _UNFAIR * best.wait.p95_us
     ):
         return None
     total = sum(one.num_tokens for one in lane.tenants) or 1

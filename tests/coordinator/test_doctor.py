@@ -107,6 +107,11 @@ def a_death() -> LiveCell:
     return cell.after(10)
 
 
+def slow_handoffs() -> LiveCell:
+    """200 ms from one worker to the other; outputs are short, so that many gaps are first ones."""
+    return LiveCell().workers(handoff_s=0.2).load(4, 400, 8).after(20)
+
+
 def handoffs_that_fall_back() -> LiveCell:
     cell = healthy()
     for number in range(10):
@@ -151,6 +156,7 @@ PROVOKED = {
     starting_workers: Kind.COLD_STARTS,
     no_worker: Kind.NO_WORKERS,
     a_death: Kind.RECOVERIES,
+    slow_handoffs: Kind.SLOW_HANDOFFS,
     handoffs_that_fall_back: Kind.HANDOFF_FALLBACKS,
     full_caches: Kind.KV_FULL,
     full_staging: Kind.STAGING_FULL,

@@ -19,14 +19,20 @@ from baton.coordinator.shell import Shell
 from baton.coordinator.stalls import MAX_STALLS, Cause
 from baton.runtime import rpc
 from baton.runtime.config import parse
-from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc
+from baton.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cluster_pb2,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 from otlp_collector import OtlpCollector
-from test_server_inference import generate
 
-BATCH = common_pb2.LANE_BATCH
+BATCH, LENGTH = common_pb2.LANE_BATCH, common_pb2.FINISH_REASON_LENGTH
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 # Batch requests have targets only where they are given.
 TARGETS = {"scaling": {"targets": {"batch": {"itl_ms": 50}}}}
@@ -208,24 +214,16 @@ async def test_the_trace_says_the_same(model_dir, say_hello):
             rpc.channel(coordinator.address) as channel,
         ):
             inference = inference_pb2_grpc.InferenceStub(channel)
-            inference.Generate(generate(request_id="untraced"))
-            call = inference.Generate(
-                generate(request_id="r", traceparent=f"00-{TRACE}-{PARENT}-01")
-            )
-            reading = asyncio.create_task(_read(call))
-            for spec in [(await p.command("prefill")).spec, (await p.command("prefill")).spec]:
-                first = answer(spec, 0, 1, 0)
+            for asked in (asking("untraced"), asking("r", traceparent=f"00-{TRACE}-{PARENT}-01")):
+                reading = asyncio.create_task(_read(inference.Generate(asked)))
+                first = answer((await p.command("prefill")).spec, 0, 1, 0)
                 first.timings.CopyFrom(cluster_pb2.StageTimings(queue_us=1000, run_us=2000))
                 await p.step(first)
-            while True:
-                spec = (await d.command("decode")).spec
-                last = answer(spec, 1, 3, common_pb2.FINISH_REASON_LENGTH)
+                last = answer((await d.command("decode")).spec, 1, 3, LENGTH)
                 last.timings.CopyFrom(cluster_pb2.StageTimings(queue_us=500, run_us=700))
                 await d.step(last)
-                if spec.request_id == "r":
-                    break
-            async with asyncio.timeout(WAIT_S):
-                await reading
+                async with asyncio.timeout(WAIT_S):
+                    await reading
             admin = admin_pb2_grpc.AdminStub(channel)
             info = await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="r"))
         spans = await collector.wait_for("request", "request decode")
@@ -252,6 +250,11 @@ async def test_the_trace_says_the_same(model_dir, say_hello):
     assert [one.attributes.get("baton.worker.id", "") for one in stages] == [
         one.worker_id for one in info.budget.stages
     ]
+
+
+def asking(name: str, **fields: str) -> inference_pb2.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=4)
+    return inference_pb2.GenerateRequest(request_id=name, text="fox", sampling=sampling, **fields)
 
 
 async def _read(call) -> None:
