@@ -34,7 +34,7 @@ def draw(
     """
     if view is None:
         return _without_view(addresses, problem, width, height)
-    top = [_header(view, width), _health(view, problem, age_s, width)]
+    top: list[RenderableType] = [_header(view, width), _health(view, problem, age_s, width)]
     top += [Text(""), _pools(view.status), Text(""), _lanes(view.status, width)]
     num_lanes = max(1, len(view.status.lanes))
     num_top = 2 + 1 + 1 + max(1, len(view.status.pools)) + 1 + 1 + 2 * num_lanes
@@ -240,7 +240,9 @@ def _time(value_us: int, num: int, target_ms: int) -> Text:
     return Text(told, style=_BAD if late else "")
 
 
-def _attained(lane: admin_pb2.LaneStatus, field: str) -> float | None:
+def _attained(
+    lane: admin_pb2.LaneStatus, field: Literal["ttft_attained", "itl_attained"]
+) -> float | None:
     value: float = getattr(lane, field)
     return value if lane.HasField(field) else None
 

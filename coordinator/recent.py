@@ -7,7 +7,7 @@ share one observation. Everything else is counted once per request, report or de
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -19,6 +19,9 @@ from baton.v1 import cluster_pb2, common_pb2
 
 Stage: TypeAlias = "common_pb2.Stage.ValueType"
 
+STAGES: tuple[Stage, ...] = tuple(
+    number for number in common_pb2.Stage.values() if number != common_pb2.STAGE_UNSPECIFIED
+)
 LASTS_S, NUM_SLICES = 60.0, 12
 # Of one lane; whoever comes later in a slice is counted with the others, under this name.
 MAX_TENANTS, OTHERS = 32, "(others)"
@@ -89,8 +92,8 @@ class LaneWindow:
         self.ttft, self.itl, self.e2e = Sketch(), Sketch(), Sketch()
         self.served, self.tiny, self.late = Sketch(), Sketch(), Sketch()
         self.after_start = Sketch()
-        self.late_s: Counter[Stage] = Counter()
-        self.tiny_s: Counter[Stage] = Counter()
+        self.late_s: defaultdict[Stage, float] = defaultdict(float)
+        self.tiny_s: defaultdict[Stage, float] = defaultdict(float)
         self.stages: dict[Stage, Sketch] = {}
         self.tenants: dict[str, TenantWindow] = {}
         self.sheds: Counter[str] = Counter()
@@ -141,8 +144,10 @@ class LaneWindow:
     def add(self, other: LaneWindow) -> None:
         for name in ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start"):
             getattr(self, name).add(getattr(other, name))
-        for name in ("late_s", "tiny_s", "sheds"):
-            getattr(self, name).update(getattr(other, name))
+        self.sheds.update(other.sheds)
+        for ours, theirs in ((self.late_s, other.late_s), (self.tiny_s, other.tiny_s)):
+            for stage, lasted_s in theirs.items():
+                ours[stage] += lasted_s
         for stage, sketch in other.stages.items():
             self.stages.setdefault(stage, Sketch()).add(sketch)
         for name, tenant in other.tenants.items():

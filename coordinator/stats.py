@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.coordinator.lanes import LANES
-from baton.coordinator.recent import Recent, Stage
+from baton.coordinator.recent import STAGES, Recent, Stage
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.sketch import Sketch
 from baton.coordinator.workers import Worker
@@ -196,7 +196,8 @@ class CoreStats:
             record.num_prompt_tokens + record.num_output_tokens
         )
         recent.e2e.observe(record.ended_at - record.arrived_at)
-        sums: dict[Stage, int] = {}
+        # Those that it did not have took no time.
+        sums: dict[Stage, int] = dict.fromkeys(STAGES, 0)
         for span in record.budget.stages:
             sums[span.stage] = sums.get(span.stage, 0) + span.duration_us
         for stage, sum_us in sums.items():

@@ -47,7 +47,7 @@ def first_tokens(
     is_stuck = oldest_us > 2 * target_us and lane.info.num_queued >= _MIN_REQUESTS
     if not (is_late or is_stuck) or any(pool.num_serving == 0 for pool in status.pools):
         return
-    late = {one.stage: one.sum_us for one in lane.late}
+    late: dict[int, int] = {one.stage: one.sum_us for one in lane.late}
     if not lane.num_late:
         # None of those that wait has had a first token yet.
         late = {common_pb2.STAGE_QUEUE: oldest_us}

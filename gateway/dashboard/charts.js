@@ -63,7 +63,9 @@ function lines(into, series, { unit, now, whole = false }) {
     let path = "", pen = false;
     for (const [at, value] of one.points) {
       if (value === null) { pen = false; continue; }
-      path += `${pen ? "L" : "M"}${x(at).toFixed(1)},${y(value).toFixed(1)}`;
+      const [atX, atY] = [x(at).toFixed(1), y(value).toFixed(1)];
+      // Numbers of things change at once.
+      path += !pen ? `M${atX},${atY}` : whole ? `H${atX}V${atY}` : `L${atX},${atY}`;
       // A point by itself is a dot.
       if (!pen) path += "h0.1";
       pen = true;

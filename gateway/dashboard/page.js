@@ -72,7 +72,7 @@ function overTime(cell) {
       const target = lane[what].target_ms;
       if (target === null || !cell.history.length) continue;
       const from = Math.min(cell.at - 60, cell.history[0].at);
-      series.push({ name: `target, ${lane.lane}: ${ms(target)}`, kind: "target", points: [[from, target], [cell.at, target]] });
+      series.push({ name: `target, ${lane.lane}: ${target} ms`, kind: "target", points: [[from, target], [cell.at, target]] });
     }
     lines(by(`${what}-chart`), series, { ...options, unit: "ms" });
   }
@@ -87,21 +87,23 @@ function lanes(cell) {
       [percent(values.kept), values.kept >= lane.percentile / 100 ? "good" : "bad"];
     const sheds = Object.values(lane.sheds).reduce((sum, one) => sum + one, 0);
     const age = Math.max(1, Math.min(cell.window_s, cell.uptime_s));
-    return [first ? lane.lane : "", first ? lane.queued : "", first ? lane.running : "",
-      first ? (lane.ended / age).toFixed(1) : "", first ? (lane.output_tokens / age).toFixed(0) : "",
-      first ? [sheds, sheds ? "bad" : ""] : "", what.toUpperCase(), time(values.p50_ms), time(values.p95_ms), time(values.p99_ms),
-      values.target_ms ? `${values.target_ms} ms` : "-", kept];
+    const counts = [lane.queued, lane.running, (lane.ended / age).toFixed(1),
+      (lane.output_tokens / age).toFixed(0), [sheds, sheds ? "bad" : ""]];
+    return [first ? lane.lane : "", what.toUpperCase(), time(values.p50_ms), time(values.p95_ms),
+      time(values.p99_ms), values.target_ms ? `${values.target_ms} ms` : "-", kept,
+      ...(first ? counts : counts.map(() => ""))];
   }));
-  table("lanes", ["<lane", "queued", "running", "requests/s", "tokens/s", "refused", "<", "p50", "p95",
-    "p99", "target", "kept"], rows, "no lanes");
+  table("lanes", ["<lane", "<", "p50", "p95", "p99", "target", "kept", "queued", "running", "requests/s",
+    "tokens/s", "refused"], rows, "no lanes");
 }
 
 function stages(cell) {
   const lane = cell.lanes.find((one) => one.lane === "interactive" && one.ended)
     ?? cell.lanes.find((one) => one.ended);
   if (!lane) return empty(by("stages-chart"), "no request ended in the last minute");
-  const longest = Math.max(...lane.stages.map((one) => one.p50_ms));
-  bars(by("stages-chart"), lane.stages.map((one) => (
+  const shown = lane.stages.filter((one) => one.p50_ms > 0);
+  const longest = Math.max(...shown.map((one) => one.p50_ms));
+  bars(by("stages-chart"), shown.map((one) => (
     { label: one.stage, start_ms: 0, duration_ms: one.p50_ms, kind: "bar" }
   )), longest);
 }
@@ -126,12 +128,12 @@ function workers(cell) {
 }
 
 function requests(cell) {
-  table("requests", ["<request", "<state", "<lane", "<tenant", "prompt tokens", "output tokens", "first token", "age"],
+  table("requests", ["<request", "<state", "first token", "age", "prompt tokens", "output tokens", "<lane", "<tenant"],
     cell.requests.map((one) => {
       const button = make("button", { type: "button" }, one.request_id);
-      button.addEventListener("click", () => { chosen = one.request_id; waterfall(); });
-      return [button, [one.state, one.error ? "bad" : ""], one.lane, one.tenant, one.prompt_tokens,
-        one.output_tokens, one.ttft_ms ? ms(one.ttft_ms) : "-", ms(one.age_ms)];
+      button.addEventListener("click", () => { location.hash = encodeURIComponent(one.request_id); });
+      return [button, [one.state, one.error ? "bad" : ""], one.ttft_ms ? ms(one.ttft_ms) : "-",
+        ms(one.age_ms), one.prompt_tokens, one.output_tokens, one.lane, one.tenant];
     }), "no requests");
 }
 
@@ -192,5 +194,14 @@ async function again() {
   setTimeout(again, EVERY_MS);
 }
 
+// A request's waterfall has an address: /dashboard#REQUEST.
+function choose() {
+  chosen = decodeURIComponent(location.hash.slice(1)) || null;
+  by("waterfall").hidden = chosen === null;
+  waterfall();
+}
+
+window.addEventListener("hashchange", choose);
 window.addEventListener("resize", () => { if (latest) { draw(); waterfall(); } });
+choose();
 again();
