@@ -35,8 +35,8 @@ def summary(status: admin_pb2.GetStatusResponse) -> str:
     if not lanes:
         return f"healthy; no request had a first token in the last {window_s:.0f} s"
     told = [
-        f"{lane_name(lane)}: {lane.ttft.num} requests, TTFT p95 {ms(lane.ttft.p95_us)}, "
-        f"ITL p95 {ms(lane.itl.p95_us)}"
+        f"{lane_name(lane)}: {lane.ttft.num} request{'s' * (lane.ttft.num > 1)}, "
+        f"TTFT p95 {ms(lane.ttft.p95_us)}, ITL p95 {ms(lane.itl.p95_us)}"
         for lane in lanes
     ]
     return f"healthy; in the last {window_s:.0f} s {'; '.join(told)}"

@@ -153,7 +153,7 @@ async function waterfall() {
   const stalls = one.stalls.map((stall) => ({ ...stall, label: `stall: ${stall.cause}`, kind: "stall" }));
   const title = `${one.request_id}: ${one.state}, first token ${ms(one.ttft_ms)}, total ${ms(one.total_ms)}`;
   const note = one.itl_target_ms === null ? "no target between tokens"
-    : `${stalls.length ? `the longest ${stalls.length}` : "no"} gaps over ${ms(one.itl_target_ms)}`;
+    : `${stalls.length ? `the longest ${stalls.length}` : "no"} gaps over ${one.itl_target_ms} ms`;
   into.replaceChildren(make("strong", {}, title), chart, make("div", { class: "soft" }, note));
   const total = Math.max(one.total_ms, ...stalls.map((stall) => stall.start_ms + stall.duration_ms));
   bars(chart, [...one.stages.map((stage) => ({ ...stage, label: stage.stage, kind: "bar" })), ...stalls], total);
@@ -181,6 +181,7 @@ async function again() {
   try {
     latest = await ask("/dashboard/data");
     seen = Date.now();
+    document.body.classList.add("known");
     draw();
     live.textContent = "live";
     live.className = "good";
