@@ -108,6 +108,8 @@ async def _live(addresses: list[str], interval_s: float) -> None:
             finally:
                 looking.cancel()
                 await asyncio.gather(looking, return_exceptions=True)
+                # Some terminals keep what an alternate screen showed when it was resized.
+                live.update("", refresh=True)
 
 
 class _Seen:
