@@ -86,7 +86,10 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request in a simulated engine; `num_left`: output tokens it still makes here."""
+    """A request in a simulated engine; `num_left`: output tokens it still makes here.
+
+    `waited_s` it waited for its handoff, and it was first run at `began_at`.
+    """
 
     spec: cluster_pb2.RequestSpec
     order: tuple[int, int]
@@ -98,8 +101,13 @@ class _Live:
     offset: int
     ready_at: float
     hashes: Sequence[int]
+    came_at: float
+    waited_s: float
+    num_handoff_tokens: int
     num_in_step: int = 0
     started: bool = False
+    began_at: float | None = None
+    told: bool = False
 
 
 class _Worker:
@@ -150,6 +158,9 @@ class _Worker:
             offset=num_known,
             ready_at=cell.now + (self.shape.handoff_s if handed else 0.0),
             hashes=hashes,
+            came_at=cell.now,
+            waited_s=self.shape.handoff_s if handed else 0.0,
+            num_handoff_tokens=num_done if handed else 0,
         )
         self.live[spec.request_id, spec.attempt] = live
         cell.at(live.ready_at, lambda: self._arrive(live))
@@ -211,6 +222,8 @@ class _Worker:
             budget -= count
             work.append((live, count))
             live.num_in_step = count
+            if live.began_at is None:
+                live.began_at = self.cell.now
             if live.num_missing == 1 and live.num_done:
                 num_decodes += 1
                 num_kv += live.num_tokens
@@ -271,6 +284,12 @@ class _Worker:
         output = cluster_pb2.RequestOutput(
             request_id=live.spec.request_id, attempt=live.spec.attempt
         )
+        if not live.told and live.began_at is not None:
+            live.told = True
+            output.timings.queue_us = round((live.began_at - live.came_at) * 1e6)
+            output.timings.run_us = round((self.cell.now - live.began_at) * 1e6)
+            output.timings.handoff_wait_us = round(live.waited_s * 1e6)
+            output.timings.num_handoff_tokens = live.num_handoff_tokens
         output.delta.offset = live.offset
         output.delta.token_ids.append(_TOKEN)
         live.offset, live.num_left = live.offset + 1, live.num_left - 1
@@ -333,7 +352,7 @@ class VirtualCell:
                 break
             if due is not None and due < when:
                 self.now = max(self.now, due)
-                self._post(ev.Tick())
+                self.post(ev.Tick())
             else:
                 when, _, action = heapq.heappop(self._agenda)
                 self.now = max(self.now, when)
@@ -347,7 +366,7 @@ class VirtualCell:
     ) -> None:
         key = (name, incarnation)
         self._workers[key] = worker = _Worker(self, key, role, shape)
-        self._post(ev.WorkerAttached(_hello(key, role, shape)))
+        self.post(ev.WorkerAttached(_hello(key, role, shape)))
         self._beat(worker)
 
     def kill(self, name: str, reason: str = "was killed") -> None:
@@ -355,21 +374,21 @@ class VirtualCell:
             if key[0] == name:
                 worker.gone = True
                 del self._workers[key]
-                self._post(ev.WorkerLost(name, reason, key[1]))
+                self.post(ev.WorkerLost(name, reason, key[1]))
 
     def tell(self, worker: _Worker, event: ev.Event) -> None:
         """A worker's message; it arrives a moment later."""
 
         def arrive() -> None:
             if not worker.gone:
-                self._post(event)
+                self.post(event)
 
         self.at(self.now + worker.shape.delay_s, arrive)
 
     def _beat(self, worker: _Worker) -> None:
         if worker.gone:
             return
-        self._post(ev.WorkerLoad(worker.key, worker.report()))
+        self.post(ev.WorkerLoad(worker.key, worker.report()))
         # Workers do not beat in step.
         self.at(
             self.now + self._heartbeat_s * self.random.uniform(0.95, 1.05),
@@ -411,7 +430,7 @@ class VirtualCell:
             slo_ttft_s=slo_ttft_s,
             session_id=session_id,
         )
-        self._post(ev.Submitted(submission))
+        self.post(ev.Submitted(submission))
         return outcome
 
     def poisson(self, rate: float, begin: float, end: float, submit: Callable[[], object]) -> None:
@@ -421,9 +440,8 @@ class VirtualCell:
             self.at(when, lambda: (submit(), None)[1])
             when += self.random.expovariate(rate)
 
-    # ---- Inside.
-
-    def _post(self, event: ev.Event) -> None:
+    def post(self, event: ev.Event) -> None:
+        """Something reaches the coordinator now."""
         for effect in self.core.handle(event, self.now):
             if isinstance(effect, ev.SendCommand):
                 self._send(effect)
@@ -436,6 +454,8 @@ class VirtualCell:
             elif isinstance(effect, ev.SendFailed):
                 outcome = self._by_stream.pop(effect.to)
                 outcome.error, outcome.ended_at = effect.error, self.now
+
+    # ---- Inside.
 
     def _send(self, effect: ev.SendCommand) -> None:
         worker = self._workers.get(effect.worker)

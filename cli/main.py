@@ -13,7 +13,19 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import bench, config, gateway, generate, processes, replay, simulate, state
+from baton.cli import (
+    bench,
+    config,
+    doctor,
+    explain,
+    gateway,
+    generate,
+    processes,
+    replay,
+    simulate,
+    state,
+    top,
+)
 
 app = typer.Typer(
     name="baton",
@@ -34,6 +46,9 @@ app.command("workers")(state.workers)
 app.command("requests")(state.requests)
 app.add_typer(bench.app, name="bench")
 app.command("replay")(replay.replay)
+app.command("top")(top.top)
+app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
 app.add_typer(config.app, name="config")
 

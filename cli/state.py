@@ -21,7 +21,7 @@ def pools(address: options.Address = None, as_json: options.Json = False) -> Non
     from baton.cli.output import enum_name, plain, print_json, print_table
     from baton.v1 import common_pb2
 
-    answer = _ask(address, lambda admin: admin.list_pools())
+    answer = ask(address, lambda admin: admin.list_pools())
     if as_json:
         return print_json(plain(answer))
     print_table(
@@ -62,7 +62,7 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
     from baton.cli.output import enum_name, plain, print_json, print_table
     from baton.v1 import cluster_pb2, common_pb2
 
-    found = _ask(address, lambda admin: admin.list_workers())
+    found = ask(address, lambda admin: admin.list_workers())
     if as_json:
         return print_json([plain(worker) for worker in found])
     print_table(
@@ -119,7 +119,7 @@ def requests(
     from baton.cli.output import enum_name, plain, print_json, print_table
     from baton.v1 import admin_pb2, common_pb2
 
-    found = _ask(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
+    found = ask(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
     if as_json:
         return print_json([plain(request) for request in found])
     return print_table(
@@ -142,7 +142,12 @@ def requests(
     )
 
 
-def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """The answer of the first coordinator that can be reached.
+
+    Raises:
+        RemoteError: of the call; of all addresses, when none can be reached.
+    """
     from baton.cli import interrupts
     from baton.client import AdminClient, errors
 

@@ -75,6 +75,19 @@ class AdminClient:
         request = admin_pb2.GetRequestRequest(request_id=request_id)
         return await self._answer(self._stub.GetRequest(request, timeout=self._timeout_s))
 
+    async def get_status(self, *, include_history: bool = False) -> admin_pb2.GetStatusResponse:
+        """How the cell does now and in the last minute; with its history when asked for."""
+        request = admin_pb2.GetStatusRequest(include_history=include_history)
+        return await self._answer(self._stub.GetStatus(request, timeout=self._timeout_s))
+
+    async def list_decisions(
+        self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, limit: int = 0
+    ) -> list[admin_pb2.ScalingDecision]:
+        """The last scaling decisions, newest first; UnimplementedError where nothing scales."""
+        request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
+        answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
+        return list(answer.decisions)
+
     async def cancel_request(self, request_id: str) -> None:
         """Cancels a request. NotFoundError when it is not running."""
         request = admin_pb2.CancelRequestRequest(request_id=request_id)

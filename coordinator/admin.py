@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
+from baton.coordinator.budget import latency_budget
 from baton.coordinator.core import Core
 from baton.coordinator.intake import Intake
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import KindLatency, WorkerKind
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
+from baton.coordinator.status import MAX_SAMPLES, sample, status
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import InvalidArgument, NotFound, abort, shown
@@ -36,6 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> None:
         self._shell, self._intake, self._config = shell, intake, config
         self._launched = launched
+        self._history: deque[admin_pb2.StatusSample] = deque(maxlen=MAX_SAMPLES)
 
     @property
     def _core(self) -> Core:
@@ -94,7 +98,35 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 ),
             )
         assert found is not None
-        return _request_info(found, self._shell.now())
+        info = _request_info(found, self._shell.now())
+        self._explain(found, info)
+        return info
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: object
+    ) -> admin_pb2.GetStatusResponse:
+        found = self._status()
+        found.model.CopyFrom(self._intake.model())
+        if request.include_history:
+            found.history.extend((*self._history, sample(*self._now())))
+        return found
+
+    def sample(self) -> None:
+        """Adds to the history how it is now: due every SAMPLE_S."""
+        self._history.append(sample(*self._now()))
+
+    def _status(self) -> admin_pb2.GetStatusResponse:
+        found = status(*self._now(), self._config)
+        found.uptime.CopyFrom(_duration(time.time() - self._shell.started_at))
+        return found
+
+    def _now(
+        self,
+    ) -> tuple[Core, list[admin_pb2.PoolInfo], list[admin_pb2.LaneInfo], float, float]:
+        """What a status is made of."""
+        pools = [self._pool(role) for role in _ROLES]
+        lanes = [self._lane(lane) for lane in LANES]
+        return self._core, pools, lanes, self._shell.now(), time.time()
 
     async def CancelRequest(
         self, request: admin_pb2.CancelRequestRequest, context: Any
@@ -103,6 +135,33 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await abort(context, NotFound(f"request {shown(request.request_id)} is not running"))
         self._shell.post(ev.RequestCancelled(request.request_id))
         return admin_pb2.CancelRequestResponse()
+
+    def _explain(self, request: Request | EndedRequest, info: admin_pb2.RequestInfo) -> None:
+        """What is told of one request alone: its budget up to now, and its stalls."""
+        core, now = self._core, self._shell.now()
+        if isinstance(request, EndedRequest):
+            ended_at, session = request.ended_at, request.session
+            arrived_at, found = request.arrived_at, request.stalls
+            targets_s = request.ttft_target_s, request.itl_target_s
+        else:
+            ended_at, session = now, request.submission.to.session
+            arrived_at, found = request.submission.arrived_at, core.stalls(request)
+            info.budget.CopyFrom(latency_budget(request, now))
+            targets_s = core.stats.ttft_target_s(request), core.stats.itl_target_s(request)
+        for target, seconds in zip((info.ttft_target, info.itl_target), targets_s, strict=True):
+            if seconds is not None:
+                target.FromMicroseconds(round(seconds * 1e6))
+        slow = self._shell.client_stalls(session, arrived_at, ended_at)
+        for stall in sorted((*found, *slow), key=lambda one: one.start_us):
+            info.stalls.add(
+                start_us=stall.start_us,
+                duration_us=stall.duration_us,
+                cause=stall.cause.value,
+                worker_id=stall.worker_id,
+                by_request_id=stall.by_request_id,
+                by_tokens=stall.num_tokens,
+                num_requests=stall.num_requests,
+            )
 
     def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
         workers = self._core.workers.pool(role)

@@ -23,6 +23,7 @@ from baton.coordinator.request import (
     Submission,
     WorkerKey,
 )
+from baton.coordinator.stalls import Stall, stalls
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -97,7 +98,7 @@ class RequestBook:
         self._by_session: dict[int, dict[int, Request]] = {}
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
-        self.stats = CoreStats()
+        self.stats = CoreStats(config.targets)
         self.out: list[ev.Effect] = []
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, bytes]] = []
@@ -116,6 +117,10 @@ class RequestBook:
     def by_handle(self) -> Mapping[int, Request]:
         """Those whose attempt goes on, by what their workers call it."""
         return self._by_handle
+
+    def worker(self, key: WorkerKey) -> Worker | None:
+        """None when it is not attached."""
+        return self._workers.get(key)
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -174,7 +179,7 @@ class RequestBook:
             self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
-                self.stats.sheds[refused.reason.lower()] += 1
+                self.stats.shed(submission.lane, refused.reason, now)
             self.out.append(ev.SendFailed(submission.to, refused))
             return None
         life_s = self._config.max_request_s
@@ -194,6 +199,7 @@ class RequestBook:
             request.attempts_before = before.attempt_number
         self._requests[request.id] = request
         self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
+        self.stats.admitted(request, now)
         self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
         self._queue(request, now, num_tokens)
         self._set_timer(request)
@@ -207,7 +213,7 @@ class RequestBook:
         self._name(request)
         request.dispatched_at = request.decoding_at = now
         request.decode = worker.key
-        self.stats.dispatched(request, now)
+        self.stats.dispatched(request, now, after_start=False)
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
         self._placer.leaves(request)
@@ -220,12 +226,12 @@ class RequestBook:
         request.attempt += 1
         self._name(request)
         request.num_known = len(request.token_ids)
-        if request.dispatched_at is None:
-            request.dispatched_at = now
-            self.stats.dispatched(request, now)
         prefill, decode = placement.prefill, placement.decode
         request.prefill = prefill.worker if prefill is not None else None
         request.decode = decode.worker if decode is not None else None
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+            self.stats.dispatched(request, now, after_start=self._came_later(request))
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
@@ -269,6 +275,12 @@ class RequestBook:
         if request.decoding_at is None:
             request.decoding_at = now
         self.handed_over(request)
+
+    def stalls(self, request: Request) -> tuple[Stall, ...]:
+        """Its longest gaps over its target, up to now."""
+        worker = self._workers.get(request.decode)
+        target_s = self.stats.itl_target_s(request)
+        return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def deltas(self) -> list[tuple[StreamKey, bytes]]:
         """Takes encoded tokens for clients: one effect for all that an event brings."""
@@ -315,13 +327,13 @@ class RequestBook:
             return
         request.avoid.add(worker)
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-        self.stats.num_recoveries += 1
+        self.stats.recovered(now)
 
     def park(self, request: Request, now: float) -> None:
         """A batch request that runs makes room, and waits for some."""
         request.num_parked += 1
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
-        self.stats.num_parked += 1
+        self.stats.parked(now)
 
     # ---- Out
 
@@ -444,7 +456,13 @@ class RequestBook:
             finish_reason=finish_reason,
             error_code=error.code if error is not None else 0,
             error=str(error) if error is not None else "",
+            session=request.submission.to.session,
+            ttft_target_s=self.stats.ttft_target_s(request),
+            itl_target_s=self.stats.itl_target_s(request),
+            stalls=self.stalls(request),
         )
+        if request.submission.traceparent:
+            self.out.append(ev.TellTrace(record, request.submission.traceparent))
         self.ended.pop(request.id, None)
         self.ended[request.id] = record
         while len(self.ended) > self._config.max_ended_requests:
@@ -567,6 +585,13 @@ class RequestBook:
             f"the first token is predicted in {predicted_s:.3g} s; {wanted_s:.3g} s are wanted",
             reason="TOO_LATE",
             retry_after_s=late_s,
+        )
+
+    def _came_later(self, request: Request) -> bool:
+        """Whether one of its workers was not there yet when it was admitted."""
+        return any(
+            worker is not None and worker.attached_at > request.submitted_at
+            for worker in map(self._workers.get, (request.prefill, request.decode))
         )
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:

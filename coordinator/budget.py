@@ -92,6 +92,21 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
     )
 
 
+def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
+    """What the time to first token, which comes now, was made of, in seconds."""
+    ledger = _Ledger(request)
+    prefill = request.prefill[0] if request.prefill is not None else ""
+    decode = request.decode[0] if request.decode is not None else ""
+    end_us = ledger.us(now)
+    ledger.span(min(ledger.us(request.submitted_at), end_us), [], common_pb2.STAGE_TOKENIZE, "")
+    if request.dispatched_at is None:
+        ledger.span(end_us, [], common_pb2.STAGE_QUEUE, "")
+    else:
+        ledger.span(min(ledger.us(request.dispatched_at), end_us), [], common_pb2.STAGE_QUEUE, "")
+        _first_token(ledger, request, prefill, decode, end_us)
+    return [(one.stage, one.duration_us / 1e6) for one in _with_recoveries(ledger, request, end_us)]
+
+
 def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
     """The stages, but for the times without a worker: STAGE_RECOVERY and STAGE_PARKED."""
     spans = [

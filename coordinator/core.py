@@ -20,6 +20,7 @@ from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placement, Placer
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
+from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -137,6 +138,10 @@ class Core:
     def request(self, request_id: str) -> Request | EndedRequest | None:
         """One request: running, or recently ended."""
         return self._book.get(request_id) or self._book.ended.get(request_id)
+
+    def stalls(self, request: Request) -> tuple[Stall, ...]:
+        """A running request's longest gaps over its target, up to now."""
+        return self._book.stalls(request)
 
     def running(self) -> list[Request]:
         return self._book.all()
@@ -338,6 +343,8 @@ class Core:
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
             self.workers.add(worker)
+            if hello.startup_ms and not event.returns:
+                self.stats.cold_started(worker, now)
         else:
             # Nothing leads out of draining; the worker may not have heard of it yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
@@ -370,6 +377,8 @@ class Core:
             return
         load, worker.load = event.load, event.load
         self.latency.observe(worker, load.steps)
+        if worker.role == common_pb2.ROLE_DECODE and load.steps:
+            self.stats.recent.at(now).decode_steps(load.steps)
         self.placer.router.report_kv(worker.key, load.kv_tokens_used)
         self._book.room_made |= len(self._book.lanes) > 0
         if load.num_steps != worker.num_steps or not load.num_running:
@@ -403,16 +412,17 @@ class Core:
             else:
                 self._book.baton_lost(request, event.worker)
         # Only the sending end knows of them, and it need not be the first to report.
-        self.stats.num_handoff_fallbacks += report.num_fallbacks
+        if report.num_fallbacks:
+            self.stats.handoff_fell_back(report.num_fallbacks, now)
         if report.handoff_id in self._ended_handoffs:
             return
         self._ended_handoffs[report.handoff_id] = None
         if len(self._ended_handoffs) > _MAX_REMEMBERED_HANDOFFS:
             self._ended_handoffs.popitem(last=False)
         if committed:
-            self.stats.handoff_committed(report)
+            self.stats.handoff_committed(report, now)
         elif report.reason != kv_transfer_pb2.REFUSAL_REASON_CANCELLED:
-            self.stats.handoff_failed(report.reason)
+            self.stats.handoff_failed(report.reason, now)
 
     def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
         if self._heard(event.worker, now) is not None:
@@ -492,7 +502,8 @@ class Core:
         self.placer.detach(worker)
         self.latency.forget(worker.key)
         self._timers.cancel(worker.key)
-        self.stats.num_workers_lost += fenced or blame
+        if fenced or blame:
+            self.stats.worker_lost(now)
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
@@ -525,7 +536,7 @@ class Core:
         ):
             worker.unresponsive = reason
             self.placer.refresh(worker)
-            self.stats.num_workers_unresponsive += 1
+            self.stats.worker_unresponsive(now)
             self._recover_all(worker, reason, [], now)
 
     def _responds(self, worker: Worker) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.runtime.config import BatonConfig, LanesConfig, LatencyConfig, TenantConfig
+from baton.runtime.config import (
+    BatonConfig,
+    LanesConfig,
+    LaneTargetsConfig,
+    LatencyConfig,
+    TenantConfig,
+)
 from baton.runtime.latency import LatencyModel
 
 
@@ -32,6 +38,8 @@ class CoreConfig:
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     max_ended_requests: int = 1024
+    # What requests that name none hope for.
+    targets: LaneTargetsConfig = field(default_factory=LaneTargetsConfig)
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -53,4 +61,5 @@ class CoreConfig:
             lanes=config.lanes,
             tenant_defaults=config.tenant_defaults,
             tenants=config.tenants,
+            targets=config.scaling.targets,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.coordinator.request import StreamKey, Submission, WorkerKey
+from baton.coordinator.request import EndedRequest, StreamKey, Submission, WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -271,6 +271,14 @@ class FenceWorker:
     error: BatonError | None
 
 
+@dataclass(frozen=True, slots=True)
+class TellTrace:
+    """A request has ended whose client sent a traceparent."""
+
+    record: EndedRequest
+    traceparent: str
+
+
 Effect = (
     SendAccepted
     | SendDeltas
@@ -280,4 +288,5 @@ Effect = (
     | WelcomeWorker
     | RefuseWorker
     | FenceWorker
+    | TellTrace
 )

@@ -40,7 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         arrived_at = self._shell.now()
         session = self._shell.open_session()
-        guard = StallGuard(context, lambda: self._shell.close_session(session))
+        guard = _guard(self._shell, session, context)
         try:
             deadline_s = context.time_remaining()
             submission = await self._intake.submission(
@@ -88,6 +88,17 @@ def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
     server.add_registered_method_handlers(name, handlers)
 
 
+def _guard(shell: Shell, session: ClientSession, context: Any) -> StallGuard:
+    """Of a session's writes."""
+
+    def slow(began_at: float, ended_at: float) -> None:
+        # Of the loop's clock and the core's only differences may be compared.
+        now = shell.now()
+        shell.wrote_slowly(session, now - (ended_at - began_at), now)
+
+    return StallGuard(context, lambda: shell.close_session(session), on_slow=slow)
+
+
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
     """Writes the events of the session's only stream, up to its last."""
     while True:
@@ -111,7 +122,7 @@ class _SessionCall:
         self._shell, self._intake, self._context = shell, intake, context
         self._max_requests = config.max_requests_per_session
         self._session = session = shell.open_session()
-        self._guard = StallGuard(context, lambda: shell.close_session(session))
+        self._guard = _guard(shell, session, context)
         self._submitting: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

@@ -78,7 +78,7 @@ class Intake:
         Raises:
             BatonError: it is wrong, or there is no room for it.
         """
-        with self._counting():
+        with self._counting(request, arrived_at):
             lane = self._checked(request)
             prompt = array("I", request.resume.prompt_token_ids)
             if not prompt:
@@ -100,18 +100,23 @@ class Intake:
         known = request.resume.prompt_token_ids
         if not known and not self._tokenizer.is_quick(request):
             return None
-        with self._counting():
+        with self._counting(request, arrived_at):
             self._checked(request)
             prompt = array("I", known) or self._tokenizer.prompt_at_once(request)
             return self._submission(request, prompt, to, arrived_at, None)
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(
+        self, request: inference_pb2.GenerateRequest, arrived_at: float
+    ) -> Iterator[None]:
         """Counts what is refused here: the core never hears of it."""
         try:
             yield
         except ResourceExhausted as error:
-            self._core.stats.sheds[error.reason.lower()] += 1
+            lane = common_pb2.LANE_BATCH
+            if request.lane != lane:
+                lane = common_pb2.LANE_INTERACTIVE
+            self._core.stats.shed(lane, error.reason, arrived_at)
             raise
         except BatonError as error:
             self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from google.rpc import code_pb2
 
 from baton.coordinator.book import RequestBook
+from baton.coordinator.budget import ttft_stages
 from baton.coordinator.request import Request, RequestState, StreamKey, WorkerKey
+from baton.coordinator.stalls import Cause, SlowStep
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -26,11 +28,23 @@ _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 class _Step:
     """One engine step of a worker; what its outputs have in common is counted once."""
 
-    __slots__ = ("_gap", "_gaps", "_lane", "_last_at", "_num_tokens", "book", "now", "worker")
+    __slots__ = (
+        "_gap",
+        "_gaps",
+        "_joined",
+        "_lane",
+        "_last_at",
+        "_num_tokens",
+        "book",
+        "now",
+        "worker",
+    )
 
     def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
         self.book, self.worker, self.now = book, worker, now
         self._num_tokens = 0
+        # Requests whose first outputs from here these are.
+        self._joined: list[Request] = []
         # By lane and time of the last token: the gap in microseconds, and how many there are. Most
         # requests of a worker share it, so the last one is at hand.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
@@ -109,9 +123,8 @@ class _Step:
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
-            ttft_s = self.now - request.submission.arrived_at
-            self.book.stats.lanes[lane].ttft.observe(ttft_s)
-            self.book.stats.demand[lane].ttfts_s.append(ttft_s)
+            stages = ttft_stages(request, self.now)
+            self.book.stats.first_token(request, self.now, stages)
         else:
             if last_at != self._last_at or lane != self._lane:
                 self._seek_gap(lane, last_at)
@@ -125,10 +138,53 @@ class _Step:
 
     def count(self) -> None:
         """Puts the sums where they belong."""
-        stats = self.book.stats
+        stats, is_slow = self.book.stats, False
         stats.num_output_tokens += self._num_tokens
+        if not self._gaps:
+            return
+        recent = stats.recent.at(self.now)
         for (lane, last_at), (_, count) in self._gaps.items():
-            stats.lanes[lane].itl.observe(self.now - last_at, count)
+            gap_s = self.now - last_at
+            stats.lanes[lane].itl.observe(gap_s, count)
+            recent.lanes[lane].itl.observe(gap_s, count)
+            target_s = stats.recent.itl_target_s(lane)
+            is_slow |= target_s is not None and gap_s > target_s
+        if is_slow:
+            self._remember()
+
+    def joins(self, request: Request) -> None:
+        """Its first output from this worker is in this step."""
+        self._joined.append(request)
+
+    def _remember(self) -> None:
+        """Why this step was slow, for those of its requests that will be asked about."""
+        worker = self.book.worker(self.worker)
+        if worker is None:
+            return
+        cause, by = Cause.BATCH, None
+        for request in self._joined:
+            timings = request.decode_timings
+            handed = bool(request.handoff_id) and (
+                timings is None
+                or timings.num_handoff_tokens > 0
+                # Or it was there before.
+                or 2 * timings.num_cached_tokens > request.num_prompt_tokens
+            )
+            if not handed:
+                cause, by = Cause.PREFILL, request
+                break
+            cause, by = Cause.JOINED, request
+        if by is None and worker.local:
+            cause, by = Cause.PREFILL, self.book.get(next(iter(worker.local)))
+        worker.slow_steps.append(
+            SlowStep(
+                self.now,
+                cause,
+                by.id if by is not None else "",
+                by.num_prompt_tokens if by is not None else 0,
+                self._num_tokens,
+            )
+        )
 
     def _seek_gap(self, lane: common_pb2.Lane.ValueType, last_at: float) -> None:
         self._lane, self._last_at = lane, last_at
@@ -224,6 +280,7 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
 
 def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     book = step.book
+    step.joins(request)
     book.answered(request, step.worker)
     if request.decode_timings is None and output.HasField("timings"):
         request.decode_timings = _copied(output.timings)

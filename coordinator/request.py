@@ -7,11 +7,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from baton.coordinator.stalls import Stall
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: one process."""
@@ -260,6 +264,9 @@ class EndedRequest:
 
     Attributes:
         error_code: gRPC status code of a failed request, else 0.
+        session: whose client it was.
+        ttft_target_s, itl_target_s: what it hoped for; None for nothing.
+        stalls: its longest gaps over that.
     """
 
     request_id: str
@@ -278,3 +285,7 @@ class EndedRequest:
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
     error_code: int = 0
     error: str = ""
+    session: int = 0
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
+    stalls: tuple[Stall, ...] = ()

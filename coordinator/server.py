@@ -21,13 +21,15 @@ from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
 from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
 from baton.coordinator.shell import Shell
+from baton.coordinator.status import SAMPLE_S
 from baton.coordinator.tokenization import Tokenizer
-from baton.runtime import demo_model, rpc
+from baton.runtime import demo_model, rpc, tracing
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
+from baton.runtime.tracing import Tracing
 from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -71,10 +73,11 @@ class Coordinator:
         self._config, self._launched = config, launched
         self.shell = Shell(Core(CoreConfig.of(config)))
         self._members_changed = asyncio.Event()
-        self._health_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Coordinator:
         coordinator = self._config.coordinator
+        tracing.require(self._config.tracing)
         model = demo_model.ensure(self._config.model, weights=False)
         # A model that is not here yet is fetched: not on the event loop.
         self._tokenizer = await asyncio.to_thread(Tokenizer, model)
@@ -90,6 +93,8 @@ class Coordinator:
         except BaseException:
             self._tokenizer.close()
             raise
+        self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
+        self.shell.tracing = self._tracing
         return self
 
     async def _start_server(self, model: str) -> None:
@@ -100,11 +105,9 @@ class Coordinator:
         )
         intake = Intake(self.shell.core, self._tokenizer, self._config, model)
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(
-            # What it leaves out is UNIMPLEMENTED in the generated base, abstract only to mypy.
-            AdminService(self.shell, intake, self._config, launched=self._launched),  # type: ignore[abstract]
-            self._server,
-        )
+        # What it leaves out is UNIMPLEMENTED in the generated base, abstract only to mypy.
+        admin = AdminService(self.shell, intake, self._config, launched=self._launched)  # type: ignore[abstract]
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.shell, coordinator), self._server
         )
@@ -116,7 +119,10 @@ class Coordinator:
             await self._health.set(service, _SERVING)
         await self._health.set(_INFERENCE, _NOT_SERVING)
         self.shell.watch_members(self._members_changed.set)
-        self._health_task = asyncio.create_task(self._follow_health())
+        self._tasks = [
+            asyncio.create_task(self._follow_health(), name="health"),
+            asyncio.create_task(_sample(admin), name="history"),
+        ]
 
     async def __aexit__(
         self,
@@ -124,9 +130,9 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._health_task is not None
-        self._health_task.cancel()
-        await asyncio.gather(self._health_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._launched:
             self.shell.post(ev.EverythingEnds("the coordinator stopped"))
         else:
@@ -136,6 +142,7 @@ class Coordinator:
         )
         self.shell.close()
         self._tokenizer.close()
+        await asyncio.to_thread(self._tracing.close)
 
     async def drain(self, timeout_s: float) -> None:
         """Admits nothing more and waits for what runs, for so long at most.
@@ -180,6 +187,13 @@ class Coordinator:
             if self.shell.core.can_serve is not serving:
                 serving = not serving
                 await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
+
+
+async def _sample(admin: AdminService) -> None:
+    """Keeps the history of the cell's status."""
+    while True:
+        admin.sample()
+        await asyncio.sleep(SAMPLE_S)
 
 
 async def serve(

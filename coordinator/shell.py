@@ -17,13 +17,17 @@ from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, WorkerKey
 from baton.coordinator.session_events import encoded_deltas
 from baton.coordinator.stall import slow_reader
+from baton.coordinator.stalls import MAX_STALLS, Cause, Stall
+from baton.coordinator.traces import request_span
 from baton.runtime.errors import BatonError
+from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, inference_pb2
 
 _log = logging.getLogger(__name__)
 
 # The event loop's clock may be a millisecond behind ours.
 _TIMER_SLACK_S = 0.001
+_MAX_SLOW_WRITES = 256
 
 
 class ClientSession:
@@ -51,12 +55,16 @@ class Shell:
     """Feeds events to the core and carries out its effects, all on one event loop.
 
     Attributes:
+        tracing: takes the spans of requests; None: nobody does.
         generation: of this coordinator; random per start, never 0.
         started_at: wall clock, seconds since the epoch.
     """
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self.tracing: Tracing | None = None
+        # Of sessions: when a write began that its client was slow to take, and when it was taken.
+        self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
         self.started_at = time.time()
         self._sessions: dict[int, ClientSession] = {}
@@ -79,6 +87,7 @@ class Shell:
             ev.WelcomeWorker: self._welcome_worker,
             ev.RefuseWorker: self._refuse_worker,
             ev.FenceWorker: self._fence_worker,
+            ev.TellTrace: self._tell_trace,
         }
 
     @staticmethod
@@ -154,6 +163,22 @@ class Shell:
     def is_open(self, session: ClientSession) -> bool:
         """False once it was closed or given up: nothing of it may run any more."""
         return session.number in self._sessions
+
+    def wrote_slowly(self, session: ClientSession, began_at: float, ended_at: float) -> None:
+        """What the session was sent was not taken for so long."""
+        self._slow_writes.append((session.number, began_at, ended_at))
+
+    def client_stalls(self, session: int, arrived_at: float, ended_at: float) -> list[Stall]:
+        """When the client did not take what a request of its session had, as far as is known."""
+        return [
+            Stall(
+                max(0, round((began - arrived_at) * 1e6)),
+                round((ended - max(began, arrived_at)) * 1e6),
+                Cause.CLIENT,
+            )
+            for number, began, ended in self._slow_writes
+            if number == session and began <= ended_at and ended > arrived_at
+        ][-MAX_STALLS:]
 
     @property
     def num_sessions(self) -> int:
@@ -260,6 +285,12 @@ class Shell:
             link.end(effect.error)
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
+
+    def _tell_trace(self, effect: ev.TellTrace) -> None:
+        if self.tracing is not None and self.tracing.wants(effect.traceparent):
+            age_s = self.now() - effect.record.arrived_at
+            arrived_ns = round((time.time() - age_s) * 1e9)
+            self.tracing.record(effect.traceparent, request_span(effect.record, arrived_ns))
 
     # ---- Time
 

@@ -10,6 +10,8 @@ from baton.runtime.errors import ResourceExhausted
 
 # A client that takes nothing at all for so long is gone in all but name.
 STALLED_S = 60.0
+# A write that takes so long waited for its reader.
+SLOW_S = 0.1
 
 
 def slow_reader() -> ResourceExhausted:
@@ -30,11 +32,17 @@ class StallGuard:
     Args:
         context: of the call.
         on_stall: gives up what the call holds; called once at most.
+        on_slow: told when a write began and ended that took SLOW_S or longer, by the loop's clock.
     """
 
     def __init__(
-        self, context: Any, on_stall: Callable[[], None], stalled_s: float = STALLED_S
+        self,
+        context: Any,
+        on_stall: Callable[[], None],
+        stalled_s: float = STALLED_S,
+        on_slow: Callable[[float, float], None] = lambda began_at, ended_at: None,
     ) -> None:
+        self._on_slow = on_slow
         self._context, self._on_stall, self._stalled_s = context, on_stall, stalled_s
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
@@ -43,9 +51,11 @@ class StallGuard:
 
     async def write(self, message: object) -> None:
         """Raises ResourceExhausted when the client took it too late."""
-        self._writing_since = self._loop.time()
+        self._writing_since = began_at = self._loop.time()
         await self._context.write(message)
         self._writing_since = None
+        if (ended_at := self._loop.time()) - began_at >= SLOW_S:
+            self._on_slow(began_at, ended_at)
         if self._stalled:
             raise slow_reader()
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from baton.coordinator.lanes import LANES
+from baton.coordinator.recent import STAGES, Recent, Stage
 from baton.coordinator.request import EndedRequest, Request
+from baton.coordinator.sketch import Sketch
+from baton.coordinator.workers import Worker
+from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -24,6 +30,18 @@ class LaneStats:
         self.ttft, self.queue = Histogram(_TTFT_S), Histogram(_TTFT_S)
         self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
         self.num_running = 0
+
+
+_NUM_COLD_STARTS = 32
+
+
+class ColdStart(NamedTuple):
+    """A worker that attached: when, by the core's clock, and how long its start took."""
+
+    at: float
+    worker_id: str
+    role: common_pb2.Role.ValueType
+    lasted_s: float
 
 
 # What the autoscaler looks at of the latest requests.
@@ -68,7 +86,11 @@ class LaneDemand:
 class CoreStats:
     """Totals since the coordinator started.
 
+    Args:
+        targets: what requests that name none hope for.
+
     Attributes:
+        recent: the same of the last minute, and more.
         demand: by lane: what pools are sized by.
         requests: by lane and outcome (finish reason, or error code's name; lower case).
         sheds: submissions that were not admitted for overload, by reason.
@@ -80,10 +102,12 @@ class CoreStats:
         num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
         num_recoveries: attempts lost whose requests went on.
         num_parked: times that a batch request made room for interactive ones.
+        cold_starts: the latest, oldest first.
         num_adopted: requests that a worker went on with after another coordinator's end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
+        self.recent = Recent(targets)
         self.lanes = {lane: LaneStats() for lane in LANES}
         self.demand = {lane: LaneDemand() for lane in LANES}
         self.requests: Counter[tuple[common_pb2.Lane.ValueType, str]] = Counter()
@@ -101,11 +125,57 @@ class CoreStats:
         self.num_recoveries = 0
         self.num_parked = 0
         self.num_adopted = 0
+        self.cold_starts: deque[ColdStart] = deque(maxlen=_NUM_COLD_STARTS)
 
-    def dispatched(self, request: Request, now: float) -> None:
-        lane = self.lanes[request.submission.lane]
+    def admitted(self, request: Request, now: float) -> None:
+        self.recent.at(now).lanes[request.submission.lane].num_admitted += 1
+
+    def shed(self, lane: common_pb2.Lane.ValueType, reason: str, now: float) -> None:
+        """A submission was not admitted for overload."""
+        self.sheds[reason.lower()] += 1
+        self.recent.at(now).lanes[lane].sheds[reason.lower()] += 1
+
+    def dispatched(self, request: Request, now: float, *, after_start: bool) -> None:
+        """For the first time.
+
+        Args:
+            request: that was sent to its workers.
+            now: by the core's clock.
+            after_start: one of these was not there yet when the request came.
+        """
+        lane, waited_s = self.lanes[request.submission.lane], now - request.submitted_at
         lane.num_running += 1
-        lane.queue.observe(now - request.submitted_at)
+        lane.queue.observe(waited_s)
+        recent = self.recent.at(now).lanes[request.submission.lane]
+        recent.tenant(request.submission.tenant).wait.observe(waited_s)
+        if after_start:
+            recent.after_start.observe(waited_s)
+
+    def first_token(
+        self, request: Request, now: float, stages: Sequence[tuple[Stage, float]]
+    ) -> None:
+        """Its first token came; `stages` say what that took, in seconds."""
+        submission = request.submission
+        ttft_s = now - submission.arrived_at
+        self.lanes[submission.lane].ttft.observe(ttft_s)
+        self.demand[submission.lane].ttfts_s.append(ttft_s)
+        self.recent.at(now).lanes[submission.lane].first_token(
+            submission.tenant,
+            request.num_prompt_tokens,
+            ttft_s,
+            self.ttft_target_s(request),
+            stages,
+        )
+
+    def ttft_target_s(self, request: Request) -> float | None:
+        """What it hopes for; None for nothing."""
+        lane = request.submission.lane
+        return request.submission.slo_ttft_s or self.recent.ttft_target_s(lane)
+
+    def itl_target_s(self, request: Request) -> float | None:
+        """What it hopes for between two tokens; None for nothing."""
+        lane = request.submission.lane
+        return request.submission.slo_itl_s or self.recent.itl_target_s(lane)
 
     def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
         lane = self.lanes[record.lane]
@@ -118,12 +188,53 @@ class CoreStats:
             num_new = len(request.token_ids) - len(request.submission.known_token_ids)
             if num_new > 1:
                 lane.tpot.observe((request.last_token_at - request.first_token_at) / (num_new - 1))
+        recent = self.recent.at(record.ended_at).lanes[record.lane]
+        recent.num_ended += 1
+        recent.num_failed += bool(record.error_code)
+        recent.num_output_tokens += record.num_output_tokens
+        recent.tenant(record.tenant).num_tokens += (
+            record.num_prompt_tokens + record.num_output_tokens
+        )
+        recent.e2e.observe(record.ended_at - record.arrived_at)
+        # Those that it did not have took no time.
+        sums: dict[Stage, int] = dict.fromkeys(STAGES, 0)
+        for span in record.budget.stages:
+            sums[span.stage] = sums.get(span.stage, 0) + span.duration_us
+        for stage, sum_us in sums.items():
+            recent.stages.setdefault(stage, Sketch()).observe(sum_us / 1e6)
 
-    def handoff_committed(self, report: cluster_pb2.HandoffReport) -> None:
+    def recovered(self, now: float) -> None:
+        self.num_recoveries += 1
+        self.recent.at(now).counts["recoveries"] += 1
+
+    def parked(self, now: float) -> None:
+        self.num_parked += 1
+        self.recent.at(now).counts["parked"] += 1
+
+    def cold_started(self, worker: Worker, now: float) -> None:
+        """A worker attached that says how long its start took."""
+        lasted_s = sum(worker.hello.startup_ms.values()) / 1e3
+        self.cold_starts.append(ColdStart(now, worker.id, worker.role, lasted_s))
+
+    def worker_lost(self, now: float) -> None:
+        self.num_workers_lost += 1
+        self.recent.at(now).counts["workers_lost"] += 1
+
+    def worker_unresponsive(self, now: float) -> None:
+        self.num_workers_unresponsive += 1
+        self.recent.at(now).counts["workers_unresponsive"] += 1
+
+    def handoff_fell_back(self, num_fallbacks: int, now: float) -> None:
+        self.num_handoff_fallbacks += num_fallbacks
+        self.recent.at(now).counts["handoff_fallbacks"] += num_fallbacks
+
+    def handoff_committed(self, report: cluster_pb2.HandoffReport, now: float) -> None:
         transport = transport_label(report.transport)
         self.handoffs[transport] += 1
         self.handoff_bytes[transport] += report.num_bytes
         self.handoff_exposed.observe(report.exposed_us / 1e6)
+        self.recent.at(now).exposed.observe(report.exposed_us / 1e6)
 
-    def handoff_failed(self, reason: kv_transfer_pb2.RefusalReason.ValueType) -> None:
+    def handoff_failed(self, reason: kv_transfer_pb2.RefusalReason.ValueType, now: float) -> None:
         self.handoff_failures[reason_label(reason)] += 1
+        self.recent.at(now).counts["handoff_failures"] += 1

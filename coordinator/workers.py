@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.coordinator.request import WorkerKey
+from baton.coordinator.stalls import MAX_SLOW_STEPS, SlowStep
 from baton.runtime.errors import Aborted, AlreadyExists, BatonError, FailedPrecondition
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
@@ -35,6 +37,7 @@ class Worker:
         num_steps: of its engine, by its last report.
         progressed_at: when that last changed, or nothing was running.
         alone: a suspect request that it is given by itself, until answered.
+        slow_steps: the latest of its engine.
         released: it drains, and was told that nothing more will come.
     """
 
@@ -56,6 +59,7 @@ class Worker:
     progressed_at: float = 0.0
     alone: str = ""
     released: bool = False
+    slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
 
     def __post_init__(self) -> None:
         self.key = self.hello.worker_id, self.hello.incarnation

@@ -17,7 +17,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.client import BatonClient
-from baton.gateway import problems
+from baton.client.watcher import Watcher
+from baton.gateway import dashboard, problems
+from baton.gateway.dashboard.data import overview
+from baton.gateway.dashboard.data import request as described
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.problems import Problem
@@ -32,6 +35,14 @@ _log = logging.getLogger(__name__)
 # Longest wait for the coordinator's answer to a question about itself, and how long it holds.
 _ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
 _MODELS_HOLD_S = 10.0
+_DASHBOARD, _MAX_LISTED = "/dashboard", 25
+_DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+# The page needs nothing but itself, and nothing else may frame it.
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
 _KINDS = {404: "not_found_error"}
 
 
@@ -66,10 +77,11 @@ class Gateway:
 
     Args:
         client: open; its requests are the gateway's.
+        watcher: open; what the dashboard shows.
         config: limits.
     """
 
-    def __init__(self, client: BatonClient, config: HttpConfig) -> None:
+    def __init__(self, client: BatonClient, watcher: Watcher, config: HttpConfig) -> None:
         self.stats = GatewayStats((COMPLETIONS, CHAT))
         self._registry = GatewayCollector(self.stats).registry()
         self._created = int(time.time())
@@ -80,6 +92,8 @@ class Gateway:
 
         self._ready = Answer(ready, _HOLDS_S)
         self._model = Answer(lambda: client.model(_ASK_TIMEOUT_S), _MODELS_HOLD_S)
+        self._watcher = watcher
+        self._overview = Answer(self._look, _HOLDS_S)
         self._generations = {
             route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
@@ -93,6 +107,7 @@ class Gateway:
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
                 Route("/metrics", self._counted("/metrics", self._metrics)),
+                *self._dashboard(),
             ],
             exception_handlers={HTTPException: self._no_route},
         )
@@ -153,6 +168,43 @@ class Gateway:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    # ---- The dashboard: what it shows is the operators', not the clients'.
+
+    def _dashboard(self) -> list[Route]:
+        def page(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+            async def answer(request: Request) -> Response:
+                return Response(body, media_type=kind, headers=_PAGE_HEADERS)
+
+            return answer
+
+        routes = [
+            Route(f"{_DASHBOARD}/{path}".rstrip("/"), self._counted(_DASHBOARD, page(body, kind)))
+            for path, (body, kind) in dashboard.files().items()
+        ]
+        return [
+            *routes,
+            Route(f"{_DASHBOARD}/data", self._counted(_DASHBOARD, self._data)),
+            Route(
+                f"{_DASHBOARD}/requests/{{request_id:path}}",
+                self._counted(_DASHBOARD, self._waterfall),
+            ),
+        ]
+
+    async def _look(self) -> dict[str, object]:
+        view = await self._watcher.look(include_history=True)
+        return overview(view, await self._watcher.requests(_MAX_LISTED))
+
+    async def _data(self, request: Request) -> Response:
+        # However many look at it, the coordinator is asked once per _HOLDS_S.
+        return JSONResponse(await self._overview.get(), headers=_DATA_HEADERS)
+
+    async def _waterfall(self, request: Request) -> Response:
+        try:
+            found = await self._watcher.request(request.path_params["request_id"])
+        except RemoteError as error:
+            raise problems.of(error) from None
+        return JSONResponse(described(found), headers=_DATA_HEADERS)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

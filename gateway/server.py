@@ -13,6 +13,7 @@ from typing import Any, cast
 import uvicorn
 
 from baton.client import BatonClient
+from baton.client.watcher import Watcher
 from baton.gateway.app import Gateway
 from baton.gateway.connections import protocol_factory
 from baton.runtime.config import HttpConfig
@@ -83,8 +84,11 @@ async def serve(
     # Collections of what lives as long as the process would be pauses of its streams.
     gc.collect()
     gc.freeze()
-    async with BatonClient(coordinators, max_requests=_MAX_STREAMS) as client:
-        gateway = Gateway(client, config)
+    async with (
+        BatonClient(coordinators, max_requests=_MAX_STREAMS) as client,
+        Watcher(coordinators) as watcher,
+    ):
+        gateway = Gateway(client, watcher, config)
         server = _Server(
             uvicorn.Config(
                 gateway,

@@ -282,7 +282,7 @@ class TracingConfig(Section):
     otlp_endpoint: str = Field(
         "",
         description="http://host:port (or https) of an OpenTelemetry collector, OTLP over gRPC; "
-        "gets the handoffs of requests whose traceparent is sampled; empty: nobody does",
+        "gets the stages of requests whose traceparent is sampled; empty: nobody does",
     )
 
     @field_validator("otlp_endpoint")

@@ -56,6 +56,52 @@ REQUEST_STATE_RECOVERING: RequestState.ValueType  # 8
 REQUEST_STATE_PARKED: RequestState.ValueType  # 9
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
+class _StallCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StallCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StallCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STALL_CAUSE_UNSPECIFIED: _StallCause.ValueType  # 0
+    STALL_CAUSE_PREFILL: _StallCause.ValueType  # 1
+    """A prompt was computed on the same worker, in the same steps."""
+    STALL_CAUSE_JOINED: _StallCause.ValueType  # 2
+    """Another request joined the batch, with the KV cache that was handed over for it."""
+    STALL_CAUSE_BATCH: _StallCause.ValueType  # 3
+    """A step of nothing but the batch."""
+    STALL_CAUSE_RECOVERY: _StallCause.ValueType  # 4
+    """Its worker was lost."""
+    STALL_CAUSE_PARKED: _StallCause.ValueType  # 5
+    """It made room for interactive requests."""
+    STALL_CAUSE_HANDOFF: _StallCause.ValueType  # 6
+    """Its KV cache was handed over: the first gap."""
+    STALL_CAUSE_CLIENT: _StallCause.ValueType  # 7
+    """The client did not take what was sent. Not in the budget: the coordinator was done with it."""
+    STALL_CAUSE_UNKNOWN: _StallCause.ValueType  # 8
+    """What the worker did then is not remembered."""
+
+class StallCause(_StallCause, metaclass=_StallCauseEnumTypeWrapper):
+    """Why two tokens of a stream were too far apart."""
+
+STALL_CAUSE_UNSPECIFIED: StallCause.ValueType  # 0
+STALL_CAUSE_PREFILL: StallCause.ValueType  # 1
+"""A prompt was computed on the same worker, in the same steps."""
+STALL_CAUSE_JOINED: StallCause.ValueType  # 2
+"""Another request joined the batch, with the KV cache that was handed over for it."""
+STALL_CAUSE_BATCH: StallCause.ValueType  # 3
+"""A step of nothing but the batch."""
+STALL_CAUSE_RECOVERY: StallCause.ValueType  # 4
+"""Its worker was lost."""
+STALL_CAUSE_PARKED: StallCause.ValueType  # 5
+"""It made room for interactive requests."""
+STALL_CAUSE_HANDOFF: StallCause.ValueType  # 6
+"""Its KV cache was handed over: the first gap."""
+STALL_CAUSE_CLIENT: StallCause.ValueType  # 7
+"""The client did not take what was sent. Not in the budget: the coordinator was done with it."""
+STALL_CAUSE_UNKNOWN: StallCause.ValueType  # 8
+"""What the worker did then is not remembered."""
+Global___StallCause: _TypeAlias = StallCause  # noqa: Y015
+
 @_typing.final
 class ListPoolsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -498,6 +544,9 @@ class RequestInfo(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    STALLS_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___RequestState.ValueType
     lane: _common_pb2.Lane.ValueType
@@ -517,8 +566,18 @@ class RequestInfo(_message.Message):
     def age(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def budget(self) -> _common_pb2.LatencyBudget:
-        """Of requests that have ended."""
+        """Of requests that have ended; GetRequest answers it of running ones too, up to now."""
 
+    @_builtins.property
+    def stalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stall]:
+        """The longest gaps between its tokens that were over itl_target, in order of time."""
+
+    @_builtins.property
+    def ttft_target(self) -> _duration_pb2.Duration:
+        """What it hoped for; absent for nothing."""
+
+    @_builtins.property
+    def itl_target(self) -> _duration_pb2.Duration: ...
     def __init__(
         self,
         *,
@@ -537,14 +596,58 @@ class RequestInfo(_message.Message):
         error_code: _builtins.int = ...,
         error: _builtins.str = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        stalls: _abc.Iterable[Global___Stall] | None = ...,
+        ttft_target: _duration_pb2.Duration | None = ...,
+        itl_target: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "lane", b"lane", "prefill_worker_id", b"prefill_worker_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "prefill_worker_id", b"prefill_worker_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class Stall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_US_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BY_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BY_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    start_us: _builtins.int
+    """Microseconds since the coordinator received the request."""
+    duration_us: _builtins.int
+    cause: Global___StallCause.ValueType
+    worker_id: _builtins.str
+    """Empty where none had the request."""
+    by_request_id: _builtins.str
+    """Whose prompt or arrival it was, and how long that prompt is; empty for none in particular."""
+    by_tokens: _builtins.int
+    num_requests: _builtins.int
+    """Requests that had outputs in that step."""
+    def __init__(
+        self,
+        *,
+        start_us: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+        cause: Global___StallCause.ValueType = ...,
+        worker_id: _builtins.str = ...,
+        by_request_id: _builtins.str = ...,
+        by_tokens: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_request_id", b"by_request_id", "by_tokens", b"by_tokens", "cause", b"cause", "duration_us", b"duration_us", "num_requests", b"num_requests", "start_us", b"start_us", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stall: _TypeAlias = Stall  # noqa: Y015
 
 @_typing.final
 class GetRequestRequest(_message.Message):
@@ -564,6 +667,610 @@ class GetRequestRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRequestRequest: _TypeAlias = GetRequestRequest  # noqa: Y015
+
+@_typing.final
+class GetStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCLUDE_HISTORY_FIELD_NUMBER: _builtins.int
+    include_history: _builtins.bool
+    """Also how it went before."""
+    def __init__(
+        self,
+        *,
+        include_history: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_history", b"include_history"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetStatusResponse(_message.Message):
+    """Latencies and counts are those of the last `window`; the rest is as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
+    NUM_PARKED_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_LOST_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_UNRESPONSIVE_FIELD_NUMBER: _builtins.int
+    COLD_STARTS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    num_recoveries: _builtins.int
+    """Attempts that were lost and went on elsewhere; batch requests that made room."""
+    num_parked: _builtins.int
+    num_workers_lost: _builtins.int
+    num_workers_unresponsive: _builtins.int
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def window(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelDescription: ...
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolInfo]: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneStatus]: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def decode(self) -> Global___DecodeStatus: ...
+    @_builtins.property
+    def handoffs(self) -> Global___HandoffStatus: ...
+    @_builtins.property
+    def cold_starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ColdStart]:
+        """The latest, newest first, back to an hour ago."""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatusSample]:
+        """Every few seconds, oldest first; the last one is of now."""
+
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        window: _duration_pb2.Duration | None = ...,
+        uptime: _duration_pb2.Duration | None = ...,
+        model: _common_pb2.ModelDescription | None = ...,
+        pools: _abc.Iterable[Global___PoolInfo] | None = ...,
+        lanes: _abc.Iterable[Global___LaneStatus] | None = ...,
+        workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        decode: Global___DecodeStatus | None = ...,
+        handoffs: Global___HandoffStatus | None = ...,
+        num_recoveries: _builtins.int = ...,
+        num_parked: _builtins.int = ...,
+        num_workers_lost: _builtins.int = ...,
+        num_workers_unresponsive: _builtins.int = ...,
+        cold_starts: _abc.Iterable[Global___ColdStart] | None = ...,
+        history: _abc.Iterable[Global___StatusSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "decode", b"decode", "handoffs", b"handoffs", "model", b"model", "uptime", b"uptime", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cold_starts", b"cold_starts", "decode", b"decode", "handoffs", b"handoffs", "history", b"history", "lanes", b"lanes", "model", b"model", "num_parked", b"num_parked", "num_recoveries", b"num_recoveries", "num_workers_lost", b"num_workers_lost", "num_workers_unresponsive", b"num_workers_unresponsive", "pools", b"pools", "uptime", b"uptime", "window", b"window", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class Percentiles(_message.Message):
+    """Of durations, to within 2 %."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    P50_US_FIELD_NUMBER: _builtins.int
+    P95_US_FIELD_NUMBER: _builtins.int
+    P99_US_FIELD_NUMBER: _builtins.int
+    MAX_US_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    p50_us: _builtins.int
+    p95_us: _builtins.int
+    p99_us: _builtins.int
+    max_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        p50_us: _builtins.int = ...,
+        p95_us: _builtins.int = ...,
+        p99_us: _builtins.int = ...,
+        max_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_us", b"max_us", "num", b"num", "p50_us", b"p50_us", "p95_us", b"p95_us", "p99_us", b"p99_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Percentiles: _TypeAlias = Percentiles  # noqa: Y015
+
+@_typing.final
+class LaneStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ShedsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    INFO_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    ADMISSION_TTFT_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    E2E_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    TINY_FIELD_NUMBER: _builtins.int
+    TTFT_ATTAINED_FIELD_NUMBER: _builtins.int
+    ITL_ATTAINED_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
+    TINY_STAGES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    NUM_LATE_FIELD_NUMBER: _builtins.int
+    NUM_ADMITTED_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SHEDS_FIELD_NUMBER: _builtins.int
+    AFTER_START_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    ttft_attained: _builtins.float
+    """Shares of requests and of gaps that were within the targets; absent without target or traffic."""
+    itl_attained: _builtins.float
+    num_late: _builtins.int
+    num_admitted: _builtins.int
+    num_ended: _builtins.int
+    num_failed: _builtins.int
+    num_output_tokens: _builtins.int
+    @_builtins.property
+    def info(self) -> Global___LaneInfo: ...
+    @_builtins.property
+    def targets(self) -> Global___LaneTargets:
+        """Targets of 0 are none."""
+
+    @_builtins.property
+    def admission_ttft(self) -> _duration_pb2.Duration:
+        """Requests that name no time to first token get this one, and are refused when they would be late."""
+
+    @_builtins.property
+    def ttft(self) -> Global___Percentiles: ...
+    @_builtins.property
+    def itl(self) -> Global___Percentiles:
+        """Every gap between two outputs of a stream."""
+
+    @_builtins.property
+    def e2e(self) -> Global___Percentiles: ...
+    @_builtins.property
+    def served(self) -> Global___Percentiles:
+        """Time to first token less the waiting for workers: what it would be alone."""
+
+    @_builtins.property
+    def tiny(self) -> Global___Percentiles:
+        """Time to first token of prompts of 64 tokens and less."""
+
+    @_builtins.property
+    def late(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSum]:
+        """What times to first token over the target were made of, and those of tiny prompts; sums."""
+
+    @_builtins.property
+    def tiny_stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSum]: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]:
+        """Of requests that ended."""
+
+    @_builtins.property
+    def sheds(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Not admitted for overload, by reason."""
+
+    @_builtins.property
+    def after_start(self) -> Global___Percentiles:
+        """Waits of requests that got a worker which came after them."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
+        """Those served most; the rest as "(others)"."""
+
+    def __init__(
+        self,
+        *,
+        info: Global___LaneInfo | None = ...,
+        targets: Global___LaneTargets | None = ...,
+        admission_ttft: _duration_pb2.Duration | None = ...,
+        ttft: Global___Percentiles | None = ...,
+        itl: Global___Percentiles | None = ...,
+        e2e: Global___Percentiles | None = ...,
+        served: Global___Percentiles | None = ...,
+        tiny: Global___Percentiles | None = ...,
+        ttft_attained: _builtins.float | None = ...,
+        itl_attained: _builtins.float | None = ...,
+        late: _abc.Iterable[Global___StageSum] | None = ...,
+        tiny_stages: _abc.Iterable[Global___StageSum] | None = ...,
+        stages: _abc.Iterable[Global___StageStatus] | None = ...,
+        num_late: _builtins.int = ...,
+        num_admitted: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        sheds: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        after_start: Global___Percentiles | None = ...,
+        tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_attained: _TypeAlias = _typing.Literal["itl_attained"]  # noqa: Y015
+    _WhichOneofArgType__itl_attained: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_attained: _TypeAlias = _typing.Literal["ttft_attained"]  # noqa: Y015
+    _WhichOneofArgType__ttft_attained: _TypeAlias = _typing.Literal["_ttft_attained", b"_ttft_attained"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_attained) -> _WhichOneofReturnType__itl_attained | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_attained) -> _WhichOneofReturnType__ttft_attained | None: ...
+
+Global___LaneStatus: _TypeAlias = LaneStatus  # noqa: Y015
+
+@_typing.final
+class StageSum(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    SUM_US_FIELD_NUMBER: _builtins.int
+    stage: _common_pb2.Stage.ValueType
+    sum_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        stage: _common_pb2.Stage.ValueType = ...,
+        sum_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage", "sum_us", b"sum_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageSum: _TypeAlias = StageSum  # noqa: Y015
+
+@_typing.final
+class StageStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    stage: _common_pb2.Stage.ValueType
+    @_builtins.property
+    def times(self) -> Global___Percentiles: ...
+    def __init__(
+        self,
+        *,
+        stage: _common_pb2.Stage.ValueType = ...,
+        times: Global___Percentiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage", "times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
+
+@_typing.final
+class TenantStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    num_tokens: _builtins.int
+    weight: _builtins.float
+    @_builtins.property
+    def wait(self) -> Global___Percentiles:
+        """Until dispatched."""
+
+    @_builtins.property
+    def ttft(self) -> Global___Percentiles: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        wait: Global___Percentiles | None = ...,
+        ttft: Global___Percentiles | None = ...,
+        num_tokens: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttft", b"ttft", "wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "tenant", b"tenant", "ttft", b"ttft", "wait", b"wait", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
+
+@_typing.final
+class WorkerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_USED_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_USED_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    ATTACHED_FOR_FIELD_NUMBER: _builtins.int
+    SILENT_FOR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _common_pb2.Role.ValueType
+    state: _cluster_pb2.WorkerState.ValueType
+    unresponsive: _builtins.str
+    """Why it gets nothing new for now; empty when all is well."""
+    num_requests: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    kv_tokens_used: _builtins.int
+    kv_tokens_total: _builtins.int
+    staging_bytes_used: _builtins.int
+    staging_bytes_total: _builtins.int
+    @_builtins.property
+    def attached_for(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def silent_for(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        state: _cluster_pb2.WorkerState.ValueType = ...,
+        unresponsive: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        kv_tokens_used: _builtins.int = ...,
+        kv_tokens_total: _builtins.int = ...,
+        staging_bytes_used: _builtins.int = ...,
+        staging_bytes_total: _builtins.int = ...,
+        attached_for: _duration_pb2.Duration | None = ...,
+        silent_for: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached_for", b"attached_for", "silent_for", b"silent_for"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_for", b"attached_for", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "num_requests", b"num_requests", "num_running", b"num_running", "num_waiting", b"num_waiting", "role", b"role", "silent_for", b"silent_for", "staging_bytes_total", b"staging_bytes_total", "staging_bytes_used", b"staging_bytes_used", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DecodeStatus(_message.Message):
+    """Steps of the decode workers; each counts once for every output it had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    MIXED_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_SLOW_FIELD_NUMBER: _builtins.int
+    NUM_SLOW_MIXED_FIELD_NUMBER: _builtins.int
+    BATCH_P50_FIELD_NUMBER: _builtins.int
+    BATCH_P95_FIELD_NUMBER: _builtins.int
+    num_slow: _builtins.int
+    """Outputs in steps over the interactive lane's target."""
+    num_slow_mixed: _builtins.int
+    batch_p50: _builtins.float
+    """Requests in a step."""
+    batch_p95: _builtins.float
+    @_builtins.property
+    def steps(self) -> Global___Percentiles:
+        """Those that only decoded, and those that computed prompts too."""
+
+    @_builtins.property
+    def mixed_steps(self) -> Global___Percentiles: ...
+    def __init__(
+        self,
+        *,
+        steps: Global___Percentiles | None = ...,
+        mixed_steps: Global___Percentiles | None = ...,
+        num_slow: _builtins.int = ...,
+        num_slow_mixed: _builtins.int = ...,
+        batch_p50: _builtins.float = ...,
+        batch_p95: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mixed_steps", b"mixed_steps", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_p50", b"batch_p50", "batch_p95", b"batch_p95", "mixed_steps", b"mixed_steps", "num_slow", b"num_slow", "num_slow_mixed", b"num_slow_mixed", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeStatus: _TypeAlias = DecodeStatus  # noqa: Y015
+
+@_typing.final
+class HandoffStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPOSED_FIELD_NUMBER: _builtins.int
+    NUM_FALLBACKS_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
+    num_fallbacks: _builtins.int
+    num_failures: _builtins.int
+    @_builtins.property
+    def exposed(self) -> Global___Percentiles: ...
+    def __init__(
+        self,
+        *,
+        exposed: Global___Percentiles | None = ...,
+        num_fallbacks: _builtins.int = ...,
+        num_failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "num_failures", b"num_failures", "num_fallbacks", b"num_fallbacks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffStatus: _TypeAlias = HandoffStatus  # noqa: Y015
+
+@_typing.final
+class ColdStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    LASTED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _common_pb2.Role.ValueType
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def lasted(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        lasted: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "lasted", b"lasted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "lasted", b"lasted", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ColdStart: _TypeAlias = ColdStart  # noqa: Y015
+
+@_typing.final
+class StatusSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSample]: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneSample]: ...
+    def __init__(
+        self,
+        *,
+        at: _timestamp_pb2.Timestamp | None = ...,
+        pools: _abc.Iterable[Global___PoolSample] | None = ...,
+        lanes: _abc.Iterable[Global___LaneSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "lanes", b"lanes", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusSample: _TypeAlias = StatusSample  # noqa: Y015
+
+@_typing.final
+class PoolSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_SERVING_FIELD_NUMBER: _builtins.int
+    NUM_STARTING_FIELD_NUMBER: _builtins.int
+    NUM_DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    KV_USED_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    num_serving: _builtins.int
+    num_starting: _builtins.int
+    num_draining: _builtins.int
+    num_running: _builtins.int
+    kv_used: _builtins.float
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+        num_serving: _builtins.int = ...,
+        num_starting: _builtins.int = ...,
+        num_draining: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        kv_used: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_used", b"kv_used", "num_draining", b"num_draining", "num_running", b"num_running", "num_serving", b"num_serving", "num_starting", b"num_starting", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSample: _TypeAlias = PoolSample  # noqa: Y015
+
+@_typing.final
+class LaneSample(_message.Message):
+    """Latencies as GetStatusResponse has them at that moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    TTFT_P95_US_FIELD_NUMBER: _builtins.int
+    ITL_P95_US_FIELD_NUMBER: _builtins.int
+    lane: _common_pb2.Lane.ValueType
+    num_queued: _builtins.int
+    num_running: _builtins.int
+    ttft_p95_us: _builtins.int
+    itl_p95_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        lane: _common_pb2.Lane.ValueType = ...,
+        num_queued: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        ttft_p95_us: _builtins.int = ...,
+        itl_p95_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_p95_us", b"itl_p95_us", "lane", b"lane", "num_queued", b"num_queued", "num_running", b"num_running", "ttft_p95_us", b"ttft_p95_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneSample: _TypeAlias = LaneSample  # noqa: Y015
 
 @_typing.final
 class CancelRequestRequest(_message.Message):

@@ -56,6 +56,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.RequestInfo.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/baton.v1.Admin/GetStatus',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
         self.CancelRequest = channel.unary_unary(
                 '/baton.v1.Admin/CancelRequest',
                 request_serializer=baton_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
@@ -123,6 +128,13 @@ class AdminServicer:
 
     def GetRequest(self, request, context):
         """One request, running or recently ended, with its latency budget. NOT_FOUND otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """How the cell does: what top, doctor and the dashboard show.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +214,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.GetRequestRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.RequestInfo.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
             ),
             'CancelRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRequest,
@@ -354,6 +371,33 @@ class Admin:
             '/baton.v1.Admin/GetRequest',
             baton_dot_v1_dot_admin__pb2.GetRequestRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.RequestInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetStatus',
+            baton_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

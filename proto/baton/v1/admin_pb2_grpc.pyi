@@ -40,6 +40,8 @@ class AdminStub:
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
     GetRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.RequestInfo]
     """One request, running or recently ended, with its latency budget. NOT_FOUND otherwise."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
+    """How the cell does: what top, doctor and the dashboard show."""
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
     """Cancels a request; idempotent. NOT_FOUND when it is not running."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]
@@ -65,6 +67,8 @@ class AdminAsyncStub(AdminStub):
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
     GetRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.RequestInfo]  # type: ignore[assignment]
     """One request, running or recently ended, with its latency budget. NOT_FOUND otherwise."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
+    """How the cell does: what top, doctor and the dashboard show."""
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
     """Cancels a request; idempotent. NOT_FOUND when it is not running."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]  # type: ignore[assignment]
@@ -111,6 +115,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RequestInfo, _abc.Awaitable[_admin_pb2.RequestInfo]]:
         """One request, running or recently ended, with its latency budget. NOT_FOUND otherwise."""
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _admin_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetStatusResponse, _abc.Awaitable[_admin_pb2.GetStatusResponse]]:
+        """How the cell does: what top, doctor and the dashboard show."""
 
     @_abc_1.abstractmethod
     def CancelRequest(

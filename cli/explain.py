@@ -1,0 +1,116 @@
+"""`baton explain REQUEST`: where one request's time went, and what made its tokens late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.v1.admin_pb2 import RequestInfo, Stall
+
+
+def explain(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id.")],
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the waterfall of one request, running or recently ended, and its stalls."""
+    from baton.cli.output import print_json, print_table
+    from baton.cli.state import ask
+    from baton.cli.timeline import print_timeline
+    from baton.client import events
+
+    info = ask(address, lambda admin: admin.get_request(request))
+    if as_json:
+        return print_json(values(info))
+    print("\n".join(_head(info)))
+    print()
+    budget = events.budget(info.budget)
+    print_timeline(budget)
+    sum_ms = sum(stage.duration_ms for stage in budget.stages)
+    print(f"the stages add up to {sum_ms:.1f} of {budget.total_ms:.1f} ms")
+    print()
+    if not info.HasField("itl_target"):
+        print("no target between tokens (scaling.targets, Slo.itl_ms): no gap is too long")
+        return None
+    target_ms = info.itl_target.ToNanoseconds() / 1e6
+    if not info.stalls:
+        print(f"no gap between tokens was over the target of {target_ms:.0f} ms")
+        return None
+    print(f"the longest gaps over the target of {target_ms:.0f} ms:")
+    return print_table(
+        (">START", ">TIME", "WORKER", "WHY"),
+        [
+            (
+                f"{stall.start_us / 1e3:.1f} ms",
+                f"{stall.duration_us / 1e3:.1f} ms",
+                stall.worker_id or "-",
+                why(stall),
+            )
+            for stall in info.stalls
+        ],
+        "",
+    )
+
+
+def values(info: RequestInfo) -> dict[str, Any]:
+    """For programs: the request, and its stages' sums in ms."""
+    from baton.cli.output import enum_name, plain
+    from baton.v1 import common_pb2
+
+    found, sums_ms = plain(info), dict[str, float]()
+    for stage in info.budget.stages:
+        name = enum_name(common_pb2.Stage.DESCRIPTOR, stage.stage)
+        sums_ms[name] = sums_ms.get(name, 0.0) + stage.duration_us / 1e3
+    found["stages_ms"] = {name: round(value, 3) for name, value in sums_ms.items()}
+    found["total_ms"] = info.budget.total_us / 1e3
+    for shown, stall in zip(found["stalls"], info.stalls, strict=True):
+        shown["why"] = why(stall)
+    return found
+
+
+def why(stall: Stall) -> str:
+    """What made a gap long, in words."""
+    from baton.v1 import admin_pb2
+
+    by = f" of {stall.by_request_id}" if stall.by_request_id else ""
+    tokens = f" ({stall.by_tokens} tokens)" if stall.by_tokens else ""
+    of = f"; {stall.num_requests} requests had outputs in that step" if stall.num_requests else ""
+    told = {
+        admin_pb2.STALL_CAUSE_PREFILL: f"a prompt{by}{tokens} was computed on the same worker{of}",
+        admin_pb2.STALL_CAUSE_JOINED: f"another request{by}{tokens} joined the batch{of}",
+        admin_pb2.STALL_CAUSE_BATCH: f"a step of nothing but the batch took so long{of}",
+        admin_pb2.STALL_CAUSE_RECOVERY: "its worker was lost; it went on elsewhere",
+        admin_pb2.STALL_CAUSE_PARKED: "it made room for interactive requests",
+        admin_pb2.STALL_CAUSE_HANDOFF: "its KV cache was handed over, and it joined the decode "
+        "batch",
+        admin_pb2.STALL_CAUSE_CLIENT: "the client did not take what was sent (not in the stages: "
+        "the coordinator was done with it)",
+    }
+    return told.get(stall.cause, "what the worker did then is not remembered")
+
+
+def _head(info: RequestInfo) -> list[str]:
+    from baton.cli.output import enum_name
+    from baton.v1 import admin_pb2, common_pb2
+
+    state = enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state)
+    lane = enum_name(common_pb2.Lane.DESCRIPTOR, info.lane)
+    ended = ""
+    if info.finish_reason:
+        ended = f" ({enum_name(common_pb2.FinishReason.DESCRIPTOR, info.finish_reason)})"
+    tokens = f"{info.prompt_tokens} prompt tokens, {info.completion_tokens} output tokens"
+    lines = [
+        f"{info.request_id}: {state}{ended}, {lane}, tenant {info.tenant}",
+        f"{tokens}, attempt {info.attempt}",
+    ]
+    if info.HasField("ttft_target") and info.budget.ttft_us:
+        target_ms = info.ttft_target.ToNanoseconds() / 1e6
+        late = "late" if info.budget.ttft_us > target_ms * 1e3 else "in time"
+        lines.append(f"first token {late}: the target is {target_ms:.0f} ms")
+    if info.error:
+        lines.append(f"failed: {info.error}")
+    return lines

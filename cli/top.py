@@ -1,0 +1,163 @@
+"""`baton top`: the cell, live in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import interrupts, options
+
+if TYPE_CHECKING:
+    from baton.client.watcher import View, Watcher
+
+_WIDTH, _HEIGHT = 80, 24
+
+
+def top(
+    address: options.Address = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.2, max=60, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Draw once and leave.")] = False,
+) -> None:
+    """Watch pools, lanes, latencies against their targets, workers and scale events; q quits.
+
+    Where standard output is no terminal it draws once.
+    """
+    addresses = options.resolve_addresses(address)
+    if once or not sys.stdout.isatty() or not sys.stdin.isatty():
+        interrupts.run(_once(addresses))
+    else:
+        interrupts.run(_live(addresses, interval_s))
+
+
+async def _once(addresses: list[str]) -> None:
+    """Raises RemoteError when no coordinator answers."""
+    from rich.console import Console
+
+    from baton.cli.top_view import draw
+    from baton.client.watcher import Watcher
+
+    async with Watcher(addresses) as watcher:
+        view = await watcher.look()
+    console = Console(highlight=False)
+    width = console.width if console.is_terminal else max(_WIDTH, console.width)
+    Console(highlight=False, width=width).print(
+        draw(view, addresses="", problem="", age_s=0.0, width=width, height=0)
+    )
+
+
+async def _live(addresses: list[str], interval_s: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from baton.cli.top_view import draw
+    from baton.client.watcher import Watcher
+
+    loop = asyncio.get_running_loop()
+    ends, wake = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        ends.set()
+        wake.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGWINCH, wake.set)
+    seen = _Seen()
+    console = Console(highlight=False)
+
+    def show() -> None:
+        width, height = console.size
+        live.update(
+            draw(
+                seen.view,
+                addresses=", ".join(addresses),
+                problem=seen.problem,
+                age_s=loop.time() - seen.at,
+                width=width,
+                height=height,
+            ),
+            refresh=True,
+        )
+
+    with (
+        _keys(loop, ends, wake),
+        Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
+    ):
+        async with Watcher(addresses) as watcher:
+            show()
+            looking = asyncio.create_task(_look(watcher, seen, interval_s, wake))
+            looking.add_done_callback(lambda _: wake.set())
+            try:
+                while not ends.is_set():
+                    await wake.wait()
+                    wake.clear()
+                    show()
+                    if looking.done():
+                        looking.result()
+            finally:
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
+                # Some terminals keep what an alternate screen showed when it was resized.
+                live.update("", refresh=True)
+
+
+class _Seen:
+    """The latest view, and why there is no newer one.
+
+    Attributes:
+        at: when it was seen, by the loop's clock.
+    """
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self.problem = ""
+        self.at = 0.0
+
+
+async def _look(watcher: Watcher, seen: _Seen, interval_s: float, wake: asyncio.Event) -> None:
+    from baton.runtime.errors import RemoteError
+
+    while True:
+        try:
+            seen.view = await watcher.look()
+            seen.problem, seen.at = "", asyncio.get_running_loop().time()
+        except RemoteError as error:
+            seen.problem = str(error)
+        wake.set()
+        await asyncio.sleep(interval_s)
+
+
+@contextlib.contextmanager
+def _keys(
+    loop: asyncio.AbstractEventLoop, ends: asyncio.Event, wake: asyncio.Event
+) -> Iterator[None]:
+    """Reads keys one by one; the terminal is left as it was."""
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+
+    def pressed() -> None:
+        keys = os.read(stdin, 64)
+        # The end of input is the end of the terminal.
+        if not keys or b"q" in keys or b"Q" in keys:
+            loop.remove_reader(stdin)
+            ends.set()
+        wake.set()
+
+    tty.setcbreak(stdin)
+    loop.add_reader(stdin, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,126 @@
+"""Looking at a cell again and again: what `baton top` and the dashboard draw."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from baton.client import errors
+from baton.client.admin import AdminClient
+from baton.client.doctor import Finding, diagnose
+from baton.runtime.errors import RemoteError
+from baton.v1 import admin_pb2
+
+T = TypeVar("T")
+
+_MAX_DECISIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A cell at one moment.
+
+    Attributes:
+        address: of the coordinator that answered.
+        decisions: the last ones of the autoscaler, newest first; None where there is none.
+    """
+
+    address: str
+    status: admin_pb2.GetStatusResponse
+    findings: tuple[Finding, ...]
+    decisions: tuple[admin_pb2.ScalingDecision, ...] | None
+
+
+class Watcher:
+    """Keeps one connection, to the coordinator that answered last: `async with Watcher(...)`.
+
+    Args:
+        addresses: host:port of each; at least one.
+        timeout_s: of each call.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, timeout_s: float = 3.0) -> None:
+        self._addresses, self._timeout_s = tuple(addresses), timeout_s
+        self._admin: AdminClient | None = None
+        # One question at a time: an answer that fails closes the connection.
+        self._asking = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connection; idempotent. Looking opens another."""
+        admin, self._admin = self._admin, None
+        if admin is not None:
+            await admin.aclose()
+
+    async def look(self, *, include_history: bool = False) -> View:
+        """The cell as it is now.
+
+        Raises:
+            RemoteError: no coordinator answers, or the one that did refuses.
+        """
+        return await self._ask(lambda admin: self._look(admin, include_history))
+
+    async def request(self, request_id: str) -> admin_pb2.RequestInfo:
+        """One request, running or recently ended.
+
+        Raises:
+            RemoteError: as above; NotFoundError when there is none.
+        """
+        return await self._ask(lambda admin: admin.get_request(request_id))
+
+    async def requests(self, limit: int) -> list[admin_pb2.RequestInfo]:
+        """Those that run, and then those that ended last.
+
+        Raises:
+            RemoteError: as above.
+        """
+        return await self._ask(lambda admin: admin.list_requests(include_ended=True, limit=limit))
+
+    async def _ask(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+        async with self._asking:
+            return await self._answer(question)
+
+    async def _answer(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+        if self._admin is not None:
+            try:
+                return await question(self._admin)
+            except errors.UnavailableError:
+                await self.aclose()
+        failures = list[RemoteError]()
+        for address in self._addresses:
+            admin = AdminClient(address, timeout_s=self._timeout_s)
+            await admin.__aenter__()
+            try:
+                answer = await question(admin)
+            except errors.UnavailableError as error:
+                failures.append(error)
+                await admin.aclose()
+            except BaseException:
+                await admin.aclose()
+                raise
+            else:
+                self._admin = admin
+                return answer
+        raise errors.of_all(failures)
+
+    @staticmethod
+    async def _look(admin: AdminClient, include_history: bool) -> View:
+        status = await admin.get_status(include_history=include_history)
+        decisions: tuple[admin_pb2.ScalingDecision, ...] | None = None
+        with contextlib.suppress(errors.UnimplementedError):
+            decisions = tuple(await admin.list_decisions(limit=_MAX_DECISIONS))
+        return View(admin.address, status, tuple(diagnose(status)), decisions)

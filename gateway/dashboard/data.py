@@ -1,0 +1,193 @@
+"""The cell as the dashboard draws it: plain values for JSON, units in their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from baton.client.doctor import stage_name, summary
+from baton.client.watcher import View
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+
+def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str, Any]:
+    """Everything but single requests' waterfalls.
+
+    Args:
+        view: with its history.
+        requests: to list.
+    """
+    status = view.status
+    return {
+        "coordinator": view.address,
+        "at": _seconds(status.at),
+        "window_s": _seconds(status.window),
+        "uptime_s": _seconds(status.uptime),
+        "model": status.model.name,
+        "summary": "" if view.findings else summary(status),
+        "findings": [asdict(one) for one in view.findings],
+        "pools": [_pool(one) for one in status.pools],
+        "lanes": [_lane(one) for one in status.lanes],
+        "workers": [_worker(one) for one in status.workers],
+        "history": [_sample(one) for one in status.history],
+        "decisions": None
+        if view.decisions is None
+        else [
+            {
+                "at": _seconds(one.at),
+                "pool": _role(one.role),
+                "from_workers": one.from_workers,
+                "to_workers": one.to_workers,
+                "reason": one.reason,
+            }
+            for one in view.decisions
+        ],
+        "requests": [request(one) for one in requests],
+    }
+
+
+def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
+    """One request; with its waterfall and its stalls where they are known."""
+    return {
+        "request_id": info.request_id,
+        "state": admin_pb2.RequestState.Name(info.state).removeprefix("REQUEST_STATE_").lower(),
+        "lane": _lane_name(info.lane),
+        "tenant": info.tenant,
+        "prompt_tokens": info.prompt_tokens,
+        "output_tokens": info.completion_tokens,
+        "arrived_at": _seconds(info.arrived_at),
+        "age_ms": _seconds(info.age) * 1e3,
+        "error": info.error,
+        "ttft_ms": info.budget.ttft_us / 1e3,
+        "total_ms": info.budget.total_us / 1e3,
+        "ttft_target_ms": _seconds(info.ttft_target) * 1e3 or None,
+        "itl_target_ms": _seconds(info.itl_target) * 1e3 or None,
+        "stages": [
+            {
+                "stage": stage_name(one.stage),
+                "start_ms": one.start_us / 1e3,
+                "duration_ms": one.duration_us / 1e3,
+                "worker": one.worker_id,
+            }
+            for one in info.budget.stages
+        ],
+        "stalls": [
+            {
+                "start_ms": one.start_us / 1e3,
+                "duration_ms": one.duration_us / 1e3,
+                "cause": admin_pb2.StallCause.Name(one.cause).removeprefix("STALL_CAUSE_").lower(),
+                "worker": one.worker_id,
+                "by": one.by_request_id,
+            }
+            for one in info.stalls
+        ],
+    }
+
+
+def _pool(pool: admin_pb2.PoolInfo) -> dict[str, Any]:
+    return {
+        "pool": _role(pool.role),
+        "serving": pool.num_serving,
+        "starting": pool.num_starting,
+        "draining": pool.num_draining,
+        "desired": pool.desired or None,
+        "running": pool.num_running,
+        "waiting": pool.num_waiting,
+        "kv_used": _share(pool.kv_tokens_used, pool.kv_tokens_total),
+    }
+
+
+def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
+    return {
+        "lane": _lane_name(lane.info.lane),
+        "queued": lane.info.num_queued,
+        "running": lane.info.num_running,
+        "oldest_wait_ms": _seconds(lane.info.oldest_wait) * 1e3,
+        "admitted": lane.num_admitted,
+        "ended": lane.num_ended,
+        "failed": lane.num_failed,
+        "output_tokens": lane.num_output_tokens,
+        "sheds": dict(lane.sheds),
+        "percentile": lane.targets.percentile,
+        "ttft": _percentiles(lane.ttft)
+        | {
+            "target_ms": lane.targets.ttft_ms or None,
+            "kept": lane.ttft_attained if lane.HasField("ttft_attained") else None,
+        },
+        "itl": _percentiles(lane.itl)
+        | {
+            "target_ms": lane.targets.itl_ms or None,
+            "kept": lane.itl_attained if lane.HasField("itl_attained") else None,
+        },
+        "e2e": _percentiles(lane.e2e),
+        "stages": [
+            {"stage": stage_name(one.stage), **_percentiles(one.times)} for one in lane.stages
+        ],
+    }
+
+
+def _percentiles(values: admin_pb2.Percentiles) -> dict[str, Any]:
+    return {
+        "num": values.num,
+        "p50_ms": values.p50_us / 1e3,
+        "p95_ms": values.p95_us / 1e3,
+        "p99_ms": values.p99_us / 1e3,
+    }
+
+
+def _worker(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
+    state = cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+    return {
+        "worker": worker.worker_id,
+        "pool": _role(worker.role),
+        "state": "silent" if worker.unresponsive else state,
+        "requests": worker.num_requests,
+        "waiting": worker.num_waiting,
+        "kv_used": _share(worker.kv_tokens_used, worker.kv_tokens_total),
+        "staging_used": _share(worker.staging_bytes_used, worker.staging_bytes_total),
+        "attached_s": _seconds(worker.attached_for),
+    }
+
+
+def _sample(sample: admin_pb2.StatusSample) -> dict[str, Any]:
+    return {
+        "at": _seconds(sample.at),
+        "pools": {
+            _role(one.role): {
+                "serving": one.num_serving,
+                "starting": one.num_starting,
+                "draining": one.num_draining,
+                "kv_used": one.kv_used,
+            }
+            for one in sample.pools
+        },
+        "lanes": {
+            _lane_name(one.lane): {
+                "queued": one.num_queued,
+                "running": one.num_running,
+                "ttft_p95_ms": one.ttft_p95_us / 1e3 or None,
+                "itl_p95_ms": one.itl_p95_us / 1e3 or None,
+            }
+            for one in sample.lanes
+        },
+    }
+
+
+def _seconds(value: Duration | Timestamp) -> float:
+    return value.ToNanoseconds() / 1e9
+
+
+def _share(used: int, total: int) -> float | None:
+    return used / total if total else None
+
+
+def _role(role: common_pb2.Role.ValueType) -> str:
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def _lane_name(lane: common_pb2.Lane.ValueType) -> str:
+    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()

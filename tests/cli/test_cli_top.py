@@ -1,0 +1,124 @@
+"""What `baton top` draws: within the terminal, with its units, whatever there is to show."""
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from baton.cli.top_view import draw
+from baton.client.doctor import diagnose
+from baton.client.watcher import View
+from baton.v1 import admin_pb2, common_pb2
+
+sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
+
+from live_status import LiveCell
+
+SIZES = [(80, 24), (100, 30), (120, 24), (200, 60)]
+
+
+def busy(num_workers: int = 2) -> LiveCell:
+    cell = LiveCell(lanes={"interactive": {"ttft_ms": 900}})
+    cell.workers(num_prefill=1, num_decode=num_workers - 1)
+    return cell.load(14, 2000, 20).load(1, 100, 40, lane=common_pb2.LANE_BATCH).after(8)
+
+
+def view(cell: LiveCell, decisions=None) -> View:
+    status = cell.status()
+    return View("127.0.0.1:7070", status, tuple(diagnose(status)), decisions)
+
+
+def decision(number: int, seconds_ago: int, status) -> admin_pb2.ScalingDecision:
+    made = admin_pb2.ScalingDecision(
+        role=common_pb2.ROLE_PREFILL,
+        from_workers=number,
+        to_workers=number + 1,
+        reason="12.3 s of prompts are queued for 2 workers, and 0.5 s are wanted: " + "more " * 40,
+    )
+    made.at.FromSeconds(status.at.seconds - seconds_ago)
+    return made
+
+
+def lines(shown, width, height, problem="", age_s=0.0) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, color_system=None)
+    console.print(
+        draw(
+            shown,
+            addresses="127.0.0.1:7070",
+            problem=problem,
+            age_s=age_s,
+            width=width,
+            height=height,
+        )
+    )
+    return out.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def many():
+    return view(busy(30))
+
+
+@pytest.fixture(scope="module")
+def few():
+    return view(busy())
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_it_fits_and_fills_the_terminal(many, few, width, height):
+    decisions = tuple(decision(number, 10 * number, many.status) for number in range(1, 9))
+    for shown in (many, View(many.address, many.status, many.findings, decisions), few):
+        found = lines(shown, width, height)
+        assert len(found) == height
+        assert max(map(cell_len, found)) <= width
+        assert found[-1].startswith("q quit")
+        text = "\n".join(found)
+        for word in ("prefill", "decode", "interactive", "batch", "TTFT", "ITL", "P99", "TARGET"):
+            assert word in text
+        for word in ("500 ms", "50 ms", "p0", "LAST SCALE EVENTS", "admission"):
+            assert word in text
+
+
+def test_numbers_are_whole_and_have_units(many):
+    text = "\n".join(lines(many, 80, 24))
+    ttft = next(line for line in text.splitlines() if " TTFT " in line)
+    numbers = ttft.split(" TTFT ")[1].split()
+    assert numbers[1::2] == ["ms", "ms", "ms", "ms", "%"]
+    assert "and 25 more" in text
+
+
+def test_more_room_shows_more(many):
+    narrow, wide = lines(many, 80, 24), lines(many, 200, 60)
+    assert not any("TOK/S" in line for line in narrow)
+    assert any("TOK/S" in line for line in wide)
+    assert not any(" more" in line for line in wide)
+
+
+def test_scale_events_say_when_and_why(many):
+    shown = View(many.address, many.status, (), (decision(2, 30, many.status),))
+    line = next(one for one in lines(shown, 80, 24) if "→" in one)
+    assert re.match(r" *3[01] s ago  prefill 2 → 3  12\.3 s of prompts", line)
+    assert line.endswith("…")
+    assert any("nothing scales" in one for one in lines(many, 80, 24))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_empty_and_disconnected(few, width, height):
+    empty = lines(view(LiveCell()), width, height)
+    assert any("no workers are attached" in one for one in empty)
+    assert "nothing is served" in empty[1]
+    connecting = lines(None, width, height)
+    assert "connecting" in connecting[1]
+    away = lines(None, width, height, problem="cannot reach the coordinator at 127.0.0.1:7070")
+    assert away[1].startswith("disconnected  cannot reach")
+    stale = lines(few, width, height, problem="cannot reach it", age_s=7.0)
+    assert "disconnected" in stale[1]
+    assert "7 s ago" in stale[1]
+    for found in (empty, connecting, away, stale):
+        assert len(found) == height
+        assert max(map(cell_len, found)) <= width

@@ -1,0 +1,77 @@
+"""A simulated cell and what its coordinator answers of it, under a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from baton.bench.virtual_cell import VirtualCell, WorkerShape
+from baton.coordinator.admin import AdminService
+from baton.coordinator.core_config import CoreConfig
+from baton.runtime.config import BatonConfig, parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import admin_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+# Of a prompt of 1,000 tokens 55 ms; of a step of ten requests 10 ms.
+MODEL = LatencyModel(
+    prefill_base_s=0.005,
+    prefill_per_token_s=0.00005,
+    prefill_per_token_squared_s=0.0,
+    step_base_s=0.008,
+    step_per_request_s=0.0002,
+    step_per_kv_token_s=0.0,
+)
+
+
+class LiveCell(VirtualCell):
+    """A cell with the Admin service in front of its core; `sections` are the configuration's."""
+
+    def __init__(self, **sections: object) -> None:
+        self.config: BatonConfig = parse(
+            {"served_model_name": "simulated", "decode": {"local_prefill": False}, **sections},
+            "test",
+        )
+        super().__init__(CoreConfig.of(self.config))
+        shell = SimpleNamespace(
+            core=self.core,
+            now=lambda: self.now,
+            started_at=0.0,
+            client_stalls=lambda *request: [],
+        )
+        intake = SimpleNamespace(model=common_pb2.ModelDescription)
+        self._admin = AdminService(shell, intake, self.config, launched=False)
+
+    def workers(self, num_prefill: int = 1, num_decode: int = 1, **shape: object) -> LiveCell:
+        for number in range(num_prefill):
+            self.add_worker(f"p{number}", PREFILL, WorkerShape(**{"model": MODEL, **shape}))
+        for number in range(num_decode):
+            self.add_worker(f"d{number}", DECODE, WorkerShape(**{"model": MODEL, **shape}))
+        return self
+
+    def load(
+        self, rate: float, num_prompt: int, num_output: int, lasts_s: float = 15.0, **request
+    ) -> LiveCell:
+        """So many requests per second for so long."""
+        self.poisson(
+            rate,
+            self.now,
+            self.now + lasts_s,
+            lambda: self.submit(num_prompt, num_output, **request),
+        )
+        return self
+
+    def after(self, seconds: float) -> LiveCell:
+        self.run(self.now + seconds)
+        return self
+
+    def status(self, *, include_history: bool = False) -> admin_pb2.GetStatusResponse:
+        asked = admin_pb2.GetStatusRequest(include_history=include_history)
+        return asyncio.run(self._admin.GetStatus(asked, None))
+
+    def sample(self) -> None:
+        self._admin.sample()
+
+    def explain(self, request_id: str) -> admin_pb2.RequestInfo:
+        asked = admin_pb2.GetRequestRequest(request_id=request_id)
+        return asyncio.run(self._admin.GetRequest(asked, None))

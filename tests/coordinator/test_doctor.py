@@ -1,0 +1,216 @@
+"""Every finding of the doctor, provoked in a simulated cell; none in a healthy one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from live_status import MODEL, PREFILL, LiveCell
+
+from baton.bench.virtual_cell import WorkerShape
+from baton.client import doctor
+from baton.client.doctor import Kind
+from baton.coordinator import events as ev
+from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+
+def found(cell: LiveCell) -> list[doctor.Finding]:
+    findings = doctor.diagnose(cell.status())
+    for finding in findings:
+        assert finding.what
+        assert finding.stage
+        assert finding.first
+        assert any(char.isdigit() for one in finding.evidence for char in one)
+    return findings
+
+
+def healthy() -> LiveCell:
+    return LiveCell().workers().load(4, 400, 30).after(20)
+
+
+def far_away() -> LiveCell:
+    """Tiny prompts, and 350 ms from coordinator to worker."""
+    return LiveCell().workers(delay_s=0.35).load(4, 16, 8).after(18)
+
+
+def more_than_one_worker_computes() -> LiveCell:
+    """A prompt takes 120 ms, 12 come per second."""
+    return LiveCell().workers().load(12, 2000, 4).after(10)
+
+
+def slow_prompts() -> LiveCell:
+    slow = replace(MODEL, prefill_per_token_s=0.0004)
+    return LiveCell().workers(model=slow).load(0.7, 2000, 20, 20).after(21)
+
+
+def prompts_beside_outputs() -> LiveCell:
+    """Decode workers help with prompts, in large steps."""
+    cell = LiveCell(decode={"local_prefill": True}, lanes={"interactive": {"itl_ms": 1000}})
+    cell.workers(max_num_batched_tokens=2048)
+    return cell.load(3, 100, 100).load(14, 2000, 2).after(11)
+
+
+def many_at_once() -> LiveCell:
+    """A step costs 4 ms for each request in it."""
+    return (
+        LiveCell().workers(model=replace(MODEL, step_per_request_s=0.004)).load(8, 50, 60).after(9)
+    )
+
+
+def a_peak() -> LiveCell:
+    """Three times of what can be served, and nobody is refused."""
+    return LiveCell().workers().load(25, 2000, 2).after(10)
+
+
+def a_peak_with_a_limit() -> LiveCell:
+    lanes = {"interactive": {"ttft_ms": 600}}
+    return LiveCell(lanes=lanes).workers().load(20, 2000, 2).after(10)
+
+
+def a_full_queue() -> LiveCell:
+    lanes = {"interactive": {"max_queued": 2}}
+    return LiveCell(lanes=lanes).workers().load(20, 2000, 2).after(10)
+
+
+def a_greedy_tenant() -> LiveCell:
+    cell = LiveCell().workers()
+    return cell.load(12, 2000, 2, tenant="big").load(2, 100, 2, tenant="small").after(10)
+
+
+def a_favoured_tenant() -> LiveCell:
+    cell = LiveCell(tenants={"big": {"weight": 1000}}).workers()
+    return cell.load(30, 500, 2, 12, tenant="big").load(2, 100, 2, 12, tenant="small").after(13)
+
+
+def late_workers() -> LiveCell:
+    """Requests come eight seconds before the workers."""
+    cell = LiveCell().load(1, 100, 4, 20).after(8)
+    return cell.workers().after(14)
+
+
+def starting_workers() -> LiveCell:
+    """Requests wait, a prefill worker starts."""
+    cell = LiveCell().workers(num_prefill=0).load(1, 100, 4, 20)
+    starting = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STARTING)
+    cell.add_worker("p0", PREFILL, WorkerShape(MODEL))
+    cell.post(ev.WorkerChanged(("p0", 1), starting))
+    return cell.after(8)
+
+
+def no_worker() -> LiveCell:
+    return LiveCell().workers(num_decode=0).load(1, 100, 4, 20).after(8)
+
+
+def a_death() -> LiveCell:
+    cell = LiveCell().workers(num_decode=2).load(4, 100, 60).after(10)
+    cell.kill("d0")
+    return cell.after(10)
+
+
+def slow_handoffs() -> LiveCell:
+    """200 ms from one worker to the other; outputs are short, so that many gaps are first ones."""
+    return LiveCell().workers(handoff_s=0.2).load(4, 400, 8).after(20)
+
+
+def handoffs_that_fall_back() -> LiveCell:
+    cell = healthy()
+    for number in range(10):
+        report = cluster_pb2.HandoffReport(
+            handoff_id=bytes([number]),
+            state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+            transport="grpc",
+            exposed_us=5000,
+            num_fallbacks=number % 2,
+        )
+        cell.post(ev.WorkerHandoff(("p0", 1), report))
+    return cell
+
+
+def full_caches() -> LiveCell:
+    """Two requests of 2,500 tokens at their end, and room for hardly more."""
+    cell = LiveCell().workers(kv_tokens=5100)
+    for _ in range(2):
+        cell.submit(1500, 1000)
+    return cell.after(8)
+
+
+def full_staging() -> LiveCell:
+    cell = healthy()
+    load = cluster_pb2.LoadReport(staging_bytes_used=95, staging_bytes_total=100)
+    cell.post(ev.WorkerLoad(("d0", 1), load))
+    return cell
+
+
+PROVOKED = {
+    far_away: Kind.NETWORK,
+    more_than_one_worker_computes: Kind.QUEUE,
+    slow_prompts: Kind.PREFILL,
+    prompts_beside_outputs: Kind.DECODE_INTERFERENCE,
+    many_at_once: Kind.BATCH_TOO_LARGE,
+    a_peak: Kind.ADMISSION,
+    a_peak_with_a_limit: Kind.ADMISSION,
+    a_full_queue: Kind.ADMISSION,
+    a_greedy_tenant: Kind.FAIRNESS,
+    a_favoured_tenant: Kind.FAIRNESS,
+    late_workers: Kind.COLD_STARTS,
+    starting_workers: Kind.COLD_STARTS,
+    no_worker: Kind.NO_WORKERS,
+    a_death: Kind.RECOVERIES,
+    slow_handoffs: Kind.SLOW_HANDOFFS,
+    handoffs_that_fall_back: Kind.HANDOFF_FALLBACKS,
+    full_caches: Kind.KV_FULL,
+    full_staging: Kind.STAGING_FULL,
+}
+
+
+@pytest.mark.parametrize("cell", PROVOKED, ids=lambda cell: cell.__name__)
+def test_what_is_wrong_is_named_and_nothing_else(cell):
+    assert {one.kind for one in found(cell())} == {PROVOKED[cell]}
+
+
+def test_every_kind_is_provoked():
+    assert set(PROVOKED.values()) == set(Kind)
+
+
+def test_a_healthy_cell_is_healthy():
+    cell = healthy()
+    assert found(cell) == []
+    assert doctor.summary(cell.status()).startswith("healthy; in the last 60 s interactive: ")
+
+
+def test_an_idle_cell_is_healthy():
+    cell = LiveCell().workers()
+    assert found(cell) == []
+    assert "no request" in doctor.summary(cell.status())
+    # So is one without workers: nothing waits for them.
+    assert found(LiveCell()) == []
+
+
+def test_what_is_over_is_forgotten():
+    cell = more_than_one_worker_computes()
+    assert found(cell)
+    assert found(cell.after(90)) == []
+
+
+def test_who_waits_is_told():
+    greedy, favoured = found(a_greedy_tenant())[0], found(a_favoured_tenant())[0]
+    assert "the big tenant big waits" in greedy.what
+    assert "the small tenant small waits" in favoured.what
+    assert "tenants.big.weight" in favoured.first
+
+
+def test_what_to_change_names_the_pool_that_is_behind():
+    assert "baton scale prefill 2" in found(more_than_one_worker_computes())[0].first
+    full = found(full_caches())[0]
+    assert "baton scale decode 2" in full.first
+
+
+def test_a_pool_at_its_ceiling_says_so():
+    status = more_than_one_worker_computes().status()
+    for pool in status.pools:
+        pool.max_workers = 1
+    (finding,) = doctor.diagnose(status)
+    assert "scaling.prefill.max_workers" in finding.first
+    status.pools[0].num_starting = 1
+    (finding,) = doctor.diagnose(status)
+    assert "scaling lags" in " ".join(finding.evidence)

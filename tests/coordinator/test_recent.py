@@ -1,0 +1,108 @@
+"""What is remembered of the last minute."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+from live_status import LiveCell
+
+from baton.coordinator.recent import LASTS_S, MAX_TENANTS, OTHERS, Recent
+from baton.coordinator.sketch import ACCURACY, Sketch
+from baton.v1 import cluster_pb2, common_pb2
+
+LANE = common_pb2.LANE_INTERACTIVE
+DURATIONS = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200)
+
+
+def sketch(values) -> Sketch:
+    made = Sketch()
+    for value in values:
+        made.observe(value)
+    return made
+
+
+@given(values=DURATIONS, percent=st.floats(0, 100))
+def test_percentiles_are_within_two_percent(values, percent):
+    (estimate,) = sketch(values).percentiles_s((percent,))
+    rank = max(1, math.ceil(percent / 100 * len(values)))
+    exact = sorted(values)[rank - 1]
+    assert abs(estimate - exact) <= ACCURACY * exact * 1.0001
+
+
+@given(one=DURATIONS, other=DURATIONS)
+def test_merged_is_what_observing_all_would_be(one, other):
+    merged, whole = sketch(one), sketch([*one, *other])
+    merged.add(sketch(other))
+    assert merged.counts == whole.counts
+    assert (merged.num, merged.max_s) == (whole.num, whole.max_s)
+
+
+@given(values=st.lists(st.floats(0, 1e300), max_size=500))
+def test_memory_is_bounded(values):
+    made = sketch(values)
+    assert len(made.counts) <= 634
+    assert sum(made.counts.values()) == made.num == len(values)
+
+
+def test_nothing_has_no_percentiles():
+    assert Sketch().percentiles_s((50, 99)) == [0.0, 0.0]
+
+
+def test_shares_over_a_limit():
+    assert sketch([0.01, 0.04, 0.06, 0.5]).num_over(0.05) == 2
+
+
+def test_a_minute_is_remembered_and_no_more():
+    recent = Recent()
+    for second in range(1000):
+        recent.at(1000.0 + second).lanes[LANE].ttft.observe(0.1)
+        held = recent.window(1000.0 + second).lanes[LANE].ttft.num
+        assert held == second + 1 if second < LASTS_S - 5 else LASTS_S - 5 <= held <= LASTS_S
+    assert recent.window(2000.0 + LASTS_S).lanes[LANE].ttft.num == 0
+
+
+def test_late_news_counts_where_the_time_is():
+    """What the intake refuses it counts by the request's arrival, which may be a slice ago."""
+    recent = Recent()
+    recent.at(1000.0)
+    recent.at(994.0).lanes[LANE].sheds["queue_full"] += 1
+    assert recent.window(1000.0).lanes[LANE].sheds == {"queue_full": 1}
+
+
+def test_tenants_are_bounded():
+    recent = Recent()
+    for number in range(10_000):
+        recent.at(1000.0 + number / 100).lanes[LANE].tenant(f"t{number}").wait.observe(1.0)
+    tenants = recent.window(1100.0).lanes[LANE].tenants
+    assert len(tenants) <= MAX_TENANTS + 1
+    assert tenants[OTHERS].wait.num > 5000
+
+
+def test_of_many_steps_some_stand_for_all():
+    recent = Recent()
+    steps = [cluster_pb2.StepSample(num_decodes=3, duration_us=20_000) for _ in range(256)]
+    recent.at(1000.0).decode_steps(steps)
+    window = recent.window(1000.0)
+    assert window.steps.num == 3 * 256
+    assert window.batch.num == 256
+    assert window.mixed_steps.num == 0
+
+
+def test_the_history_ends_now():
+    cell = LiveCell().workers().load(4, 100, 10)
+    cell.sample()
+    for _ in range(3):
+        cell.after(5).sample()
+    cell.kill("d0")
+    status = cell.status(include_history=True)
+    serving = [[pool.num_serving for pool in one.pools] for one in status.history]
+    assert serving == [[1, 1]] * 4 + [[1, 0]]
+    times_s = [one.at.ToNanoseconds() / 1e9 for one in status.history]
+    assert times_s == sorted(times_s)
+    before, *after = (one.lanes[0] for one in status.history)
+    assert (before.ttft_p95_us, before.itl_p95_us) == (0, 0)
+    assert after[-1].ttft_p95_us == status.lanes[0].ttft.p95_us > 0
+    assert after[-1].itl_p95_us == status.lanes[0].itl.p95_us > 0
+    assert not cell.status().history

@@ -1,0 +1,51 @@
+"""Looking at real coordinators, one of which may be away."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from baton.client.errors import NotFoundError, UnavailableError
+from baton.client.watcher import Watcher
+from baton.coordinator.server import Coordinator
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nobody listens, for as long as the test lasts."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{unused.getsockname()[1]}"
+
+
+async def test_the_one_that_answers_is_looked_at(coordinator, nobody):
+    async with Watcher([nobody, coordinator.address]) as watcher:
+        view = await watcher.look(include_history=True)
+        assert view.address == coordinator.address
+        assert [pool.num_serving for pool in view.status.pools] == [0, 0]
+        assert view.status.model.name == "demo"
+        assert view.status.history
+        assert not view.findings
+        assert not view.decisions
+        assert await watcher.requests(5) == []
+        with pytest.raises(NotFoundError):
+            await watcher.request("r")
+
+
+async def test_another_is_found_when_it_leaves(coordinator, coordinator_config):
+    async with Coordinator(coordinator_config()) as first:
+        watcher = Watcher([first.address, coordinator.address])
+        assert (await watcher.look()).address == first.address
+    views = await asyncio.gather(*(watcher.look() for _ in range(5)))
+    assert {view.address for view in views} == {coordinator.address}
+    await watcher.aclose()
+    assert (await watcher.look()).address == coordinator.address
+    await watcher.aclose()
+
+
+async def test_when_nobody_answers_it_says_so(nobody):
+    async with Watcher([nobody]) as watcher:
+        with pytest.raises(UnavailableError, match=nobody):
+            await watcher.look()
