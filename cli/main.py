@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import config, gateway, generate, processes, simulate, state
+from baton.cli import config, control, gateway, generate, processes, simulate, state
 
 app = typer.Typer(
     name="baton",
@@ -32,6 +32,12 @@ app.command("generate")(generate.generate)
 app.command("pools")(state.pools)
 app.command("workers")(state.workers)
 app.command("requests")(state.requests)
+app.command("scale")(control.scale)
+app.command("targets")(control.targets)
+app.command("autoscale")(control.autoscale)
+app.command("drain")(control.drain)
+app.command("flip")(control.flip)
+app.command("why")(control.why)
 app.command("simulate")(simulate.simulate)
 app.add_typer(config.app, name="config")
 

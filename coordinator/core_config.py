@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.coordinator.autoscale.settings import ScalingSettings
 from baton.runtime.config import BatonConfig, LanesConfig, LatencyConfig, TenantConfig
 from baton.runtime.latency import LatencyModel
 
@@ -32,6 +33,7 @@ class CoreConfig:
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     max_ended_requests: int = 1024
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -53,4 +55,5 @@ class CoreConfig:
             lanes=config.lanes,
             tenant_defaults=config.tenant_defaults,
             tenants=config.tenants,
+            scaling=ScalingSettings.of(config),
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
+from baton.coordinator.crew import Crew
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, WorkerKey
@@ -53,12 +54,14 @@ class Shell:
     Attributes:
         generation: of this coordinator; random per start, never 0.
         started_at: wall clock, seconds since the epoch.
+        crew: who starts and ends workers here; None: nobody does.
     """
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.generation = secrets.randbits(64) or 1
         self.started_at = time.time()
+        self.crew: Crew | None = None
         self._sessions: dict[int, ClientSession] = {}
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
@@ -79,6 +82,9 @@ class Shell:
             ev.WelcomeWorker: self._welcome_worker,
             ev.RefuseWorker: self._refuse_worker,
             ev.FenceWorker: self._fence_worker,
+            ev.StartWorker: self._start_worker,
+            ev.EndWorker: self._end_worker,
+            ev.Decided: self._decided,
         }
 
     @staticmethod
@@ -261,6 +267,20 @@ class Shell:
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 
+    def _start_worker(self, effect: ev.StartWorker) -> None:
+        if self.crew is not None:
+            _log.info("starting a worker", extra={"worker": effect.worker_id})
+            self.crew.start(effect.worker_id, effect.pool)
+
+    def _end_worker(self, effect: ev.EndWorker) -> None:
+        if self.crew is not None:
+            self.crew.end(effect.worker_id)
+
+    def _decided(self, effect: ev.Decided) -> None:
+        if effect.decision.actions:
+            for one in (effect.decision.prefill, effect.decision.decode):
+                _log.info("%s %d -> %d: %s", one.pool.value, one.current, one.target, one.reason)
+
     # ---- Time
 
     def _arm(self) -> None:
@@ -286,5 +306,10 @@ _MEMBERSHIP = (
     ev.WorkerChanged,
     ev.WorkerLost,
     ev.DrainAsked,
+    ev.FlipAsked,
+    ev.LauncherReady,
+    ev.WorkerExited,
+    ev.ScaleAsked,
+    ev.AutoscaleAsked,
     ev.Tick,
 )

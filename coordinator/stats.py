@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 from baton.coordinator.lanes import LANES
 from baton.coordinator.request import EndedRequest, Request
@@ -12,6 +13,9 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_START_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Of a worker's start: what its Hello may name, and "total": from the order until it attached.
+_START_STAGES = ("process", "transfer", "engine", "kv", "warm_up", "other", "total")
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
@@ -81,6 +85,11 @@ class CoreStats:
         num_recoveries: attempts lost whose requests went on.
         num_parked: times that a batch request made room for interactive ones.
         num_adopted: requests that a worker went on with after another coordinator's end.
+        num_moved: times that a request went on elsewhere so that its worker could change roles.
+        cold_starts: workers that came up, by pool.
+        cold_start_s: how long they took, by stage.
+        num_failed_starts: workers that ended before they had served for a while.
+        scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
     """
 
     def __init__(self) -> None:
@@ -101,6 +110,25 @@ class CoreStats:
         self.num_recoveries = 0
         self.num_parked = 0
         self.num_adopted = 0
+        self.num_moved = 0
+        self.cold_starts: Counter[str] = Counter()
+        self.cold_start_s = {stage: Histogram(_START_S) for stage in _START_STAGES}
+        self.num_failed_starts = 0
+        self.scalings: Counter[tuple[str, str]] = Counter()
+
+    def came_up(self, pool: str, startup_ms: Mapping[str, int]) -> None:
+        """A worker has attached for the first time, and says how long its stages took."""
+        self.cold_starts[pool] += 1
+        for stage, milliseconds in startup_ms.items():
+            known = stage if stage in self.cold_start_s and stage != "total" else "other"
+            self.cold_start_s[known].observe(milliseconds / 1e3)
+
+    def cold_started(self, seconds: float) -> None:
+        """From the order to start a worker until it was there."""
+        self.cold_start_s["total"].observe(seconds)
+
+    def scaled(self, pool: str, direction: str) -> None:
+        self.scalings[pool, direction] += 1
 
     def dispatched(self, request: Request, now: float) -> None:
         lane = self.lanes[request.submission.lane]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,23 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 _MAX_FENCED = 4096
 # Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
 _MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
+
+
+@dataclass(slots=True)
+class Flipping:
+    """A worker that gives up its role for another.
+
+    Attributes:
+        since, until: by the core's clock; what it has not finished then is done elsewhere.
+        by_hand: an operator wants it.
+        told: it has nothing of its role any more, and was told.
+    """
+
+    into: common_pb2.Role.ValueType
+    since: float
+    until: float
+    by_hand: bool
+    told: bool = False
 
 
 @dataclass(slots=True)
@@ -36,6 +54,8 @@ class Worker:
         progressed_at: when that last changed, or nothing was running.
         alone: a suspect request that it is given by itself, until answered.
         released: it drains, and was told that nothing more will come.
+        leaves_by: it is out then, whatever it still does; infinite unless it was told to drain.
+        flip: its way into the other pool, while it is on it.
     """
 
     hello: cluster_pb2.Hello
@@ -56,6 +76,8 @@ class Worker:
     progressed_at: float = 0.0
     alone: str = ""
     released: bool = False
+    leaves_by: float = math.inf
+    flip: Flipping | None = None
 
     def __post_init__(self) -> None:
         self.key = self.hello.worker_id, self.hello.incarnation
@@ -71,6 +93,7 @@ class Worker:
             self.connected
             and self.state == cluster_pb2.WORKER_STATE_SERVING
             and not self.unresponsive
+            and self.flip is None
         )
 
     def assign(self, request_id: str, num_tokens: int) -> None:

@@ -155,7 +155,8 @@ class WorkerHost:
             case "cancel":
                 self._runner.cancel(message.cancel)
             case "set_role":
-                self._role = message.set_role.role
+                # Nothing else changes: the engine does what either role's commands say.
+                self._serve(message.set_role.role)
                 self._say_state("the coordinator set the role")
             case "drain":
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
@@ -169,7 +170,7 @@ class WorkerHost:
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
         if role != common_pb2.ROLE_UNSPECIFIED:
-            self._role = role
+            self._serve(role)
         self._runner.columns = True
         self.attached.set()
 
@@ -182,6 +183,10 @@ class WorkerHost:
 
     def abandon(self, reason: str) -> None:
         self._runner.fail_all(Unavailable(reason))
+
+    def _serve(self, role: common_pb2.Role.ValueType) -> None:
+        self._role = role
+        self._collector.serves(common_pb2.Role.Name(role).removeprefix("ROLE_").lower())
 
     def _say_state(self, reason: str, *, failed: bool = False) -> None:
         change = cluster_pb2.WorkerStateChanged(

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from baton.coordinator.autoscale.types import PoolLimits, ScalingConfig, Targets
 from baton.runtime.config import BatonConfig, PoolConfig, PoolLimitsConfig, TargetsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """What the coordinator's core is told of scaling.
+
+    Attributes:
+        config: limits, targets and times of the autoscaler.
+        autoscale: whether the pools size themselves from the beginning.
+        drain_s: how long a worker that leaves, or changes its role, may take to finish what it has.
+    """
+
+    config: ScalingConfig = field(default_factory=ScalingConfig)
+    autoscale: bool = False
+    drain_s: float = 30.0
+
+    @classmethod
+    def of(cls, config: BatonConfig) -> ScalingSettings:
+        return cls(scaling_config(config), config.scaling.autoscale, config.worker.drain_timeout_s)
 
 
 def scaling_config(config: BatonConfig) -> ScalingConfig:
@@ -22,6 +43,8 @@ def scaling_config(config: BatonConfig) -> ScalingConfig:
         start_timeout_s=scaling.start_timeout_s,
         down_window_s=scaling.down_window_s,
         flip=scaling.flip,
+        flip_quiet_s=scaling.flip_quiet_s,
+        idle_s=scaling.idle_s,
     )
 
 
