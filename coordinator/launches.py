@@ -48,6 +48,7 @@ class _Starts:
 
     num_failed: int = 0
     problem: str = ""
+    failed_at: float = 0.0
     not_before: float = 0.0
 
 
@@ -166,13 +167,14 @@ class Launches:
         return True
 
     def settle(self, pool: Pool, now: float) -> None:
-        """Forgets what failed once the latest of a pool has served for a while."""
-        there = (one for one in self._all.values() if one.pool is pool and not one.ends)
-        latest = max(there, key=lambda one: one.since, default=None)
-        if (
-            latest is not None
-            and latest.attached_at is not None
-            and now - latest.attached_at >= _STABLE_S
+        """Forgets what failed once one that was started later has served for a while."""
+        starts = self._starts[pool]
+        if starts.num_failed and any(
+            one.pool is pool
+            and one.since >= starts.failed_at
+            and one.attached_at is not None
+            and now - one.attached_at >= _STABLE_S
+            for one in self._all.values()
         ):
             self._starts[pool] = _Starts()
 
@@ -188,6 +190,6 @@ class Launches:
         starts = self._starts[one.pool]
         starts.num_failed += 1
         wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
-        starts.not_before = now + wait_s
+        starts.failed_at, starts.not_before = now, now + wait_s
         starts.problem = f"worker {one.worker_id} {reason}"
         self._stats.num_failed_starts += 1
