@@ -124,7 +124,11 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
         [
             (
                 worker.worker_id,
-                enum_name(common_pb2.Role.DESCRIPTOR, worker.role),
+                " > ".join(
+                    enum_name(common_pb2.Role.DESCRIPTOR, role)
+                    for role in (worker.role, worker.flips_to)
+                    if role
+                ),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),

@@ -223,6 +223,7 @@ def _worker_info(
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
         latency=_latency_info(latency),
+        flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
     )
     if worker.load is not None:
         info.load.ClearField("peers")

@@ -294,6 +294,7 @@ class WorkerInfo(_message.Message):
     STARTUP_MS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
+    FLIPS_TO_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -305,6 +306,8 @@ class WorkerInfo(_message.Message):
     pid: _builtins.int
     num_requests: _builtins.int
     """Requests the coordinator has there."""
+    flips_to: _common_pb2.Role.ValueType
+    """The role that it changes to, while it finishes what it has; UNSPECIFIED otherwise."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -350,10 +353,11 @@ class WorkerInfo(_message.Message):
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peers: _abc.Iterable[Global___WorkerPeer] | None = ...,
         latency: Global___LatencyInfo | None = ...,
+        flips_to: _common_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
