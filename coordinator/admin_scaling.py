@@ -191,7 +191,7 @@ class ScalingCalls:
                 )
                 told = self._shell.now()
                 matters = _what_matters(event)
-                if matters != last:
+                if matters != last or event.decisions:
                     last = matters
                     await write(event)
                 await asyncio.sleep(interval_s)
@@ -258,9 +258,8 @@ def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targe
 
 
 def _what_matters(event: admin_pb2.WatchEvent) -> bytes:
-    """Without what changes by itself."""
-    one = admin_pb2.WatchEvent()
-    one.CopyFrom(event)
+    """Of the state, without what changes by itself."""
+    one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers)
     for lane in one.pools.lanes:
         lane.ClearField("oldest_wait")
     for worker in one.workers:
