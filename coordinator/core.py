@@ -17,6 +17,7 @@ from baton.coordinator.autoscale.policy import Policy
 from baton.coordinator.autoscale.types import Drain
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.drains import Drains
 from baton.coordinator.flips import Flips
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
@@ -37,9 +38,6 @@ _MAX_REMEMBERED_HANDOFFS = 4096
 _STUCK_FOR_GOOD = 3
 # A worker whose stream has broken is back within a tenth of this, or it is dead.
 _GONE_S = 0.5
-# A worker that was told to leave is out so long after its time, whatever it does: at the end of its
-# time it frees what it holds and says so.
-_LEAVE_S = 20.0
 # A batch request that made room so often is let go on: its cache may not keep what was computed.
 _MAX_PARKED = 8
 
@@ -74,8 +72,7 @@ class Core:
         self._adoption = Adoption(self._book, self.workers, self._timers)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
-        # Workers that said that they drain and have something assigned.
-        self._draining: set[WorkerKey] = set()
+        self._drains = Drains(self.workers, self.placer, self._emit)
         self.scaler = Scaler(
             config.scaling,
             self.workers,
@@ -130,8 +127,8 @@ class Core:
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
-        if self._draining:
-            self._release_drained()
+        if self._drains:
+            self._drains.release()
         if self._flips:
             self._flips.advance()
         return self._book.take_effects()
@@ -396,8 +393,8 @@ class Core:
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
             worker.state = worker.state if drains else hello.state
             worker.hello, worker.role = hello, hello.role
-        if hello.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
-            self._draining.add(key)
+        if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._drains.said(worker)
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive = ""
         self._flips.heard(worker)
@@ -485,8 +482,10 @@ class Core:
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)
-            if not worker.released:
-                self._draining.add(worker.key)
+            self._drains.said(worker)
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+                # By itself: another may have to take its place.
+                self.scaler.soon(now)
         if change.state:
             worker.state = change.state
         if change.role:
@@ -521,12 +520,7 @@ class Core:
 
     def _drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
         self._flips.stop(worker)
-        worker.state = cluster_pb2.WORKER_STATE_DRAINING
-        worker.leaves_by = now + timeout_s + _LEAVE_S
-        self.placer.refresh(worker)
-        command = cluster_pb2.DrainCommand(reason=reason)
-        command.timeout.FromMicroseconds(round(timeout_s * 1e6))
-        self._emit(ev.SendCommand(worker.key, command))
+        self._drains.begin(worker, timeout_s, reason, now)
         self._watch(worker, now)
 
     def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
@@ -557,21 +551,6 @@ class Core:
                 role = _POOLS[action.to.value]
                 if self._flips.error(worker, role) is None:
                     self._flips.begin(worker, role, now, by_hand=False)
-
-    def _release_drained(self) -> None:
-        """Lets go of those draining workers that nothing is assigned to any more.
-
-        Only once they said themselves that they drain: what was sent to them before is ahead of
-        this command in their stream.
-        """
-        for key in tuple(self._draining):
-            worker = self.workers.get(key)
-            if worker is not None and worker.assigned:
-                continue
-            self._draining.discard(key)
-            if worker is not None:
-                worker.released = True
-                self._book.out.append(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))
 
     def _lose(
         self,

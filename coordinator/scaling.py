@@ -130,6 +130,8 @@ class Scaler:
         return (
             self.active
             and self._held(pool) is None
+            # Of a pool that is never to be empty it tells that something is wrong.
+            and limits.floor == 0
             and limits.ceiling > 0
             and not self.launches.problem(pool)
         )

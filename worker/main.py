@@ -210,7 +210,9 @@ class _Worker:
             transfer,
             outbox,
             handoffs,
-            max_requests=_REQUESTS_FACTOR * self._pool.max_requests_per_worker,
+            # It may come to serve the other role.
+            max_requests=_REQUESTS_FACTOR
+            * max(config.prefill.max_requests_per_worker, config.decode.max_requests_per_worker),
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
         host = WorkerHost(
