@@ -167,15 +167,20 @@ class Launches:
         return True
 
     def settle(self, pool: Pool, now: float) -> None:
-        """Forgets what failed once one that was started later has served for a while."""
+        """Forgets what failed once a later one has served for a while, or none is wanted."""
         starts = self._starts[pool]
-        if starts.num_failed and any(
-            one.pool is pool
-            and one.since >= starts.failed_at
-            and one.attached_at is not None
-            and now - one.attached_at >= _STABLE_S
+        if not starts.num_failed:
+            return
+        later = [
+            one
             for one in self._all.values()
-        ):
+            if one.pool is pool and one.since >= starts.failed_at and not one.ends
+        ]
+        stable = any(
+            one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
+        )
+        unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
+        if stable or unwanted:
             self._starts[pool] = _Starts()
 
     # ---- Inside.

@@ -26,6 +26,7 @@ class Launched:
     Attributes:
         world: the core's clock and what it sent.
         started, ended: worker ids, in order.
+        there, gone: those that have attached, and those whose process has ended.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Launched:
         config = replace(CONFIG, **config, **(limits or {}))
         self.world = new_world(scaling=ScalingSettings(config, autoscale=autoscale))
         self.there: set[str] = set()
+        self.gone: set[str] = set()
         self.world.handle(ev.LauncherReady({Pool.PREFILL: prefill, Pool.DECODE: decode}))
 
     @property
@@ -58,7 +60,7 @@ class Launched:
     def come_up(self) -> None:
         """Everything that starts attaches."""
         for worker_id in self.started:
-            if worker_id not in self.there and worker_id not in self.ended:
+            if worker_id not in self.there | self.gone and worker_id not in self.ended:
                 self.there.add(worker_id)
                 role = ROLES[self.pool_of(worker_id)]
                 self.world.attach(worker_id, role, startup_ms={"process": 100, "engine": 2000})
@@ -77,7 +79,8 @@ class Launched:
             if worker.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.assigned:
                 stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
                 self.world.handle(ev.WorkerChanged(worker.key, stopped))
-        for worker_id in self.ended:
+        for worker_id in set(self.ended) - self.gone:
+            self.gone.add(worker_id)
             self.world.handle(ev.WorkerExited(worker_id, "was ended"))
 
     def ids(self, pool: Pool) -> set[str]:
