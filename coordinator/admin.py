@@ -23,7 +23,8 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, InvalidArgument, NotFound, abort, shown
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
-Q, A = TypeVar("Q"), TypeVar("A")
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 

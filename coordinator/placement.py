@@ -335,9 +335,10 @@ class Placer:
 
     def ends_in_s(self, request: Request) -> float:
         """Until a request that decodes has all of its output, where it is."""
-        entry, lane = self.router.load(request.decode), request.submission.lane
-        if request.decode is None or entry is None:
+        entry = self.router.load(request.decode) if request.decode is not None else None
+        if entry is None:
             return 0.0
+        lane = request.submission.lane
         model = self._workers.model
         most = max_output_tokens(request.submission, model.max_model_len if model else 0)
         num_more = self._outputs.expected(lane, most, len(request.token_ids))

@@ -203,7 +203,8 @@ class Scaler:
         self.soon(now)
 
     def set_targets(self, targets: Mapping[str, Targets], now: float) -> None:
-        self._config = replace(self._config, targets=tuple((self.targets | targets).items()))
+        changed = {**self.targets, **targets}
+        self._config = replace(self._config, targets=tuple(changed.items()))
         self._hold()
         self.soon(now)
 
