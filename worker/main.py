@@ -128,6 +128,13 @@ class _Worker:
         self._engine_factory = engine_factory
         is_prefill = role == common_pb2.ROLE_PREFILL
         self._pool = config.prefill if is_prefill else config.decode
+        self._max_requests = {
+            role: _REQUESTS_FACTOR * pool.max_requests_per_worker
+            for role, pool in (
+                (common_pb2.ROLE_PREFILL, config.prefill),
+                (common_pb2.ROLE_DECODE, config.decode),
+            )
+        }
         self._startup_ms: dict[str, int] = {}
 
     async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:
@@ -210,9 +217,7 @@ class _Worker:
             transfer,
             outbox,
             handoffs,
-            # It may come to serve the other role.
-            max_requests=_REQUESTS_FACTOR
-            * max(config.prefill.max_requests_per_worker, config.decode.max_requests_per_worker),
+            max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
         host = WorkerHost(
@@ -228,6 +233,7 @@ class _Worker:
             collector=collector,
             handoffs=handoffs,
             startup_ms=self._startup_ms,
+            max_requests=self._max_requests,
         )
         attachment = Attachment(
             self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s

@@ -14,7 +14,7 @@ import pytest
 from processes import COMMAND, UpCluster
 
 from baton.client import AdminClient, BatonClient, Tokens
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SOON_S = 40.0
@@ -154,7 +154,9 @@ async def test_pools_follow_their_load_and_no_request_fails(up):
         load.rate = 0.0
         await running
 
-        # Nothing more: both shrink.
+        # Nothing more: both shrink, sooner where less is promised, since two minutes count.
+        lax = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=3000)
+        await admin.set_targets([lax])
         await until(cluster, lambda event: len(event.workers) == 2)
         requests = await admin.list_requests(include_ended=True)
         assert [one.error for one in requests if one.error] == []
