@@ -8,12 +8,13 @@ import contextlib
 import pytest
 from scripted_worker import WAIT_S, ScriptedWorker
 
-from baton.client import AdminClient, errors
+from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator import events as ev
 from baton.coordinator.crew import Crew
 from baton.coordinator.launcher import WorkerExit
 from baton.coordinator.load_index import Pool
 from baton.coordinator.server import Coordinator
+from baton.runtime.config import PoolLimitsConfig, ScalingSection
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -65,22 +66,29 @@ class ScriptedLauncher:
             await self.end(worker_id)
 
 
-@pytest.fixture
-async def cell(coordinator_config, say_hello):
-    """A coordinator with one worker in each pool, their launcher, and an admin client."""
-    async with Coordinator(coordinator_config(), launched=True) as coordinator:
+@contextlib.asynccontextmanager
+async def launching(config, say_hello, sizes):
+    """A coordinator that starts its workers, their launcher, and an admin client."""
+    async with Coordinator(config, launched=True) as coordinator:
         shell = coordinator.shell
         crew = shell.crew = Crew(shell.post)
         launcher = ScriptedLauncher(coordinator.address, say_hello, crew.on_exit)
         crew.use(launcher)
-        shell.post(ev.LauncherReady(dict.fromkeys(Pool, 1)))
+        shell.post(ev.LauncherReady(dict.fromkeys(Pool, sizes)))
         async with AdminClient(coordinator.address) as admin:
-            await until(admin, lambda event: len(event.workers) == 2)
+            await until(admin, lambda event: len(event.workers) == 2 * sizes)
             yield coordinator, launcher, admin
         shell.post(ev.AdmissionClosed())
         await crew.close()
         assert not launcher.workers
         shell.core.check_integrity()
+
+
+@pytest.fixture
+async def cell(coordinator_config, say_hello):
+    """One worker in each pool."""
+    async with launching(coordinator_config(), say_hello, 1) as made:
+        yield made
 
 
 async def until(admin, done):
@@ -198,6 +206,20 @@ async def test_a_process_that_dies_is_forgotten_and_replaced(cell):
     event = await until(admin, lambda event: ids(event, PREFILL) - {"prefill-0"})
     assert ids(event, PREFILL) == {"prefill-1"}
     assert launcher.ended == ["prefill-0"]
+
+
+async def test_a_request_that_finds_no_workers_has_them_started(coordinator_config, say_hello):
+    limits = PoolLimitsConfig(min_workers=0)
+    scaling = ScalingSection(autoscale=True, prefill=limits, decode=limits, idle_s=600)
+    config = coordinator_config().model_copy(update={"scaling": scaling})
+    async with launching(config, say_hello, 0) as (coordinator, launcher, admin):
+        # The first decision has looked at an empty cell.
+        await until(admin, lambda event: pool(event, DECODE).reason)
+        async with BatonClient(coordinator.address) as client:
+            await client.wait_ready(WAIT_S)
+            done = await client.complete("the fox", max_tokens=4, timeout_s=WAIT_S)
+        assert len(done.token_ids) == 4
+        assert sorted(launcher.workers) == ["decode-0", "prefill-0"]
 
 
 async def test_watching_is_told_of_changes_only_and_by_so_many_at_most(cell):
