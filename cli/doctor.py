@@ -14,8 +14,8 @@ def doctor(address: options.Address = None, as_json: options.Json = False) -> No
 
     Exit code 0: healthy; 1: there are findings.
     """
+    from baton.cli.asking import ask
     from baton.cli.output import print_json
-    from baton.cli.state import ask
     from baton.client.doctor import diagnose, summary
 
     status = ask(address, lambda admin: admin.get_status())

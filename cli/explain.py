@@ -18,8 +18,8 @@ def explain(
     as_json: options.Json = False,
 ) -> None:
     """Show the waterfall of one request, running or recently ended, and its stalls."""
+    from baton.cli.asking import ask
     from baton.cli.output import print_json, print_table
-    from baton.cli.state import ask
     from baton.cli.timeline import print_timeline
     from baton.client import events
 

@@ -16,6 +16,7 @@ import typer
 from baton.cli import (
     bench,
     config,
+    control,
     doctor,
     explain,
     gateway,
@@ -49,6 +50,12 @@ app.command("replay")(replay.replay)
 app.command("top")(top.top)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("scale")(control.scale)
+app.command("targets")(control.targets)
+app.command("autoscale")(control.autoscale)
+app.command("drain")(control.drain)
+app.command("flip")(control.flip)
+app.command("why")(control.why)
 app.command("simulate")(simulate.simulate)
 app.add_typer(config.app, name="config")
 

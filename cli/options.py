@@ -52,6 +52,10 @@ Address = Annotated[
         help="The coordinator's, or several; left out: where one listens by default.",
     ),
 ]
+Watch = Annotated[
+    bool,
+    typer.Option("--watch", help="Again whenever something changes, until Ctrl-C."),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
@@ -66,6 +70,7 @@ def load_config(
     listen: str | None = None,
     num_prefill: int | None = None,
     num_decode: int | None = None,
+    autoscale: bool | None = None,
     http_listen: str | None = None,
 ) -> BatonConfig:
     """The file's configuration with the command line's options over it.
@@ -86,6 +91,7 @@ def load_config(
             "coordinator": {"listen": listen},
             "prefill": {"workers": num_prefill},
             "decode": {"workers": num_decode},
+            "scaling": {"autoscale": autoscale},
             "http": {"listen": http_listen},
         },
     )

@@ -16,6 +16,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def print_json_line(value: Any) -> None:
+    """One line, at once: for those who follow."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
     """A rich table on a terminal, plain aligned columns elsewhere; `empty` when there are no rows.
 

@@ -35,6 +35,12 @@ def up(
         int | None, typer.Option("--prefill", min=0, help="Prefill workers.")
     ] = None,
     decode: Annotated[int | None, typer.Option("--decode", min=0, help="Decode workers.")] = None,
+    autoscale: Annotated[
+        bool | None,
+        typer.Option(
+            "--autoscale/--no-autoscale", help="Whether the pools size themselves by their load."
+        ),
+    ] = None,
     engine_arg: options.EngineArgs = None,
     http_port: Annotated[
         int | None,
@@ -62,6 +68,7 @@ def up(
         listen=listen,
         num_prefill=prefill,
         num_decode=decode,
+        autoscale=autoscale,
         http_listen="" if no_http else None,
     )
     if http_port is not None and not no_http:

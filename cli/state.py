@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
+from baton.cli.asking import ask
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
-    from baton.v1.admin_pb2 import LatencyInfo
+    from baton.v1.admin_pb2 import (
+        LatencyInfo,
+        ListPoolsResponse,
+        PoolInfo,
+        WatchEvent,
+        WorkerInfo,
+    )
 
-T = TypeVar("T")
+
+def pools(
+    address: options.Address = None,
+    as_json: options.Json = False,
+    watch: options.Watch = False,
+) -> None:
+    """Show the two pools and the lanes; with --watch and --json one line per change."""
+    from baton.cli.output import plain, print_json, print_json_line
+
+    if watch and as_json:
+        return _follow(address, True, lambda event: print_json_line(plain(event.pools)))
+    if watch:
+        return _follow(address, False, lambda event: _show_pools(event.pools))
+    answer = ask(address, lambda admin: admin.list_pools())
+    return print_json(plain(answer)) if as_json else _show_pools(answer)
 
 
-def pools(address: options.Address = None, as_json: options.Json = False) -> None:
-    """Show the two pools and the lanes."""
-    from baton.cli.output import enum_name, plain, print_json, print_table
+def _show_pools(answer: ListPoolsResponse) -> None:
+    from baton.cli.output import enum_name, print_table
     from baton.v1 import common_pb2
 
-    answer = ask(address, lambda admin: admin.list_pools())
-    if as_json:
-        return print_json(plain(answer))
     print_table(
-        ("POOL", ">SERVING", ">STARTING", ">DRAINING", ">RUNNING", ">WAITING", ">KV USED"),
+        (
+            "POOL",
+            ">SERVING",
+            ">STARTING",
+            ">DRAINING",
+            ">WANTED",
+            ">RUNNING",
+            ">WAITING",
+            ">KV USED",
+        ),
         [
             (
                 enum_name(common_pb2.Role.DESCRIPTOR, pool.role),
                 str(pool.num_serving),
                 str(pool.num_starting),
                 str(pool.num_draining),
+                _wanted(pool),
                 str(pool.num_running),
                 str(pool.num_waiting),
                 _share(pool.kv_tokens_used, pool.kv_tokens_total),
@@ -40,8 +67,11 @@ def pools(address: options.Address = None, as_json: options.Json = False) -> Non
         ],
         "no pools",
     )
+    for pool in answer.pools:
+        if pool.problem:
+            print(f"{enum_name(common_pb2.Role.DESCRIPTOR, pool.role)}: {pool.problem}")
     print()
-    return print_table(
+    print_table(
         ("LANE", ">QUEUED", ">RUNNING", ">LIMIT", ">OLDEST"),
         [
             (
@@ -57,14 +87,28 @@ def pools(address: options.Address = None, as_json: options.Json = False) -> Non
     )
 
 
-def workers(address: options.Address = None, as_json: options.Json = False) -> None:
+def workers(
+    address: options.Address = None,
+    as_json: options.Json = False,
+    watch: options.Watch = False,
+) -> None:
     """List the workers, and how each has reached others with KV caches."""
-    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.cli.output import plain, print_json, print_json_line
+
+    if watch and as_json:
+        return _follow(
+            address, True, lambda event: print_json_line([plain(one) for one in event.workers])
+        )
+    if watch:
+        return _follow(address, False, lambda event: _show_workers(event.workers))
+    found = ask(address, lambda admin: admin.list_workers())
+    return print_json([plain(worker) for worker in found]) if as_json else _show_workers(found)
+
+
+def _show_workers(found: Sequence[WorkerInfo]) -> None:
+    from baton.cli.output import enum_name, print_table
     from baton.v1 import cluster_pb2, common_pb2
 
-    found = ask(address, lambda admin: admin.list_workers())
-    if as_json:
-        return print_json([plain(worker) for worker in found])
     print_table(
         (
             "WORKER",
@@ -80,7 +124,11 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
         [
             (
                 worker.worker_id,
-                enum_name(common_pb2.Role.DESCRIPTOR, worker.role),
+                " > ".join(
+                    enum_name(common_pb2.Role.DESCRIPTOR, role)
+                    for role in (worker.role, worker.flips_to)
+                    if role
+                ),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),
@@ -94,9 +142,9 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
         "no workers",
     )
     if not found:
-        return None
+        return
     print()
-    return print_table(
+    print_table(
         ("WORKER", "HANDS OVER TO", "BY", "WHY NOT BETTER"),
         [
             (worker.worker_id, peer.worker_id or peer.target, peer.transport, peer.reason or "-")
@@ -142,26 +190,29 @@ def requests(
     )
 
 
-def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-    """The answer of the first coordinator that can be reached.
+def _follow(address: str | None, as_json: bool, show: Callable[[WatchEvent], None]) -> None:
+    """Shows what a coordinator tells, again and again, until it is interrupted."""
+    import sys
 
-    Raises:
-        RemoteError: of the call; of all addresses, when none can be reached.
-    """
-    from baton.cli import interrupts
-    from baton.client import AdminClient, errors
+    async def question(admin: AdminClient) -> None:
+        is_first = True
+        async for event in admin.watch():
+            if not as_json and sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            elif not as_json and not is_first:
+                print()
+            is_first = False
+            show(event)
+            sys.stdout.flush()
 
-    async def ask() -> T:
-        failures = []
-        for one in options.resolve_addresses(address):
-            try:
-                async with AdminClient(one) as admin:
-                    return await question(admin)
-            except errors.UnavailableError as error:
-                failures.append(error)
-        raise errors.of_all(failures)
+    ask(address, question)
 
-    return interrupts.run(ask())
+
+def _wanted(pool: PoolInfo) -> str:
+    """What the pool is to have; a size that was set by hand is marked."""
+    if not pool.max_workers:
+        return "-"
+    return f"{pool.desired} by hand" if pool.HasField("size_by_hand") else str(pool.desired)
 
 
 def _share(used: int, total: int) -> str:

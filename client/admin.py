@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -80,18 +80,82 @@ class AdminClient:
         request = admin_pb2.GetStatusRequest(include_history=include_history)
         return await self._answer(self._stub.GetStatus(request, timeout=self._timeout_s))
 
-    async def list_decisions(
-        self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, limit: int = 0
-    ) -> list[admin_pb2.ScalingDecision]:
-        """The last scaling decisions, newest first; UnimplementedError where nothing scales."""
-        request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
-        answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
-        return list(answer.decisions)
-
     async def cancel_request(self, request_id: str) -> None:
         """Cancels a request. NotFoundError when it is not running."""
         request = admin_pb2.CancelRequestRequest(request_id=request_id)
         await self._answer(self._stub.CancelRequest(request, timeout=self._timeout_s))
+
+    # ---- Sizes. FailedPreconditionError where the coordinator starts no workers.
+
+    async def scale_pool(
+        self, role: common_pb2.Role.ValueType, workers: int
+    ) -> admin_pb2.ScalePoolResponse:
+        """Sets a pool's size, which holds until autoscaling is switched on (again)."""
+        request = admin_pb2.ScalePoolRequest(role=role, workers=workers)
+        return await self._answer(self._stub.ScalePool(request, timeout=self._timeout_s))
+
+    async def set_targets(
+        self, targets: Iterable[admin_pb2.LaneTargets] = ()
+    ) -> list[admin_pb2.LaneTargets]:
+        """Changes what pools are sized for; fields that are absent stay. Returns all lanes'."""
+        request = admin_pb2.SetTargetsRequest(targets=targets)
+        answer = await self._answer(self._stub.SetTargets(request, timeout=self._timeout_s))
+        return list(answer.targets)
+
+    async def set_autoscale(self, *, enabled: bool) -> bool:
+        """Whether pools size themselves from now on."""
+        request = admin_pb2.SetAutoscaleRequest(enabled=enabled)
+        answer = await self._answer(self._stub.SetAutoscale(request, timeout=self._timeout_s))
+        return answer.enabled
+
+    async def drain_worker(self, worker_id: str, drain_s: float | None = None) -> str:
+        """Has a worker finish and leave. NotFoundError when there is none.
+
+        Args:
+            worker_id: attached, or being started.
+            drain_s: what it may take; None: the configured time.
+
+        Returns:
+            What follows, in words.
+        """
+        request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
+        if drain_s is not None:
+            request.timeout.FromMicroseconds(round(drain_s * 1e6))
+        answer = await self._answer(self._stub.DrainWorker(request, timeout=self._timeout_s))
+        return answer.message
+
+    async def flip_worker(self, worker_id: str, role: common_pb2.Role.ValueType) -> str:
+        """Has a worker change to the other pool. NotFoundError when there is none.
+
+        Returns:
+            What follows, in words.
+        """
+        request = admin_pb2.FlipWorkerRequest(worker_id=worker_id, role=role)
+        answer = await self._answer(self._stub.FlipWorker(request, timeout=self._timeout_s))
+        return answer.message
+
+    async def list_decisions(
+        self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, *, limit: int = 0
+    ) -> list[admin_pb2.ScalingDecision]:
+        """The last decisions on a pool's size, newest first; of both pools by default."""
+        request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
+        answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
+        return list(answer.decisions)
+
+    async def watch(
+        self, min_interval_s: float = 1.0
+    ) -> AsyncGenerator[admin_pb2.WatchEvent, None]:
+        """Pools and workers, again whenever they change; without end."""
+        request = admin_pb2.WatchRequest()
+        request.min_interval.FromMicroseconds(round(min_interval_s * 1e6))
+        call = self._stub.Watch(request)
+        try:
+            async for event in call:
+                yield event
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error, self.address) from None
+        finally:
+            call.cancel()
 
     @property
     def _stub(self) -> admin_pb2_grpc.AdminAsyncStub:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
+from baton.coordinator.admin_scaling import ScalingCalls
+from baton.coordinator.autoscale.observer import POOL_OF
 from baton.coordinator.budget import latency_budget
 from baton.coordinator.core import Core
 from baton.coordinator.intake import Intake
@@ -21,25 +23,24 @@ from baton.coordinator.shell import Shell
 from baton.coordinator.status import MAX_SAMPLES, sample, status
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import InvalidArgument, NotFound, abort, shown
+from baton.runtime.errors import BatonError, InvalidArgument, NotFound, abort, shown
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
+
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """State, and cancelling; what it does not carry out yet answers UNIMPLEMENTED.
+    """State and control; the calls on sizes are in admin_scaling.py."""
 
-    Args:
-        launched: whether this coordinator starts the workers of its configuration itself.
-    """
-
-    def __init__(
-        self, shell: Shell, intake: Intake, config: BatonConfig, *, launched: bool
-    ) -> None:
+    def __init__(self, shell: Shell, intake: Intake, config: BatonConfig) -> None:
         self._shell, self._intake, self._config = shell, intake, config
-        self._launched = launched
         self._history: deque[admin_pb2.StatusSample] = deque(maxlen=MAX_SAMPLES)
+        self._scaling = ScalingCalls(
+            shell, config.worker.drain_timeout_s, self._pool, self._snapshot
+        )
 
     @property
     def _core(self) -> Core:
@@ -48,13 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListPools(
         self, request: admin_pb2.ListPoolsRequest, context: object
     ) -> admin_pb2.ListPoolsResponse:
-        return admin_pb2.ListPoolsResponse(
-            pools=[self._pool(role) for role in _ROLES],
-            lanes=[self._lane(lane) for lane in LANES],
-            model=self._intake.model(),
-            generation=self._shell.generation,
-            started_at=_timestamp(self._shell.started_at),
-        )
+        return self._pools()
 
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: Any
@@ -62,17 +57,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if request.role not in (common_pb2.ROLE_UNSPECIFIED, *_ROLES):
             allowed = "ROLE_PREFILL (1), ROLE_DECODE (2), or 0 for both"
             await abort(context, InvalidArgument("role", int(request.role), allowed))
-        now = self._shell.now()
-        names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
-        workers = [
-            _worker_info(
-                worker, names, self._core.latency.describe(WorkerKind.of(worker.hello)), now
-            )
-            for worker in self._core.workers
-            if request.role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
-        ]
-        workers.sort(key=lambda info: (info.role, info.worker_id))
-        return admin_pb2.ListWorkersResponse(workers=workers)
+        return admin_pb2.ListWorkersResponse(workers=self._workers(request.role))
 
     async def ListRequests(
         self, request: admin_pb2.ListRequestsRequest, context: object
@@ -163,9 +148,77 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 num_requests=stall.num_requests,
             )
 
+    async def ScalePool(
+        self, request: admin_pb2.ScalePoolRequest, context: Any
+    ) -> admin_pb2.ScalePoolResponse:
+        return await _answer(context, self._scaling.scale, request)
+
+    async def SetTargets(
+        self, request: admin_pb2.SetTargetsRequest, context: Any
+    ) -> admin_pb2.SetTargetsResponse:
+        return await _answer(context, self._scaling.set_targets, request)
+
+    async def SetAutoscale(
+        self, request: admin_pb2.SetAutoscaleRequest, context: Any
+    ) -> admin_pb2.SetAutoscaleResponse:
+        return await _answer(context, self._scaling.set_autoscale, request)
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: Any
+    ) -> admin_pb2.DrainWorkerResponse:
+        return await _answer(context, self._scaling.drain, request)
+
+    async def FlipWorker(
+        self, request: admin_pb2.FlipWorkerRequest, context: Any
+    ) -> admin_pb2.FlipWorkerResponse:
+        return await _answer(context, self._scaling.flip, request)
+
+    async def ListDecisions(
+        self, request: admin_pb2.ListDecisionsRequest, context: Any
+    ) -> admin_pb2.ListDecisionsResponse:
+        return await _answer(context, self._scaling.decisions, request)
+
+    async def Watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:  # type: ignore[override]
+        try:
+            await self._scaling.watch(request, context.write)
+        except BatonError as error:
+            await abort(context, error)
+
+    def _snapshot(self) -> admin_pb2.WatchEvent:
+        return admin_pb2.WatchEvent(
+            pools=self._pools(), workers=self._workers(common_pb2.ROLE_UNSPECIFIED)
+        )
+
+    def _pools(self) -> admin_pb2.ListPoolsResponse:
+        return admin_pb2.ListPoolsResponse(
+            pools=[self._pool(role) for role in _ROLES],
+            lanes=[self._lane(lane) for lane in LANES],
+            model=self._intake.model(),
+            generation=self._shell.generation,
+            started_at=_timestamp(self._shell.started_at),
+            autoscale=self._core.scaler.active and self._core.scaler.autoscale,
+            targets=self._scaling.targets(),
+        )
+
+    def _workers(self, role: common_pb2.Role.ValueType) -> list[admin_pb2.WorkerInfo]:
+        """Of one role, or of both; in order."""
+        now = self._shell.now()
+        names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
+        workers = [
+            _worker_info(
+                worker, names, self._core.latency.describe(WorkerKind.of(worker.hello)), now
+            )
+            for worker in self._core.workers
+            if role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
+        ]
+        workers.sort(key=lambda info: (info.role, info.worker_id))
+        return workers
+
     def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
         workers = self._core.workers.pool(role)
-        pool = self._config.prefill if role == common_pb2.ROLE_PREFILL else self._config.decode
+        pool, scaler = POOL_OF[role], self._core.scaler
+        floor, ceiling = scaler.limits(pool)
+        past = scaler.decisions[pool]
         loads = [worker.load for worker in workers if worker.load is not None]
         serving = sum(worker.serving for worker in workers)
         draining = sum(worker.state == cluster_pb2.WORKER_STATE_DRAINING for worker in workers)
@@ -173,9 +226,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.PoolInfo(
             role=role,
             num_serving=serving,
-            num_starting=starting,
+            num_starting=starting + scaler.launches.num_starting(pool),
             num_draining=draining,
-            desired=pool.workers if self._launched else 0,
+            desired=scaler.desired(pool),
+            min_workers=floor if scaler.active else 0,
+            max_workers=ceiling if scaler.active else 0,
+            size_by_hand=scaler.by_hand(pool),
+            reason=past[-1].decision.reason if past else "",
+            problem=scaler.launches.problem(pool),
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             kv_tokens_used=sum(load.kv_tokens_used for load in loads),
@@ -192,6 +250,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             max_queued=lane_config(self._config.lanes, lane).max_queued,
             oldest_wait=_duration(waited_s),
         )
+
+
+async def _answer(context: Any, call: Callable[[Q], A], request: Q) -> A:
+    try:
+        return call(request)
+    except BatonError as error:
+        await abort(context, error)
+        raise
 
 
 def _worker_info(
@@ -217,6 +283,7 @@ def _worker_info(
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
         latency=_latency_info(latency),
+        flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
     )
     if worker.load is not None:
         info.load.ClearField("peers")

@@ -335,6 +335,11 @@ class RequestBook:
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.parked(now)
 
+    def move(self, request: Request, now: float) -> None:
+        """Its worker is to do something else: it waits for another, and is no worse for that."""
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
+        self.stats.num_moved += 1
+
     # ---- Out
 
     def finish(

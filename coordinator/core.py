@@ -12,14 +12,20 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.adoption import SETTLED, Adoption
-from baton.coordinator.autoscale.observer import Observer
+from baton.coordinator.autoscale.observer import POOL_OF, Observer
+from baton.coordinator.autoscale.policy import Policy
+from baton.coordinator.autoscale.settings import in_config
+from baton.coordinator.autoscale.types import Drain
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.drains import Drains
+from baton.coordinator.flips import Flips
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placement, Placer
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
+from baton.coordinator.scaling import SCALING, Scaler
 from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
@@ -44,15 +50,20 @@ class Core:
     Args:
         config: limits and times.
         random_bytes: of handoff ids; injected so that a simulation repeats.
+        policy: what sizes the pools; the autoscaler unless told.
 
     Attributes:
         workers: attached ones; read only outside the core.
         stats: counters; read only outside the core.
         latency: what steps cost on the workers; read only outside the core.
+        scaler: how large the pools are to be; read only outside the core.
     """
 
     def __init__(
-        self, config: CoreConfig, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+        self,
+        config: CoreConfig,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        policy: Policy | None = None,
     ) -> None:
         self._config = config
         self._timers: Timers[str | WorkerKey] = Timers()
@@ -63,8 +74,19 @@ class Core:
         self._adoption = Adoption(self._book, self.workers, self._timers)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
-        # Workers that said that they drain and have something assigned.
-        self._draining: set[WorkerKey] = set()
+        self._drains = Drains(self.workers, self.placer, self._emit)
+        self.scaler = Scaler(
+            config.scaling,
+            self.workers,
+            self.observer(),
+            self.stats,
+            self._timers,
+            self._emit,
+            policy,
+        )
+        self._flips = Flips(
+            self._book, self.workers, self.placer, self.scaler, config.scaling.drain_s, self._emit
+        )
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.StreamCancelled: self._stream_cancelled,
@@ -81,6 +103,12 @@ class Core:
             ev.WorkerDetached: self._worker_detached,
             ev.WorkerLost: self._worker_lost,
             ev.DrainAsked: self._drain_asked,
+            ev.FlipAsked: self._flip_asked,
+            ev.LauncherReady: lambda event, now: self.scaler.begin(event.sizes, now),
+            ev.WorkerExited: self._worker_exited,
+            ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
+            ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
+            ev.TargetsAsked: self._targets_asked,
             ev.AdmissionClosed: self._admission_closed,
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
@@ -101,13 +129,18 @@ class Core:
         self._handlers[type(event)](event, now)
         if self._book.room_made:
             self._dispatch(now)
-        if self._draining:
-            self._release_drained()
+        if self._drains:
+            self._drains.release()
+        if self._flips:
+            self._flips.advance()
         return self._book.take_effects()
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None while nothing is timed."""
         return self._timers.next()
+
+    def _emit(self, effect: ev.Effect) -> None:
+        self._book.out.append(effect)
 
     # ---- What the shell may look at
 
@@ -126,10 +159,20 @@ class Core:
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests are admitted, and both pools have a serving worker."""
+        """Whether requests are admitted, and both pools have a serving worker, or will get one."""
         return self._book.closing is None and all(
-            self.workers.serving(role) for role in _POOLS.values()
+            self.workers.serving(role) or self.scaler.wakes(POOL_OF[role])
+            for role in _POOLS.values()
         )
+
+    def flip_error(
+        self, worker: Worker, role: common_pb2.Role.ValueType
+    ) -> errors.BatonError | None:
+        """Why an operator cannot have a worker change to this role now; None when they can."""
+        if worker.role == role:
+            return None
+        limits = self.scaler.flip_error(POOL_OF[worker.role], POOL_OF[role])
+        return self._flips.error(worker, role) or limits
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request of this lane would be admitted now; None when one would."""
@@ -184,6 +227,7 @@ class Core:
         assert queued == len(self._book.lanes)
         self._book.lanes.check_integrity()
         num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
+        num_timers += self.scaler.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
         self.placer.router.check_integrity()
@@ -194,6 +238,7 @@ class Core:
         request = self._book.admit(event.submission, now)
         if request is not None:
             self._adoption.admitted(request, now)
+            self.scaler.arrived(now)
 
     def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
         request = self._book.by_stream(event.to)
@@ -215,12 +260,14 @@ class Core:
             self._book.cancel(request, now, tell=False)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
+        self.scaler.stop()
         self._book.closing = errors.Unavailable("the coordinator is stopping")
         if event.restarts:
             what = "the coordinator is restarting: submit again"
             self._book.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
     def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
+        self.scaler.stop()
         self._book.closing = errors.Unavailable(event.reason)
         for request in self._book.all():
             self._book.fail(request, errors.Unavailable(event.reason), now)
@@ -338,22 +385,25 @@ class Core:
             return
         worker = self.workers.by_id(hello.worker_id)
         if worker is not None and worker.key != key:
-            self._lose(worker, f"was replaced by incarnation {hello.incarnation:016x}", now)
+            replaced = f"was replaced by incarnation {hello.incarnation:016x}"
+            self._lose(worker, replaced, now, ended=False)
             worker = None
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
             self.workers.add(worker)
-            if hello.startup_ms and not event.returns:
-                self.stats.cold_started(worker, now)
+            if not event.returns:
+                self.stats.came_up(worker, now)
+            self.scaler.launches.attached(worker.id, now)
         else:
             # Nothing leads out of draining; the worker may not have heard of it yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
             worker.state = worker.state if drains else hello.state
             worker.hello, worker.role = hello, hello.role
-        if hello.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
-            self._draining.add(key)
+        if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._drains.said(worker)
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive = ""
+        self._flips.heard(worker)
         self._watch(worker, now)
         self.placer.attach(worker)
         adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
@@ -376,6 +426,8 @@ class Core:
         if worker is None:
             return
         load, worker.load = event.load, event.load
+        if worker.flip is not None:
+            self._flips.look(worker, now)
         self.latency.observe(worker, load.steps)
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self.stats.recent.at(now).decode_steps(load.steps)
@@ -437,12 +489,17 @@ class Core:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
             self._lose(worker, reason, now, fenced=False, blame=change.failed)
             return
-        if change.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.released:
-            self._draining.add(worker.key)
+        if change.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._flips.stop(worker)
+            self._drains.said(worker)
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+                # By itself: another may have to take its place.
+                self.scaler.soon(now)
         if change.state:
             worker.state = change.state
         if change.role:
             worker.role = change.role
+            self._flips.heard(worker)
         self.placer.refresh(worker)
         self._book.room_made = True
 
@@ -461,32 +518,62 @@ class Core:
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
             self._lose(worker, event.reason, now)
 
+    def _targets_asked(self, event: ev.TargetsAsked, now: float) -> None:
+        self.scaler.set_targets(event.targets, now)
+        self.stats.recent.targets = in_config(self.scaler.targets)
+
     def _drain_asked(self, event: ev.DrainAsked, now: float) -> None:
         worker = self.workers.by_id(event.worker_id)
+        if worker is None:
+            self.scaler.launches.give_up(event.worker_id)
+        else:
+            self._drain(worker, event.timeout_s, event.reason, now)
+        # Another may have to take its place.
+        self.scaler.soon(now)
+
+    def _drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+        self._flips.stop(worker)
+        self._drains.begin(worker, timeout_s, reason, now)
+        self._watch(worker, now)
+
+    def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        if worker is not None and self.flip_error(worker, event.role) is None:
+            self._flips.begin(worker, event.role, now, by_hand=True)
+
+    def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if worker is not None and not leaves:
+            self.scaler.exited(event, now)
+            self._lose(worker, event.reason, now)
+            return
         if worker is not None:
-            worker.state = cluster_pb2.WORKER_STATE_DRAINING
-            self.placer.refresh(worker)
-            command = cluster_pb2.DrainCommand(reason=event.reason)
-            command.timeout.FromMicroseconds(round(event.timeout_s * 1e6))
-            self._book.out.append(ev.SendCommand(worker.key, command))
+            self._lose(worker, event.reason, now, fenced=False, blame=False)
+        self.scaler.exited(event, now)
 
-    def _release_drained(self) -> None:
-        """Lets go of those draining workers that nothing is assigned to any more.
-
-        Only once they said themselves that they drain: what was sent to them before is ahead of
-        this command in their stream.
-        """
-        for key in tuple(self._draining):
-            worker = self.workers.get(key)
-            if worker is not None and worker.assigned:
+    def _scale(self, now: float) -> None:
+        """Sizes the pools; those that the scaler starts by itself are in its effects."""
+        for action in self.scaler.decide(now):
+            worker = self.workers.by_id(action.worker_id)
+            if worker is None:
                 continue
-            self._draining.discard(key)
-            if worker is not None:
-                worker.released = True
-                self._book.out.append(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))
+            if isinstance(action, Drain):
+                self._drain(worker, self._config.scaling.drain_s, action.reason, now)
+            else:
+                role = _POOLS[action.to.value]
+                if self._flips.error(worker, role) is None:
+                    self._flips.begin(worker, role, now, by_hand=False)
 
     def _lose(
-        self, worker: Worker, reason: str, now: float, *, fenced: bool = True, blame: bool = True
+        self,
+        worker: Worker,
+        reason: str,
+        now: float,
+        *,
+        fenced: bool = True,
+        blame: bool = True,
+        ended: bool = True,
     ) -> None:
         """Takes a worker out; its requests go on elsewhere, and their other workers are told.
 
@@ -496,6 +583,7 @@ class Core:
             now: by the core's clock.
             fenced: False when it leaves by itself.
             blame: whether what it computed may be what ended it.
+            ended: False when another process goes on under its id.
         """
         self.workers.remove(worker, reason)
         self._adoption.lost(worker.key)
@@ -504,6 +592,9 @@ class Core:
         self._timers.cancel(worker.key)
         if fenced or blame:
             self.stats.worker_lost(now)
+        leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if ended:
+            self.scaler.left(worker.id, reason, now, wanted=leaves)
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
@@ -572,7 +663,8 @@ class Core:
         if due <= now:
             # Looked at again, since others may come that could take its requests.
             due = now + silent_s
-        self._timers.set(worker.key, min(due, worker.heard_at + self._config.worker_timeout_s))
+        due = min(due, worker.heard_at + self._config.worker_timeout_s, worker.leaves_by)
+        self._timers.set(worker.key, due)
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         while (key := self._timers.pop_due(now)) is not None:
@@ -586,8 +678,14 @@ class Core:
             if key == SETTLED:
                 self._adoption.settled()
                 continue
+            if key == SCALING:
+                self._scale(now)
+                continue
             worker = self.workers.get(key)
             assert worker is not None
+            if worker.leaves_by <= now:
+                self._lose(worker, "did not leave in time", now)
+                continue
             silent = "was silent" if worker.connected else "was gone"
             if worker.heard_at + self._config.worker_timeout_s <= now:
                 self._lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.coordinator.autoscale.settings import ScalingSettings
 from baton.runtime.config import (
     BatonConfig,
     LanesConfig,
@@ -40,6 +41,7 @@ class CoreConfig:
     max_ended_requests: int = 1024
     # What requests that name none hope for.
     targets: LaneTargetsConfig = field(default_factory=LaneTargetsConfig)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -62,4 +64,5 @@ class CoreConfig:
             tenant_defaults=config.tenant_defaults,
             tenants=config.tenants,
             targets=config.scaling.targets,
+            scaling=ScalingSettings.of(config),
         )

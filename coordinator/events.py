@@ -5,8 +5,11 @@ Protobuf messages inside are payloads that cross the process untouched, or what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.coordinator.autoscale.types import Decision, Targets
+from baton.coordinator.load_index import Pool
 from baton.coordinator.request import EndedRequest, StreamKey, Submission, WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
@@ -137,6 +140,62 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class FlipAsked:
+    """A worker is to serve the other pool; `Core.flip_error` says why it cannot."""
+
+    worker_id: str
+    role: common_pb2.Role.ValueType
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReady:
+    """Workers can be started from now on.
+
+    Attributes:
+        sizes: of the pools, to begin with.
+    """
+
+    sizes: Mapping[Pool, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A process that was started here has ended, or never began; unknown ones are ignored.
+
+    Attributes:
+        reason: in words, continuing "worker w1 ...".
+        loading_failure: the same of one that had not attached, where more is known of it.
+    """
+
+    worker_id: str
+    reason: str
+    loading_failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAsked:
+    """An operator sets a pool's size; `Scaler.scale_error` says why it cannot be so."""
+
+    pool: Pool
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleAsked:
+    """Pools size themselves from now on, or keep their sizes."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TargetsAsked:
+    """What pools are sized for from now on, by lane; other lanes keep theirs."""
+
+    targets: Mapping[str, Targets]
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionClosed:
     """The process is about to stop: no new requests, those admitted go on.
 
@@ -179,6 +238,12 @@ Event = (
     | WorkerDetached
     | WorkerLost
     | DrainAsked
+    | FlipAsked
+    | LauncherReady
+    | WorkerExited
+    | ScaleAsked
+    | AutoscaleAsked
+    | TargetsAsked
     | AdmissionClosed
     | EverythingEnds
     | Tick
@@ -279,6 +344,28 @@ class TellTrace:
     traceparent: str
 
 
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """A process is to be started; answered with WorkerExited when it cannot be."""
+
+    worker_id: str
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorker:
+    """Nothing of a started process is to be left; answered with WorkerExited."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The sizes of the pools were decided on; what follows from it are other effects."""
+
+    decision: Decision
+
+
 Effect = (
     SendAccepted
     | SendDeltas
@@ -289,4 +376,7 @@ Effect = (
     | RefuseWorker
     | FenceWorker
     | TellTrace
+    | StartWorker
+    | EndWorker
+    | Decided
 )

@@ -223,10 +223,12 @@ class _Child:
     async def stop(self, patience_s: float) -> None:
         """SIGTERM, then SIGKILL for whatever is left of its process group."""
         assert self._watch is not None
-        self._stopping = True
+        asked, self._stopping = self._stopping, True
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            # A second SIGTERM would cut its draining short.
+            if not asked:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.terminate()
             try:
                 async with asyncio.timeout(patience_s):
                     await self._process.wait()

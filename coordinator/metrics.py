@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
 from baton.coordinator.lanes import lane_name
+from baton.coordinator.load_index import Pool
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -54,6 +55,7 @@ class CoreCollector(Collector):
         yield running
         yield from self._totals()
         yield self._workers()
+        yield from self._scaling()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._core.stats
@@ -110,6 +112,16 @@ class CoreCollector(Collector):
             ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
             ("baton_parked", "Times that batch requests made room.", stats.num_parked),
             (
+                "baton_moved",
+                "Times that requests went on elsewhere for their worker to change its role.",
+                stats.num_moved,
+            ),
+            (
+                "baton_failed_starts",
+                "Workers that ended before they had served for a while.",
+                stats.num_failed_starts,
+            ),
+            (
                 "baton_adopted",
                 "Requests that workers went on with after another coordinator's end.",
                 stats.num_adopted,
@@ -127,6 +139,39 @@ class CoreCollector(Collector):
             family.add_metric([pool, "draining"], draining)
             family.add_metric([pool, "other"], len(workers) - serving - draining)
         return family
+
+    def _scaling(self) -> Iterator[Metric]:
+        stats, scaler = self._core.stats, self._core.scaler
+        desired = GaugeMetricFamily(
+            "baton_workers_desired", "How many a pool is to have.", labels=["pool"]
+        )
+        starting = GaugeMetricFamily(
+            "baton_workers_starting", "Started and not attached.", labels=["pool"]
+        )
+        starts = CounterMetricFamily("baton_cold_starts", "Workers that came up.", labels=["pool"])
+        for pool in Pool:
+            desired.add_metric([pool.value], scaler.desired(pool))
+            starting.add_metric([pool.value], scaler.launches.num_starting(pool))
+            starts.add_metric([pool.value], stats.cold_starts[pool.value])
+        yield desired
+        yield starting
+        yield starts
+        scalings = CounterMetricFamily(
+            "baton_scale_decisions",
+            "Decisions that change a pool's size, and workers that flip into it.",
+            labels=["pool", "direction"],
+        )
+        for labels, count in tuple(stats.scalings.items()):
+            scalings.add_metric(labels, count)
+        yield scalings
+        family = HistogramMetricFamily(
+            "baton_cold_start_seconds",
+            "How long workers took to come up, by stage; total: from the order on.",
+            labels=["stage"],
+        )
+        for stage, histogram in stats.cold_start_s.items():
+            _add(family, [stage], histogram)
+        yield family
 
 
 def registry(core: Core) -> CollectorRegistry:

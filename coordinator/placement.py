@@ -335,6 +335,24 @@ class Placer:
         # Behind others it waits for whole steps.
         return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
 
+    def ends_in_s(self, request: Request) -> float:
+        """Until a request that decodes has all of its output, where it is."""
+        entry = self.router.load(request.decode) if request.decode is not None else None
+        if entry is None:
+            return 0.0
+        lane = request.submission.lane
+        model = self._workers.model
+        most = max_output_tokens(request.submission, model.max_model_len if model else 0)
+        num_more = self._outputs.expected(lane, most, len(request.token_ids))
+        return num_more * entry.itl_with_s(0, 0)
+
+    def goes_on_in_s(self, request: Request) -> float:
+        """Until it would go on elsewhere: its prompt and what is known computed once more."""
+        wait_s = self._wait_s(request, self.router.match(self._hashes(request)))
+        num_workers = self.router.num_prefill_workers
+        ahead_s = sum(self._sum_waiting_s.values()) / num_workers if num_workers else 0.0
+        return wait_s + ahead_s
+
     # ---- Inside.
 
     def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float | None:

@@ -17,9 +17,11 @@ from baton.coordinator.admin import AdminService
 from baton.coordinator.attach import ClusterService
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.crew import Crew
 from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
-from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
+from baton.coordinator.launcher import BATON, LocalLauncher
+from baton.coordinator.load_index import Pool
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import SAMPLE_S
 from baton.coordinator.tokenization import Tokenizer
@@ -105,8 +107,7 @@ class Coordinator:
         )
         intake = Intake(self.shell.core, self._tokenizer, self._config, model)
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
-        # What it leaves out is UNIMPLEMENTED in the generated base, abstract only to mypy.
-        admin = AdminService(self.shell, intake, self._config, launched=self._launched)  # type: ignore[abstract]
+        admin = AdminService(self.shell, intake, self._config)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.shell, coordinator), self._server
@@ -167,7 +168,7 @@ class Coordinator:
             self.shell.post(ev.DrainAsked(worker_id, timeout_s, "the coordinator stops"))
 
     async def wait_serving(self, worker_ids: Iterable[str]) -> None:
-        """Until all these workers are attached and serve."""
+        """Until all these workers serve, or are no longer waited for."""
         wanted, changed = list(worker_ids), asyncio.Event()
         self.shell.watch_members(changed.set)
         while self.not_serving(wanted):
@@ -175,9 +176,8 @@ class Coordinator:
             await changed.wait()
 
     def not_serving(self, worker_ids: Iterable[str]) -> list[str]:
-        """Those of these workers that are not attached, or do not serve."""
-        serving = {worker.id for worker in self.shell.core.workers if worker.serving}
-        return [worker_id for worker_id in worker_ids if worker_id not in serving]
+        """Those of these workers that were started and have not attached."""
+        return [one for one in worker_ids if self.shell.core.scaler.launches.is_starting(one)]
 
     async def _follow_health(self) -> None:
         serving = False
@@ -246,57 +246,55 @@ async def _serve_with_workers(
     stop: asyncio.Event,
     command: Sequence[str],
 ) -> int:
-    exits: asyncio.Queue[WorkerExit] = asyncio.Queue()  # One entry per worker at most.
-
-    def on_exit(worker_exit: WorkerExit) -> None:
-        _log.error("%s", worker_exit)
-        coordinator.shell.post(ev.WorkerLost(worker_exit.worker_id, worker_exit.reason))
-        exits.put_nowait(worker_exit)
-
+    shell = coordinator.shell
+    crew = shell.crew = Crew(shell.post)
+    on_exit = crew.on_exit
     launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit, command)
-    roles = {
-        f"{role}-{number}": role
-        for role, pool in (("prefill", config.prefill), ("decode", config.decode))
-        for number in range(pool.workers)
-    }
+    crew.use(launcher)
+    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     try:
-        for worker_id, role in roles.items():
-            await launcher.start(worker_id, role)
-        if await _all_serve(coordinator, roles, exits, stop, config.worker.start_timeout_s):
+        shell.post(ev.LauncherReady(sizes))
+        first = shell.core.scaler.launches.worker_ids
+        timeout_s = config.worker.start_timeout_s
+        if await _all_serve(coordinator, first, crew.first_failure, stop, timeout_s):
             ready(coordinator.address)
             await stop.wait()
-        # 1. Admit nothing more; let what runs end.
+        # 1. Admit nothing more, size nothing any more; let what runs end.
         await coordinator.drain(config.coordinator.drain_timeout_s)
         # 2. The workers leave.
-        coordinator.drain_workers(roles, config.worker.drain_timeout_s)
+        started = shell.core.scaler.launches.worker_ids
+        coordinator.drain_workers(started, config.worker.drain_timeout_s)
     finally:
         # 3. Nothing of them is left; 4. the servers close, in the caller.
-        await launcher.stop()
+        await crew.close()
     return 0
 
 
 async def _all_serve(
     coordinator: Coordinator,
     worker_ids: Iterable[str],
-    exits: asyncio.Queue[WorkerExit],
+    failure: asyncio.Future[str],
     stop: asyncio.Event,
     timeout_s: float,
 ) -> bool:
     """Waits until all workers serve; False when asked to stop first.
 
+    Once they do, one that ends is replaced; until then it tells of something that is wrong.
+
     Raises:
         WorkersFailed: one ended, or they took too long.
     """
     serving = asyncio.create_task(coordinator.wait_serving(worker_ids))
-    exited = asyncio.create_task(exits.get())
     stopped = asyncio.create_task(stop.wait())
-    tasks = (serving, exited, stopped)
+    tasks = (serving, stopped)
     try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (*tasks, failure), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if stopped.done():
             return False
-        if exited.done():
-            raise WorkersFailed(exited.result().loading_failure)
+        if failure.done():
+            raise WorkersFailed(failure.result())
         if not serving.done():
             late = ", ".join(coordinator.not_serving(worker_ids))
             raise WorkersFailed(f"not serving after worker.start_timeout_s {timeout_s:g}: {late}")

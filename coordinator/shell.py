@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
+from baton.coordinator.crew import Crew
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
 from baton.coordinator.request import StreamKey, WorkerKey
@@ -58,6 +59,7 @@ class Shell:
         tracing: takes the spans of requests; None: nobody does.
         generation: of this coordinator; random per start, never 0.
         started_at: wall clock, seconds since the epoch.
+        crew: who starts and ends workers here; None: nobody does.
     """
 
     def __init__(self, core: Core) -> None:
@@ -67,6 +69,7 @@ class Shell:
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
         self.started_at = time.time()
+        self.crew: Crew | None = None
         self._sessions: dict[int, ClientSession] = {}
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
@@ -88,6 +91,9 @@ class Shell:
             ev.RefuseWorker: self._refuse_worker,
             ev.FenceWorker: self._fence_worker,
             ev.TellTrace: self._tell_trace,
+            ev.StartWorker: self._start_worker,
+            ev.EndWorker: self._end_worker,
+            ev.Decided: self._decided,
         }
 
     @staticmethod
@@ -292,6 +298,20 @@ class Shell:
             arrived_ns = round((time.time() - age_s) * 1e9)
             self.tracing.record(effect.traceparent, request_span(effect.record, arrived_ns))
 
+    def _start_worker(self, effect: ev.StartWorker) -> None:
+        if self.crew is not None:
+            _log.info("starting a worker", extra={"worker": effect.worker_id})
+            self.crew.start(effect.worker_id, effect.pool)
+
+    def _end_worker(self, effect: ev.EndWorker) -> None:
+        if self.crew is not None:
+            self.crew.end(effect.worker_id)
+
+    def _decided(self, effect: ev.Decided) -> None:
+        if effect.decision.actions:
+            for one in (effect.decision.prefill, effect.decision.decode):
+                _log.info("%s %d -> %d: %s", one.pool.value, one.current, one.target, one.reason)
+
     # ---- Time
 
     def _arm(self) -> None:
@@ -317,5 +337,10 @@ _MEMBERSHIP = (
     ev.WorkerChanged,
     ev.WorkerLost,
     ev.DrainAsked,
+    ev.FlipAsked,
+    ev.LauncherReady,
+    ev.WorkerExited,
+    ev.ScaleAsked,
+    ev.AutoscaleAsked,
     ev.Tick,
 )

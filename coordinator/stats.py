@@ -18,6 +18,9 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_START_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Of a worker's start: what its Hello may name, and "total": from the order until it attached.
+_START_STAGES = ("process", "transfer", "engine", "kv", "warm_up", "other", "total")
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
@@ -102,8 +105,13 @@ class CoreStats:
         num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
         num_recoveries: attempts lost whose requests went on.
         num_parked: times that a batch request made room for interactive ones.
-        cold_starts: the latest, oldest first.
+        latest_cold_starts: oldest first.
         num_adopted: requests that a worker went on with after another coordinator's end.
+        num_moved: times that a request went on elsewhere so that its worker could change roles.
+        cold_starts: workers that came up, by pool.
+        cold_start_s: how long they took, by stage.
+        num_failed_starts: workers that ended before they had served for a while.
+        scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
     """
 
     def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
@@ -125,7 +133,30 @@ class CoreStats:
         self.num_recoveries = 0
         self.num_parked = 0
         self.num_adopted = 0
-        self.cold_starts: deque[ColdStart] = deque(maxlen=_NUM_COLD_STARTS)
+        self.latest_cold_starts: deque[ColdStart] = deque(maxlen=_NUM_COLD_STARTS)
+        self.num_moved = 0
+        self.cold_starts: Counter[str] = Counter()
+        self.cold_start_s = {stage: Histogram(_START_S) for stage in _START_STAGES}
+        self.num_failed_starts = 0
+        self.scalings: Counter[tuple[str, str]] = Counter()
+
+    def came_up(self, worker: Worker, now: float) -> None:
+        """A worker has attached for the first time, and may say how long its stages took."""
+        startup_ms = worker.hello.startup_ms
+        self.cold_starts[common_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()] += 1
+        if startup_ms:
+            lasted_s = sum(startup_ms.values()) / 1e3
+            self.latest_cold_starts.append(ColdStart(now, worker.id, worker.role, lasted_s))
+        for stage, milliseconds in startup_ms.items():
+            known = stage if stage in self.cold_start_s and stage != "total" else "other"
+            self.cold_start_s[known].observe(milliseconds / 1e3)
+
+    def cold_started(self, seconds: float) -> None:
+        """From the order to start a worker until it was there."""
+        self.cold_start_s["total"].observe(seconds)
+
+    def scaled(self, pool: str, direction: str) -> None:
+        self.scalings[pool, direction] += 1
 
     def admitted(self, request: Request, now: float) -> None:
         self.recent.at(now).lanes[request.submission.lane].num_admitted += 1
@@ -210,11 +241,6 @@ class CoreStats:
     def parked(self, now: float) -> None:
         self.num_parked += 1
         self.recent.at(now).counts["parked"] += 1
-
-    def cold_started(self, worker: Worker, now: float) -> None:
-        """A worker attached that says how long its start took."""
-        lasted_s = sum(worker.hello.startup_ms.values()) / 1e3
-        self.cold_starts.append(ColdStart(now, worker.id, worker.role, lasted_s))
 
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1

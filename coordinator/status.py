@@ -62,7 +62,7 @@ def status(
         num_workers_unresponsive=window.counts["workers_unresponsive"],
     )
     found.at.FromMicroseconds(round(wall_s * 1e6))
-    for start in reversed(stats.cold_starts):
+    for start in reversed(stats.latest_cold_starts):
         age_s = now - start.at
         if age_s <= _COLD_STARTS_S:
             told = found.cold_starts.add(worker_id=start.worker_id, role=start.role)

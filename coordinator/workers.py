@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,23 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 _MAX_FENCED = 4096
 # Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
 _MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
+
+
+@dataclass(slots=True)
+class Flipping:
+    """A worker that gives up its role for another.
+
+    Attributes:
+        since, until: by the core's clock; what it has not finished then is done elsewhere.
+        by_hand: an operator wants it.
+        told: it has nothing of its role any more, and was told.
+    """
+
+    into: common_pb2.Role.ValueType
+    since: float
+    until: float
+    by_hand: bool
+    told: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +57,8 @@ class Worker:
         alone: a suspect request that it is given by itself, until answered.
         slow_steps: the latest of its engine.
         released: it drains, and was told that nothing more will come.
+        leaves_by: it is out then, whatever it still does; infinite unless it was told to drain.
+        flip: its way into the other pool, while it is on it.
     """
 
     hello: cluster_pb2.Hello
@@ -60,6 +80,8 @@ class Worker:
     alone: str = ""
     released: bool = False
     slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
+    leaves_by: float = math.inf
+    flip: Flipping | None = None
 
     def __post_init__(self) -> None:
         self.key = self.hello.worker_id, self.hello.incarnation
@@ -75,6 +97,7 @@ class Worker:
             self.connected
             and self.state == cluster_pb2.WORKER_STATE_SERVING
             and not self.unresponsive
+            and self.flip is None
         )
 
     def assign(self, request_id: str, num_tokens: int) -> None:

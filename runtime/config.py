@@ -357,6 +357,10 @@ class PoolLimitsConfig(Section):
 class ScalingSection(Section):
     """How the pools size themselves."""
 
+    autoscale: bool = Field(
+        False,
+        description="whether baton up changes the pools' sizes by itself; off, they have workers",
+    )
     targets: LaneTargetsConfig = Field(default_factory=LaneTargetsConfig)
     prefill: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
     decode: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
@@ -371,7 +375,11 @@ class ScalingSection(Section):
     down_window_s: float = Field(
         180.0, ge=0, description="a pool shrinks to the most it needed within this time"
     )
+    idle_s: PositiveSeconds = Field(
+        300.0, description="without a request for so long a pool with min_workers 0 ends its last"
+    )
     flip: bool = Field(True, description="whether workers may change roles")
+    flip_quiet_s: float = Field(120.0, ge=0, description="between a flip and one back")
 
 
 class SimulatedConfig(Section):

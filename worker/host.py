@@ -28,6 +28,7 @@ class WorkerHost:
         worker_id, incarnation, host_id: who this is; see cluster.proto.
         role: to begin with; the coordinator may say otherwise.
         startup_ms: how long the start took, by stage.
+        max_requests: held at once, by role.
 
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
@@ -50,11 +51,13 @@ class WorkerHost:
         collector: WorkerCollector,
         handoffs: HandoffLog,
         startup_ms: Mapping[str, int],
+        max_requests: Mapping[common_pb2.Role.ValueType, int],
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
         self._handoffs, self._startup_ms = handoffs, startup_ms
+        self._max_requests = max_requests
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -155,7 +158,8 @@ class WorkerHost:
             case "cancel":
                 self._runner.cancel(message.cancel)
             case "set_role":
-                self._role = message.set_role.role
+                # Nothing else changes: the engine does what either role's commands say.
+                self._serve(message.set_role.role)
                 self._say_state("the coordinator set the role")
             case "drain":
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
@@ -169,7 +173,7 @@ class WorkerHost:
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
         if role != common_pb2.ROLE_UNSPECIFIED:
-            self._role = role
+            self._serve(role)
         self._runner.columns = True
         self.attached.set()
 
@@ -182,6 +186,15 @@ class WorkerHost:
 
     def abandon(self, reason: str) -> None:
         self._runner.fail_all(Unavailable(reason))
+
+    def _serve(self, role: common_pb2.Role.ValueType) -> None:
+        if role not in self._max_requests:
+            # From a newer coordinator; it can see that nothing came of it.
+            _log.warning("unknown role %s", role)
+            return
+        self._role = role
+        self._runner.max_requests = self._max_requests[role]
+        self._collector.serves(common_pb2.Role.Name(role).removeprefix("ROLE_").lower())
 
     def _say_state(self, reason: str, *, failed: bool = False) -> None:
         change = cluster_pb2.WorkerStateChanged(

@@ -34,6 +34,7 @@ from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
+from baton.worker.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,13 @@ class _Worker:
         self._engine_factory = engine_factory
         is_prefill = role == common_pb2.ROLE_PREFILL
         self._pool = config.prefill if is_prefill else config.decode
+        self._max_requests = {
+            role: _REQUESTS_FACTOR * pool.max_requests_per_worker
+            for role, pool in (
+                (common_pb2.ROLE_PREFILL, config.prefill),
+                (common_pb2.ROLE_DECODE, config.decode),
+            )
+        }
         self._startup_ms: dict[str, int] = {}
 
     async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:
@@ -181,7 +189,15 @@ class _Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
-        # 4. Metrics and spans; the engine's processes were forked before these have threads.
+        # 4. What the first steps take is over before anybody's request comes.
+        begun_at = monotonic()
+        try:
+            await warm_up(engine, info, config.worker.start_timeout_s)
+        except EngineDead as error:
+            raise WorkerFailed(f"engine: {error}") from None
+        self._mark("warm_up", begun_at)
+
+        # 5. Metrics and spans; the engine's processes were forked before these have threads.
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
         collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
         metrics = MetricsServer(config.worker.metrics_listen, collector.registry())
@@ -193,7 +209,7 @@ class _Worker:
         stack.push_async_callback(asyncio.to_thread, spans.close)
         handoffs = HandoffLog(spans)
 
-        # 5. The requests' keeper, and the stream to the coordinator.
+        # 6. The requests' keeper, and the stream to the coordinator.
         outbox = Outbox()
         runner = Runner(
             engine,
@@ -201,7 +217,7 @@ class _Worker:
             transfer,
             outbox,
             handoffs,
-            max_requests=_REQUESTS_FACTOR * self._pool.max_requests_per_worker,
+            max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
         host = WorkerHost(
@@ -217,6 +233,7 @@ class _Worker:
             collector=collector,
             handoffs=handoffs,
             startup_ms=self._startup_ms,
+            max_requests=self._max_requests,
         )
         attachment = Attachment(
             self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s

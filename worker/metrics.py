@@ -54,6 +54,11 @@ class WorkerCollector(Collector):
         self._transports = transports
         self.snapshot = Snapshot()
 
+    def serves(self, role: str) -> None:
+        """The worker's role from now on."""
+        # A new one: a scrape may be reading the old one.
+        self._labels = {**self._labels, "role": role}
+
     def registry(self) -> CollectorRegistry:
         registry = CollectorRegistry()
         registry.register(self)

@@ -81,7 +81,7 @@ class Runner:
         max_requests: int,
         open_timeout_s: float,
     ) -> None:
-        self._engine, self._outbox, self._max_requests = engine, outbox, max_requests
+        self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
         self._cache = CacheReports(outbox)
         self.idle = asyncio.Event()
@@ -169,7 +169,7 @@ class Runner:
         """Prepares for a decode that follows, or a cancel."""
         attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, command.handoff)
         self._drop_expected(command.spec.request_id)
-        if len(self._held) + len(self._expected) + len(self._cleanups) >= self._max_requests:
+        if len(self._held) + len(self._expected) + len(self._cleanups) >= self.max_requests:
             return
         self.idle.clear()
         held = self._expected[command.spec.request_id] = _Held(attempt, self.decode)
@@ -268,9 +268,9 @@ class Runner:
                     self._free_later(after)
                 return
             self._drop(older, "superseded")
-        if len(self._held) + len(self._cleanups) >= self._max_requests:
+        if len(self._held) + len(self._cleanups) >= self.max_requests:
             refusal = ResourceExhausted(
-                f"this worker holds {self._max_requests} requests, its most",
+                f"this worker holds {self.max_requests} requests, its most",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )

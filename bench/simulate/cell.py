@@ -19,15 +19,8 @@ from baton.bench.simulate.record import Record
 from baton.bench.simulate.traces import Arrival
 from baton.bench.tally import Tally
 from baton.coordinator import events as ev
-from baton.coordinator.autoscale.types import (
-    Action,
-    Drain,
-    Flip,
-    Observation,
-    Phase,
-    Want,
-    WorkerView,
-)
+from baton.coordinator.autoscale.settings import ScalingSettings
+from baton.coordinator.autoscale.types import Flip, Want
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.load_index import Pool
@@ -35,7 +28,10 @@ from baton.coordinator.request import StreamKey, Submission, WorkerKey
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 ROLES = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
+_POOLS = {role: pool for pool, role in ROLES.items()}
 _START_S = 1000.0
+# For workers that leave, and those that change roles.
+_DRAIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +65,11 @@ class _Member:
 
     Attributes:
         engine: None while it starts.
-        into: the pool that it changes to, once drained.
     """
 
     worker_id: str
     pool: Pool
-    since: float
     engine: Engine | None = None
-    into: Pool | None = None
-    incarnation: int = 1
     gone: bool = False
 
 
@@ -114,14 +106,15 @@ class SimulatedCell:
         self.now = _START_S
         self.tally = Tally()
         self.record = Record(_START_S, gpus or dict.fromkeys(Pool, 1))
-        self.core = Core(config, random.Random(seed).randbytes)
+        settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
+        self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)
         self._random = random.Random(seed)
-        self._observer = self.core.observer()
-        self._shapes, self._policy, self._cold = shapes, policy, cold_start or ColdStart()
+        self._shapes, self._cold = shapes, cold_start or ColdStart()
         self._flip_s, self._heartbeat_s = flip_s, heartbeat_s
         self._agenda: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._order = itertools.count()
-        self._numbers = itertools.count(1)
+        # Workers that are there from the beginning need no cold start.
+        self._began = False
         self._engines: dict[WorkerKey, Engine] = {}
         self._members: dict[str, _Member] = {}
         self._lane = common_pb2.LANE_INTERACTIVE
@@ -158,10 +151,8 @@ class SimulatedCell:
             sizes: workers that serve from the beginning.
             lasts_s: how long the pools are sized and paid for, at least.
         """
-        for pool, number in sizes.items():
-            for _ in range(number):
-                self._attach(self._new(pool))
-        self.at(self.now, self._decide)
+        self._post(ev.LauncherReady(sizes))
+        self._began = True
         self._next_arrival(iter(arrivals), 0)
         end = _START_S + lasts_s
         self._run(end)
@@ -173,22 +164,20 @@ class SimulatedCell:
 
     # ---- Workers.
 
-    def _new(self, pool: Pool) -> _Member:
-        member = _Member(f"{pool.value}-{next(self._numbers)}", pool, self.now)
+    def _start(self, effect: ev.StartWorker) -> None:
+        member = _Member(effect.worker_id, effect.pool)
         self._members[member.worker_id] = member
-        self.record.worker_began(member.worker_id, pool, self.now)
-        return member
-
-    def _start(self, pool: Pool) -> None:
-        member = self._new(pool)
-        self.record.cold_start(self._cold.total_s)
-        self.at(self.now + self._cold.total_s, self._attach, member)
+        self.record.worker_began(member.worker_id, effect.pool, self.now)
+        wait_s = 0.0
+        if self._began:
+            wait_s = self._cold.total_s
+            self.record.cold_start(wait_s)
+        self.at(self.now + wait_s, self._attach, member)
 
     def _attach(self, member: _Member) -> None:
         if member.gone:
             return
-        key = (member.worker_id, member.incarnation)
-        shape = self._shapes[member.pool]
+        key, shape = (member.worker_id, 1), self._shapes[member.pool]
         member.engine = self._engines[key] = Engine(self, key, ROLES[member.pool], shape)
         self._post(ev.WorkerAttached(_hello(key, ROLES[member.pool], shape)))
         self._beat(member.engine)
@@ -205,81 +194,45 @@ class SimulatedCell:
         self.at(self.now + worker.shape.delay_s, self._post, event)
 
     def ended(self, worker: Engine) -> None:
-        """It has drained: it leaves, or comes back in the other role without a cold start."""
+        """It has drained, and leaves."""
         self._engines.pop(worker.key, None)
-        member = self._members[worker.key[0]]
-        member.engine = None
-        if member.into is None:
-            self._remove(member)
-            return
-        member.pool, member.into, member.since = member.into, None, self.now
-        member.incarnation += 1
-        # Its last message, that it has stopped, goes first.
-        self.at(self.now + worker.shape.delay_s + self._flip_s, self._attach, member)
+        self._members[worker.key[0]].engine = None
+        self._remove(worker.key[0])
 
-    def _remove(self, member: _Member) -> None:
-        member.gone = True
-        del self._members[member.worker_id]
-        self.record.worker_ended(member.worker_id, self.now)
+    def _remove(self, worker_id: str) -> None:
+        member = self._members.pop(worker_id, None)
+        if member is not None:
+            member.gone = True
+            self.record.worker_ended(worker_id, self.now)
 
     # ---- Sizes.
 
-    def _decide(self) -> None:
-        observation = self._observe()
-        decision = self._policy.decide(observation, self.now)
-        for action in decision.actions:
-            self._obey(action)
-        self.record.decided(self.now, decision, self.tally.latest(95), self._sizes())
-        self.at(self.now + self._policy.interval_s, self._decide)
+    def _decided(self, effect: ev.Decided) -> None:
+        for action in effect.decision.actions:
+            if isinstance(action, Want):
+                what = f"{action.pool.value}: {action.num_workers} wanted"
+            elif isinstance(action, Flip):
+                what = f"{action.worker_id} flips to {action.to.value}"
+            else:
+                what = f"{action.worker_id} drains"
+            self.record.event(self.now, what)
+        sizes = {pool: len(self.core.workers.serving(role)) for pool, role in ROLES.items()}
+        self.record.decided(self.now, effect.decision, self.tally.latest(95), sizes)
 
-    def _observe(self) -> Observation:
-        starting = [
-            WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
-            for one in self._members.values()
-            if one.engine is None
-        ]
-        seen = self._observer.observe(self._policy.config, self.now, starting)
-        views = []
-        for view in seen.workers:
-            member = self._members.get(view.worker_id)
-            if member is not None and member.into is not None:
-                # On its way into the other pool.
-                view = replace(view, pool=member.into, phase=Phase.STARTING, since=member.since)
-            views.append(view)
-        return replace(seen, workers=tuple(views))
-
-    def _sizes(self) -> dict[Pool, int]:
-        """Workers that serve."""
-        return {pool: len(self.core.workers.serving(role)) for pool, role in ROLES.items()}
-
-    def _obey(self, action: Action) -> None:
-        if isinstance(action, Want):
-            present = sum(
-                (one.into or one.pool) is action.pool and not self._drains(one)
-                for one in self._members.values()
-            )
-            for _ in range(action.num_workers - present):
-                self._start(action.pool)
-            self.record.event(self.now, f"{action.pool.value}: {action.num_workers} wanted")
+    def _command(self, effect: ev.SendCommand) -> None:
+        engine = self._engines.get(effect.worker)
+        if engine is None:
             return
-        member = self._members.get(action.worker_id)
-        if member is None:
-            return
-        if isinstance(action, Flip):
-            member.into, member.since = action.to, self.now
-            self.record.worker_moved(member.worker_id, action.to)
-            self.record.event(self.now, f"{member.worker_id} flips to {action.to.value}")
-        elif isinstance(action, Drain):
-            self.record.event(self.now, f"{member.worker_id} drains")
-        if member.engine is None:
-            self._remove(member)
-        else:
-            self._post(ev.DrainAsked(member.worker_id, 600.0, "scaling"))
+        wait_s = engine.shape.delay_s
+        if isinstance(effect.command, cluster_pb2.SetRoleCommand):
+            self.record.worker_moved(effect.worker[0], _POOLS[effect.command.role])
+            wait_s += self._flip_s
+        self.at(self.now + wait_s, engine.take, effect.command)
 
-    def _drains(self, member: _Member) -> bool:
-        worker = self.core.workers.by_id(member.worker_id)
-        drains = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
-        return drains and member.into is None
+    def _end(self, effect: ev.EndWorker) -> None:
+        """Nothing of a process is to be left: one that has said so has left by itself."""
+        self._remove(effect.worker_id)
+        self.at(self.now, self._post, ev.WorkerExited(effect.worker_id, "was ended"))
 
     # ---- Clients.
 
@@ -309,13 +262,17 @@ class SimulatedCell:
                     if not common_pb2.TokenDelta.FromString(delta).offset:
                         record.first_token(to.stream, now)
             elif isinstance(effect, ev.SendCommand):
-                engine = self._engines.get(effect.worker)
-                if engine is not None:
-                    self.at(now + engine.shape.delay_s, engine.take, effect.command)
+                self._command(effect)
             elif isinstance(effect, ev.SendFinished):
                 record.finished(effect.to.stream, now)
             elif isinstance(effect, ev.SendFailed):
                 record.failed(effect.to.stream, now, str(effect.error))
+            elif isinstance(effect, ev.StartWorker):
+                self._start(effect)
+            elif isinstance(effect, ev.EndWorker):
+                self._end(effect)
+            elif isinstance(effect, ev.Decided):
+                self._decided(effect)
 
 
 def _hello(key: WorkerKey, role: common_pb2.Role.ValueType, shape: Shape) -> cluster_pb2.Hello:

@@ -81,6 +81,9 @@ class Engine:
             self._cancel((command.request_id, command.attempt))
         elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
             self._begin(command)
+        elif isinstance(command, cluster_pb2.SetRoleCommand):
+            self.role = command.role
+            self._say(cluster_pb2.WORKER_STATE_SERVING)
         elif isinstance(command, cluster_pb2.DrainCommand):
             self._say(cluster_pb2.WORKER_STATE_DRAINING)
         elif isinstance(command, cluster_pb2.ReleaseCommand):
@@ -89,7 +92,7 @@ class Engine:
             self.host.ended(self)
 
     def _say(self, state: cluster_pb2.WorkerState.ValueType) -> None:
-        change = cluster_pb2.WorkerStateChanged(state=state)
+        change = cluster_pb2.WorkerStateChanged(state=state, role=self.role)
         self.host.tell(self, ev.WorkerChanged(self.key, change))
 
     def _begin(self, command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from baton.coordinator.autoscale.autoscaler import decide
+from baton.coordinator.autoscale.policy import Autoscaler, Policy
 from baton.coordinator.autoscale.sizing import Members
 from baton.coordinator.autoscale.types import (
     Action,
@@ -12,30 +10,12 @@ from baton.coordinator.autoscale.types import (
     Observation,
     PoolDecision,
     ScalingConfig,
-    State,
 )
 from baton.coordinator.load_index import Pool
 
+__all__ = ["Baton", "Policy", "Static", "decision"]
 
-class Policy(Protocol):
-    """Attributes: config: targets and limits; interval_s: between two decisions."""
-
-    config: ScalingConfig
-    interval_s: float
-
-    def decide(self, observation: Observation, now: float) -> Decision: ...
-
-
-class Baton:
-    """The production autoscaler."""
-
-    def __init__(self, config: ScalingConfig) -> None:
-        self.config, self.interval_s = config, config.interval_s
-        self._state = State()
-
-    def decide(self, observation: Observation, now: float) -> Decision:
-        decision, self._state = decide(observation, self.config, self._state, now)
-        return decision
+Baton = Autoscaler
 
 
 class Static:

@@ -170,7 +170,7 @@ def test_a_started_worker_is_paid_from_the_order_on_and_serves_after_its_stages(
 
 
 def test_a_drained_worker_leaves_when_its_requests_have_ended_and_none_fails():
-    made = cell(Script(at_10=(Drain("decode-3", "test"),)))
+    made = cell(Script(at_10=(Drain("decode-1", "test"),)))
     record = made.run(steady(10, 30), sizes(1, 2), 31)
     made.core.check_integrity()
     assert not record.reasons
@@ -180,7 +180,7 @@ def test_a_drained_worker_leaves_when_its_requests_have_ended_and_none_fails():
 
 
 def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
-    made = cell(Script(at_10=(Flip("prefill-2", Pool.DECODE, "test"),)))
+    made = cell(Script(at_10=(Flip("prefill-1", Pool.DECODE, "test"),)))
     record = made.run(steady(10, 30), sizes(2, 1), 31)
     made.core.check_integrity()
     assert not record.reasons

@@ -26,6 +26,8 @@ COMMAND = (sys.executable, "-m", "baton.cli.main")
 class Cluster:
     """A coordinator, and workers as they are started. Logs go to files in `directory`."""
 
+    _command = "coordinator"
+
     def __init__(self, directory: Path, model: str, **sections: dict[str, object]) -> None:
         self.vocabulary = Vocabulary.load(model)
         self._directory = directory
@@ -73,7 +75,7 @@ class Cluster:
         self._start_coordinator("--listen", self.address)
 
     def _start_coordinator(self, *arguments: str) -> None:
-        process = self._start("coordinator", "coordinator", *arguments)
+        process = self._start("coordinator", self._command, *arguments)
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], START_S)[0], "no coordinator"
         line = process.stdout.readline()
@@ -202,3 +204,12 @@ class Cluster:
             )
         self._processes[name] = process
         return process
+
+
+class UpCluster(Cluster):
+    """`baton up`: the coordinator starts its workers itself."""
+
+    _command = "up"
+
+    def _start_coordinator(self, *arguments: str) -> None:
+        super()._start_coordinator(*arguments, "--no-http")

@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
+
+DRAINING = cluster_pb2.WORKER_STATE_DRAINING
 
 
 def machine(World, output) -> type[RuleBasedStateMachine]:
@@ -62,6 +64,30 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
                 self.world.handle(ev.WorkerDetached(key))
             else:
                 self.world.handle(ev.WorkerHeard(key))
+
+        @rule(
+            worker=st.sampled_from(["p1", "p2", "d1", "d2"]),
+            role=st.sampled_from([common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE]),
+        )
+        def flip(self, worker, role):
+            self.world.handle(ev.FlipAsked(worker, role, "test"))
+
+        @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
+        def obey(self, worker):
+            """Does what it was told last of its role, or of leaving."""
+            key, change = (worker, self.incarnations.get(worker, 0)), None
+            for command in self.world.commands[worker]:
+                if isinstance(command, cluster_pb2.SetRoleCommand):
+                    change = cluster_pb2.WorkerStateChanged(role=command.role)
+                elif isinstance(command, cluster_pb2.DrainCommand):
+                    change = cluster_pb2.WorkerStateChanged(state=DRAINING)
+            if change is not None:
+                self.world.handle(ev.WorkerChanged(key, change))
+            self.world.handle(ev.WorkerLoad(key, cluster_pb2.LoadReport(num_running=1)))
+
+        @rule(worker=st.sampled_from(["p2", "d2"]))
+        def drain(self, worker):
+            self.world.handle(ev.DrainAsked(worker, 2.0, "test"))
 
         @precondition(lambda self: self.world.core.running())
         @rule(

@@ -24,7 +24,7 @@ async def test_a_worker_introduces_itself(coordinator, start_worker, model):
     assert hello.kv_address.startswith("127.0.0.1:")
     assert hello.incarnation
     assert hello.host_id
-    assert {"process", "transfer", "engine"} <= set(hello.startup_ms)
+    assert {"process", "transfer", "engine", "warm_up"} <= set(hello.startup_ms)
 
 
 async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, vocabulary):

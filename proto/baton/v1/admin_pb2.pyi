@@ -126,7 +126,11 @@ class ListPoolsResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    AUTOSCALE_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
+    autoscale: _builtins.bool
+    """Whether the pools size themselves."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolInfo]: ...
     @_builtins.property
@@ -135,6 +139,10 @@ class ListPoolsResponse(_message.Message):
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneTargets]:
+        """What they are sized for."""
+
     def __init__(
         self,
         *,
@@ -143,10 +151,12 @@ class ListPoolsResponse(_message.Message):
         model: _common_pb2.ModelDescription | None = ...,
         generation: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
+        autoscale: _builtins.bool = ...,
+        targets: _abc.Iterable[Global___LaneTargets] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lanes", b"lanes", "model", b"model", "pools", b"pools", "started_at", b"started_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscale", b"autoscale", "generation", b"generation", "lanes", b"lanes", "model", b"model", "pools", b"pools", "started_at", b"started_at", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,6 +177,9 @@ class PoolInfo(_message.Message):
     KV_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    SIZE_BY_HAND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     num_serving: _builtins.int
     num_starting: _builtins.int
@@ -179,6 +192,12 @@ class PoolInfo(_message.Message):
     kv_tokens_total: _builtins.int
     min_workers: _builtins.int
     max_workers: _builtins.int
+    size_by_hand: _builtins.int
+    """A size that was set by hand, which autoscaling keeps to until it is switched on again."""
+    reason: _builtins.str
+    """Of the last decision, in words."""
+    problem: _builtins.str
+    """Why workers do not start; empty when they do."""
     def __init__(
         self,
         *,
@@ -193,12 +212,17 @@ class PoolInfo(_message.Message):
         kv_tokens_total: _builtins.int = ...,
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
+        size_by_hand: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand", "size_by_hand", b"size_by_hand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "max_workers", b"max_workers", "min_workers", b"min_workers", "num_draining", b"num_draining", "num_running", b"num_running", "num_serving", b"num_serving", "num_starting", b"num_starting", "num_waiting", b"num_waiting", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand", "desired", b"desired", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "max_workers", b"max_workers", "min_workers", b"min_workers", "num_draining", b"num_draining", "num_running", b"num_running", "num_serving", b"num_serving", "num_starting", b"num_starting", "num_waiting", b"num_waiting", "problem", b"problem", "reason", b"reason", "role", b"role", "size_by_hand", b"size_by_hand"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__size_by_hand: _TypeAlias = _typing.Literal["size_by_hand"]  # noqa: Y015
+    _WhichOneofArgType__size_by_hand: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_by_hand) -> _WhichOneofReturnType__size_by_hand | None: ...
 
 Global___PoolInfo: _TypeAlias = PoolInfo  # noqa: Y015
 
@@ -316,6 +340,7 @@ class WorkerInfo(_message.Message):
     STARTUP_MS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
+    FLIPS_TO_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -327,6 +352,8 @@ class WorkerInfo(_message.Message):
     pid: _builtins.int
     num_requests: _builtins.int
     """Requests the coordinator has there."""
+    flips_to: _common_pb2.Role.ValueType
+    """The role that it changes to, while it finishes what it has; UNSPECIFIED otherwise."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -372,10 +399,11 @@ class WorkerInfo(_message.Message):
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         peers: _abc.Iterable[Global___WorkerPeer] | None = ...,
         latency: Global___LatencyInfo | None = ...,
+        flips_to: _common_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,16 +1361,20 @@ class ScalePoolResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What wins and why, in words."""
     @_builtins.property
     def pool(self) -> Global___PoolInfo: ...
     def __init__(
         self,
         *,
         pool: Global___PoolInfo | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1358,22 +1390,34 @@ class LaneTargets(_message.Message):
     PERCENTILE_FIELD_NUMBER: _builtins.int
     lane: _common_pb2.Lane.ValueType
     ttft_ms: _builtins.int
+    """0: nothing is promised. In a request, what is absent stays as it is."""
     itl_ms: _builtins.int
     percentile: _builtins.float
-    """0 to 100, such as 95."""
+    """More than 0 and less than 100, such as 95."""
     def __init__(
         self,
         *,
         lane: _common_pb2.Lane.ValueType = ...,
-        ttft_ms: _builtins.int = ...,
-        itl_ms: _builtins.int = ...,
-        percentile: _builtins.float = ...,
+        ttft_ms: _builtins.int | None = ...,
+        itl_ms: _builtins.int | None = ...,
+        percentile: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "percentile", b"percentile", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_ms", b"itl_ms", "lane", b"lane", "percentile", b"percentile", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "lane", b"lane", "percentile", b"percentile", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__itl_ms: _TypeAlias = _typing.Literal["itl_ms"]  # noqa: Y015
+    _WhichOneofArgType__itl_ms: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms"]  # noqa: Y015
+    _WhichOneofReturnType__percentile: _TypeAlias = _typing.Literal["percentile"]  # noqa: Y015
+    _WhichOneofArgType__percentile: _TypeAlias = _typing.Literal["_percentile", b"_percentile"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_ms) -> _WhichOneofReturnType__itl_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__percentile) -> _WhichOneofReturnType__percentile | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
 
 Global___LaneTargets: _TypeAlias = LaneTargets  # noqa: Y015
 
@@ -1463,7 +1507,9 @@ class DrainWorkerRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     @_builtins.property
-    def timeout(self) -> _duration_pb2.Duration: ...
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long it may take; absent: the configured time. What has not ended then goes on elsewhere."""
+
     def __init__(
         self,
         *,
@@ -1482,12 +1528,17 @@ Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
 class DrainWorkerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What follows, in words."""
     def __init__(
         self,
+        *,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1519,12 +1570,17 @@ Global___FlipWorkerRequest: _TypeAlias = FlipWorkerRequest  # noqa: Y015
 class FlipWorkerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What follows, in words."""
     def __init__(
         self,
+        *,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1537,7 +1593,9 @@ class ListDecisionsRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
+    """UNSPECIFIED for both pools."""
     limit: _builtins.int
+    """Of each pool; 0 for all that are remembered."""
     def __init__(
         self,
         *,
@@ -1602,16 +1660,24 @@ class ScalingDecision(_message.Message):
     TO_WORKERS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    NEEDED_WORKERS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     from_workers: _builtins.int
     to_workers: _builtins.int
     reason: _builtins.str
     """In words."""
+    needed_workers: _builtins.int
+    """What the load alone would need."""
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def inputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The numbers it rests on, by name."""
+
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it has been the same; `at` is the last time."""
 
     def __init__(
         self,
@@ -1622,10 +1688,12 @@ class ScalingDecision(_message.Message):
         to_workers: _builtins.int = ...,
         reason: _builtins.str = ...,
         inputs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        needed_workers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "from_workers", b"from_workers", "inputs", b"inputs", "reason", b"reason", "role", b"role", "to_workers", b"to_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "from_workers", b"from_workers", "inputs", b"inputs", "needed_workers", b"needed_workers", "reason", b"reason", "role", b"role", "since", b"since", "to_workers", b"to_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1637,7 +1705,9 @@ class WatchRequest(_message.Message):
 
     MIN_INTERVAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def min_interval(self) -> _duration_pb2.Duration: ...
+    def min_interval(self) -> _duration_pb2.Duration:
+        """Absent: a second. At least a tenth of one."""
+
     def __init__(
         self,
         *,
@@ -1663,7 +1733,9 @@ class WatchEvent(_message.Message):
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]: ...
     @_builtins.property
-    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]: ...
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
+        """Since the event before; the newest of each pool in the first one."""
+
     def __init__(
         self,
         *,

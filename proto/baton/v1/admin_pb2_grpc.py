@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
+    """State and control of one cell: a coordinator with its two pools.
     """
 
     def __init__(self, channel):
@@ -104,8 +103,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
+    """State and control of one cell: a coordinator with its two pools.
     """
 
     def ListPools(self, request, context):
@@ -148,32 +146,42 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Sets a pool's size by hand. FAILED_PRECONDITION outside its floor and ceiling.
+        """The calls on sizes answer FAILED_PRECONDITION where a coordinator starts no workers.
+
+        Sets a pool's size by hand. It holds, whatever the load, until autoscaling is switched on
+        (again). FAILED_PRECONDITION outside its floor and ceiling.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTargets(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What pools are sized for. Answers with the targets of all lanes.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetAutoscale(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """On: the pools size themselves, those with a size by hand too. Off: they keep their sizes.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The worker takes nothing new, finishes what it has, and leaves; a pool that is then too small
+        gets another. NOT_FOUND: no such worker.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlipWorker(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The worker changes to the other pool, without loading anything again, when its requests have
+        ended or moved; sizes by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION: it
+        does not serve, it is the last of its pool, or a pool would leave its limits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -186,7 +194,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Pools and workers, again whenever they change, at most once per interval.
+        """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
+        fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,8 +278,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
+    """State and control of one cell: a coordinator with its two pools.
     """
 
     @staticmethod

@@ -27,9 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminStub:
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
-    """
+    """State and control of one cell: a coordinator with its two pools."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -45,21 +43,34 @@ class AdminStub:
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
     """Cancels a request; idempotent. NOT_FOUND when it is not running."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]
-    """Sets a pool's size by hand. FAILED_PRECONDITION outside its floor and ceiling."""
+    """The calls on sizes answer FAILED_PRECONDITION where a coordinator starts no workers.
+
+    Sets a pool's size by hand. It holds, whatever the load, until autoscaling is switched on
+    (again). FAILED_PRECONDITION outside its floor and ceiling.
+    """
     SetTargets: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTargetsRequest, _admin_pb2.SetTargetsResponse]
+    """What pools are sized for. Answers with the targets of all lanes."""
     SetAutoscale: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetAutoscaleRequest, _admin_pb2.SetAutoscaleResponse]
+    """On: the pools size themselves, those with a size by hand too. Off: they keep their sizes."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
+    """The worker takes nothing new, finishes what it has, and leaves; a pool that is then too small
+    gets another. NOT_FOUND: no such worker.
+    """
     FlipWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlipWorkerRequest, _admin_pb2.FlipWorkerResponse]
+    """The worker changes to the other pool, without loading anything again, when its requests have
+    ended or moved; sizes by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION: it
+    does not serve, it is the last of its pool, or a pool would leave its limits.
+    """
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListDecisionsRequest, _admin_pb2.ListDecisionsResponse]
     """The last scaling decisions of a pool, newest first, with their numbers and reasons."""
     Watch: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchEvent]
-    """Pools and workers, again whenever they change, at most once per interval."""
+    """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
+    fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
-    """
+    """State and control of one cell: a coordinator with its two pools."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPools: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]  # type: ignore[assignment]
@@ -72,20 +83,33 @@ class AdminAsyncStub(AdminStub):
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
     """Cancels a request; idempotent. NOT_FOUND when it is not running."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]  # type: ignore[assignment]
-    """Sets a pool's size by hand. FAILED_PRECONDITION outside its floor and ceiling."""
+    """The calls on sizes answer FAILED_PRECONDITION where a coordinator starts no workers.
+
+    Sets a pool's size by hand. It holds, whatever the load, until autoscaling is switched on
+    (again). FAILED_PRECONDITION outside its floor and ceiling.
+    """
     SetTargets: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTargetsRequest, _admin_pb2.SetTargetsResponse]  # type: ignore[assignment]
+    """What pools are sized for. Answers with the targets of all lanes."""
     SetAutoscale: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetAutoscaleRequest, _admin_pb2.SetAutoscaleResponse]  # type: ignore[assignment]
+    """On: the pools size themselves, those with a size by hand too. Off: they keep their sizes."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """The worker takes nothing new, finishes what it has, and leaves; a pool that is then too small
+    gets another. NOT_FOUND: no such worker.
+    """
     FlipWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlipWorkerRequest, _admin_pb2.FlipWorkerResponse]  # type: ignore[assignment]
+    """The worker changes to the other pool, without loading anything again, when its requests have
+    ended or moved; sizes by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION: it
+    does not serve, it is the last of its pool, or a pool would leave its limits.
+    """
     ListDecisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListDecisionsRequest, _admin_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """The last scaling decisions of a pool, newest first, with their numbers and reasons."""
     Watch: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchEvent]  # type: ignore[assignment]
-    """Pools and workers, again whenever they change, at most once per interval."""
+    """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
+    fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
-    """State and control of one cell: a coordinator with its two pools. Calls that a coordinator does not
-    carry out yet answer UNIMPLEMENTED.
-    """
+    """State and control of one cell: a coordinator with its two pools."""
 
     @_abc_1.abstractmethod
     def ListPools(
@@ -138,35 +162,48 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ScalePoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ScalePoolResponse, _abc.Awaitable[_admin_pb2.ScalePoolResponse]]:
-        """Sets a pool's size by hand. FAILED_PRECONDITION outside its floor and ceiling."""
+        """The calls on sizes answer FAILED_PRECONDITION where a coordinator starts no workers.
+
+        Sets a pool's size by hand. It holds, whatever the load, until autoscaling is switched on
+        (again). FAILED_PRECONDITION outside its floor and ceiling.
+        """
 
     @_abc_1.abstractmethod
     def SetTargets(
         self,
         request: _admin_pb2.SetTargetsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.SetTargetsResponse, _abc.Awaitable[_admin_pb2.SetTargetsResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.SetTargetsResponse, _abc.Awaitable[_admin_pb2.SetTargetsResponse]]:
+        """What pools are sized for. Answers with the targets of all lanes."""
 
     @_abc_1.abstractmethod
     def SetAutoscale(
         self,
         request: _admin_pb2.SetAutoscaleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.SetAutoscaleResponse, _abc.Awaitable[_admin_pb2.SetAutoscaleResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.SetAutoscaleResponse, _abc.Awaitable[_admin_pb2.SetAutoscaleResponse]]:
+        """On: the pools size themselves, those with a size by hand too. Off: they keep their sizes."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
         self,
         request: _admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
+        """The worker takes nothing new, finishes what it has, and leaves; a pool that is then too small
+        gets another. NOT_FOUND: no such worker.
+        """
 
     @_abc_1.abstractmethod
     def FlipWorker(
         self,
         request: _admin_pb2.FlipWorkerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.FlipWorkerResponse, _abc.Awaitable[_admin_pb2.FlipWorkerResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.FlipWorkerResponse, _abc.Awaitable[_admin_pb2.FlipWorkerResponse]]:
+        """The worker changes to the other pool, without loading anything again, when its requests have
+        ended or moved; sizes by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION: it
+        does not serve, it is the last of its pool, or a pool would leave its limits.
+        """
 
     @_abc_1.abstractmethod
     def ListDecisions(
@@ -182,6 +219,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchEvent], _abc.AsyncIterator[_admin_pb2.WatchEvent]]:
-        """Pools and workers, again whenever they change, at most once per interval."""
+        """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
+        fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -802,6 +802,10 @@ Global___CancelCommand: _TypeAlias = CancelCommand  # noqa: Y015
 
 @_typing.final
 class SetRoleCommand(_message.Message):
+    """The worker serves this role from now on and says so (WorkerStateChanged). It has nothing of the
+    other one any more but handoffs that are on their way; nothing is loaded again.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int

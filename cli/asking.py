@@ -1,0 +1,35 @@
+"""Asking a coordinator, or the first of several that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.client import AdminClient
+
+T = TypeVar("T")
+
+
+def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """Puts a question to the first address where a coordinator is.
+
+    Raises:
+        RemoteError: none is there, or it refuses.
+    """
+    from baton.cli import interrupts
+    from baton.client import AdminClient, errors
+
+    async def asking() -> T:
+        failures = []
+        for one in options.resolve_addresses(address):
+            try:
+                async with AdminClient(one) as admin:
+                    return await question(admin)
+            except errors.UnavailableError as error:
+                failures.append(error)
+        raise errors.of_all(failures)
+
+    return interrupts.run(asking())

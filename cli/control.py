@@ -1,0 +1,242 @@
+"""`baton scale`, `targets`, `autoscale`, `drain`, `flip`, `why`: the sizes of the pools."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.asking import ask
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from baton.client import AdminClient
+    from baton.v1 import admin_pb2, common_pb2
+
+
+class PoolName(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class LaneName(StrEnum):
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+class Switch(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+Pool = Annotated[PoolName, typer.Argument(metavar="POOL", help="prefill or decode")]
+Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton workers` calls it.")]
+Wait = Annotated[
+    float,
+    typer.Option("--wait", min=0, metavar="SECONDS", help="Until it is done; exit code 1 if late."),
+]
+_POLL_S = 0.2
+
+
+def scale(
+    pool: Pool,
+    workers: Annotated[int, typer.Argument(metavar="N", min=0, help="Workers.")],
+    wait: Wait = 0.0,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Set a pool's size; it holds, whatever the load, until `baton autoscale on`."""
+    from baton.cli.output import plain, print_json
+
+    async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
+        answer = await admin.scale_pool(_role(pool), workers)
+        if wait:
+            what = f"{pool.value} does not have {workers} workers"
+            await _until(admin, lambda event: _has_size(event, pool, workers), wait, what)
+        return answer
+
+    answer = ask(address, question)
+    if as_json:
+        return print_json(plain(answer))
+    return print(answer.message)
+
+
+def targets(
+    lane: Annotated[LaneName, typer.Option("--lane")] = LaneName.INTERACTIVE,
+    ttft_ms: Annotated[
+        int | None, typer.Option("--ttft-ms", min=0, help="Time to first token; 0: no promise.")
+    ] = None,
+    itl_ms: Annotated[
+        int | None, typer.Option("--itl-ms", min=0, help="Inter-token latency; 0: no promise.")
+    ] = None,
+    percentile: Annotated[
+        float | None, typer.Option("--percentile", help="That they hold for, such as 95.")
+    ] = None,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what the pools are sized for, or change it; what is not named stays."""
+    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.v1 import admin_pb2, common_pb2
+
+    changed = []
+    if (ttft_ms, itl_ms, percentile) != (None, None, None):
+        number = common_pb2.Lane.Value(f"LANE_{lane.value.upper()}")
+        changed.append(
+            admin_pb2.LaneTargets(
+                lane=number, ttft_ms=ttft_ms, itl_ms=itl_ms, percentile=percentile
+            )
+        )
+    found = ask(address, lambda admin: admin.set_targets(changed))
+    if as_json:
+        return print_json([plain(one) for one in found])
+    return print_table(
+        ("LANE", ">TTFT", ">ITL", ">PERCENTILE"),
+        [
+            (
+                enum_name(common_pb2.Lane.DESCRIPTOR, one.lane),
+                f"{one.ttft_ms} ms" if one.ttft_ms else "-",
+                f"{one.itl_ms} ms" if one.itl_ms else "-",
+                f"{one.percentile:g}",
+            )
+            for one in found
+        ],
+        "no targets",
+    )
+
+
+def autoscale(
+    switch: Annotated[Switch, typer.Argument(metavar="on|off")],
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Let the pools size themselves, or keep the sizes they have; on takes sizes by hand back."""
+    from baton.cli.output import print_json
+
+    enabled = ask(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
+    if as_json:
+        return print_json({"enabled": enabled})
+    return print(f"autoscaling is {'on' if enabled else 'off'}")
+
+
+def drain(
+    worker: Worker,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", min=0.001, metavar="SECONDS", help="Then what runs goes on elsewhere."
+        ),
+    ] = None,
+    wait: Wait = 0.0,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Have a worker take nothing new, finish what it has, and leave."""
+    from baton.cli.output import print_json
+
+    async def question(admin: AdminClient) -> str:
+        message = await admin.drain_worker(worker, timeout)
+        if wait:
+            what = f"{worker} has not left"
+            await _until(admin, lambda event: _has_left(event, worker), wait, what)
+        return message
+
+    message = ask(address, question)
+    return print_json({"message": message}) if as_json else print(message)
+
+
+def flip(
+    worker: Worker,
+    role: Annotated[PoolName, typer.Argument(metavar="POOL", help="prefill or decode")],
+    wait: Wait = 0.0,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Have a worker change to the other pool, without loading its model again."""
+    from baton.cli.output import print_json
+
+    async def question(admin: AdminClient) -> str:
+        message = await admin.flip_worker(worker, _role(role))
+        if wait:
+            what = f"{worker} does not serve {role.value}"
+            await _until(admin, lambda event: _serves(event, worker, role), wait, what)
+        return message
+
+    message = ask(address, question)
+    return print_json({"message": message}) if as_json else print(message)
+
+
+def why(
+    pool: Annotated[
+        PoolName | None, typer.Argument(metavar="[POOL]", help="prefill or decode; both without.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Of each pool; 0: all.")] = 5,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say why the pools have the sizes they have: the last decisions with their numbers."""
+    from baton.cli.output import enum_name, plain, print_json
+    from baton.v1 import common_pb2
+
+    role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
+    found = ask(address, lambda admin: admin.list_decisions(role, limit=limit))
+    if as_json:
+        return print_json([plain(one) for one in found])
+    if not found:
+        return print("nothing has been decided yet")
+    for one in found:
+        name = enum_name(common_pb2.Role.DESCRIPTOR, one.role)
+        size = f"{one.from_workers} -> {one.to_workers}"
+        if one.from_workers == one.to_workers:
+            size = f"{one.to_workers}"
+        since, at = _clock(one.since.ToDatetime()), _clock(one.at.ToDatetime())
+        print(f"{since if since == at else f'{since} to {at}'} UTC  {name} {size}: {one.reason}")
+        print("  " + ", ".join(f"{key} {one.inputs[key]:.4g}" for key in sorted(one.inputs)))
+    return None
+
+
+def _role(pool: PoolName) -> common_pb2.Role.ValueType:
+    from baton.v1 import common_pb2
+
+    return common_pb2.ROLE_PREFILL if pool is PoolName.PREFILL else common_pb2.ROLE_DECODE
+
+
+def _clock(at: datetime) -> str:
+    return at.strftime("%H:%M:%S")
+
+
+def _has_size(event: admin_pb2.WatchEvent, pool: PoolName, workers: int) -> bool:
+    found = next(one for one in event.pools.pools if one.role == _role(pool))
+    return (found.num_serving, found.num_draining) == (workers, 0)
+
+
+def _has_left(event: admin_pb2.WatchEvent, worker: str) -> bool:
+    return worker not in {one.worker_id for one in event.workers}
+
+
+def _serves(event: admin_pb2.WatchEvent, worker: str, role: PoolName) -> bool:
+    return any((one.worker_id, one.role) == (worker, _role(role)) for one in event.workers)
+
+
+async def _until(
+    admin: AdminClient,
+    done: Callable[[admin_pb2.WatchEvent], bool],
+    wait_s: float,
+    what: str,
+) -> None:
+    """Watches until something is so; raises DeadlineExceeded when it takes too long."""
+    from baton.runtime.errors import DeadlineExceeded
+
+    try:
+        async with asyncio.timeout(wait_s), contextlib.aclosing(admin.watch(_POLL_S)) as events:
+            async for event in events:
+                if done(event):
+                    return
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} after {wait_s:g} s") from None

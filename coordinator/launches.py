@@ -1,0 +1,200 @@
+"""The worker processes that the core has started: until they attach, while they serve, as they end.
+
+No I/O, no clock: it says which are to start and to end, and is told what became of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from baton.coordinator import events as ev
+from baton.coordinator.autoscale.types import Phase, WorkerView
+from baton.coordinator.load_index import Pool
+from baton.coordinator.stats import CoreStats
+from baton.coordinator.workers import WorkerRegistry
+
+# After a start that failed, twice as long after each one that follows.
+_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
+# One that dies sooner after it attached has not started properly either.
+_STABLE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A process from the order to start it until nothing of it is left.
+
+    Attributes:
+        since: when it was ordered.
+        attached_at: None: not yet.
+        ends: it is to end, or has left: it holds its GPUs until the launcher says otherwise.
+    """
+
+    worker_id: str
+    pool: Pool
+    since: float
+    attached_at: float | None = None
+    ends: bool = False
+
+    @property
+    def starting(self) -> bool:
+        return self.attached_at is None and not self.ends
+
+
+@dataclass(slots=True)
+class _Starts:
+    """How starting goes in one pool: what failed in a row, why, and when to try again."""
+
+    num_failed: int = 0
+    problem: str = ""
+    failed_at: float = 0.0
+    not_before: float = 0.0
+
+
+class Launches:
+    """Owns the processes. Ids are never used twice.
+
+    Args:
+        workers: that are attached.
+        emit: takes effects.
+    """
+
+    def __init__(
+        self, workers: WorkerRegistry, stats: CoreStats, emit: Callable[[ev.Effect], None]
+    ) -> None:
+        self._workers, self._stats, self._emit = workers, stats, emit
+        self._all: dict[str, _Launch] = {}
+        self._starts = {pool: _Starts() for pool in Pool}
+        self._numbers = {pool: itertools.count() for pool in Pool}
+
+    # ---- What others may ask.
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Of processes that are not known to have ended."""
+        return list(self._all)
+
+    def num_starting(self, pool: Pool) -> int:
+        """Started and not attached; each counts once."""
+        return sum(one.pool is pool and one.starting for one in tuple(self._all.values()))
+
+    def is_starting(self, worker_id: str) -> bool:
+        one = self._all.get(worker_id)
+        return one is not None and one.starting
+
+    def views(self) -> Iterator[WorkerView]:
+        """Those that nobody sees among the attached: they start, or hold GPUs still."""
+        for one in self._all.values():
+            if one.starting:
+                yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
+            elif one.ends and self._workers.by_id(one.worker_id) is None:
+                yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
+
+    def problem(self, pool: Pool) -> str:
+        """Why workers of this pool did not start lately; empty when all is well."""
+        return self._starts[pool].problem
+
+    def not_before(self, pool: Pool) -> float:
+        """When the next one may be started, by the core's clock."""
+        return self._starts[pool].not_before
+
+    # ---- What the scaler wants.
+
+    def start(self, pool: Pool, number: int, now: float) -> None:
+        """Starts so many; while starts fail one at a time, each later than the one before."""
+        starts = self._starts[pool]
+        if now < starts.not_before:
+            return
+        if starts.num_failed:
+            number = min(number, 1 - self.num_starting(pool))
+        for _ in range(number):
+            worker_id = next(
+                name
+                for name in (f"{pool.value}-{count}" for count in self._numbers[pool])
+                if self._workers.by_id(name) is None
+            )
+            self._all[worker_id] = _Launch(worker_id, pool, now)
+            self._emit(ev.StartWorker(worker_id, pool))
+
+    def give_up(self, worker_id: str) -> None:
+        """One that has not attached is not waited for any longer; others are left alone."""
+        one = self._all.get(worker_id)
+        if one is not None and one.starting:
+            self._end(one)
+
+    # ---- What happens.
+
+    def attached(self, worker_id: str, now: float) -> None:
+        """A worker is there for the first time."""
+        one = self._all.get(worker_id)
+        if one is not None and one.attached_at is None:
+            one.attached_at = now
+            self._stats.cold_started(now - one.since)
+
+    def moved(self, worker_id: str, pool: Pool) -> None:
+        """A worker serves in this pool from now on."""
+        if (one := self._all.get(worker_id)) is not None:
+            one.pool = pool
+
+    def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
+        """A worker is out of the cluster: of its process nothing is to be left either.
+
+        Returns:
+            Whether it was started here and was not to leave.
+        """
+        one = self._all.get(worker_id)
+        if one is None or one.ends:
+            return False
+        self._end(one)
+        if not wanted:
+            self._lost(one, reason, now)
+        return not wanted
+
+    def exited(self, event: ev.WorkerExited, now: float) -> bool:
+        """A process has ended, or was never there.
+
+        Returns:
+            Whether it was not to.
+        """
+        one = self._all.pop(event.worker_id, None)
+        if one is None or one.ends:
+            return False
+        # It is to be forgotten, and what it may have left behind is to go.
+        self._emit(ev.EndWorker(one.worker_id))
+        loading = event.loading_failure if one.attached_at is None else ""
+        self._lost(one, loading or event.reason, now)
+        return True
+
+    def settle(self, pool: Pool, now: float) -> None:
+        """Forgets what failed once a later one has served for a while, or none is wanted."""
+        starts = self._starts[pool]
+        if not starts.num_failed:
+            return
+        later = [
+            one
+            for one in self._all.values()
+            if one.pool is pool and one.since >= starts.failed_at and not one.ends
+        ]
+        stable = any(
+            one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
+        )
+        unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
+        if stable or unwanted:
+            self._starts[pool] = _Starts()
+
+    # ---- Inside.
+
+    def _end(self, one: _Launch) -> None:
+        one.ends = True
+        self._emit(ev.EndWorker(one.worker_id))
+
+    def _lost(self, one: _Launch, reason: str, now: float) -> None:
+        if one.attached_at is not None and now - one.attached_at >= _STABLE_S:
+            return
+        starts = self._starts[one.pool]
+        starts.num_failed += 1
+        wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
+        starts.failed_at, starts.not_before = now, now + wait_s
+        starts.problem = f"worker {one.worker_id} {reason}"
+        self._stats.num_failed_starts += 1

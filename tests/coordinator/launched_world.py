@@ -1,0 +1,105 @@
+"""A core that starts its own workers, and a launcher that does what the test says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.coordinator import events as ev
+from baton.coordinator.autoscale.settings import ScalingSettings
+from baton.coordinator.autoscale.types import PoolLimits, ScalingConfig
+from baton.coordinator.load_index import Pool
+from baton.v1 import cluster_pb2, common_pb2
+
+ROLES = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
+CONFIG = ScalingConfig(
+    prefill=PoolLimits(0, 4),
+    decode=PoolLimits(0, 4),
+    cold_start_s=10.0,
+    start_timeout_s=30.0,
+    down_window_s=60.0,
+)
+
+
+class Launched:
+    """A world whose pools have begun with so many workers.
+
+    Attributes:
+        world: the core's clock and what it sent.
+        started, ended: worker ids, in order.
+        there, gone: those that have attached, and those whose process has ended.
+    """
+
+    def __init__(
+        self, new_world, prefill=1, decode=1, *, autoscale=False, limits=None, **config
+    ) -> None:
+        config = replace(CONFIG, **config, **(limits or {}))
+        self.world = new_world(scaling=ScalingSettings(config, autoscale=autoscale))
+        self.there: set[str] = set()
+        self.gone: set[str] = set()
+        self.world.handle(ev.LauncherReady({Pool.PREFILL: prefill, Pool.DECODE: decode}))
+
+    @property
+    def core(self):
+        return self.world.core
+
+    @property
+    def started(self) -> list[str]:
+        return [one.worker_id for one in self.world.membership if isinstance(one, ev.StartWorker)]
+
+    @property
+    def ended(self) -> list[str]:
+        return [one.worker_id for one in self.world.membership if isinstance(one, ev.EndWorker)]
+
+    def pool_of(self, worker_id: str) -> Pool:
+        return next(
+            one.pool
+            for one in self.world.membership
+            if isinstance(one, ev.StartWorker) and one.worker_id == worker_id
+        )
+
+    def come_up(self) -> None:
+        """Everything that starts attaches."""
+        for worker_id in self.started:
+            if worker_id not in self.there | self.gone and worker_id not in self.ended:
+                self.there.add(worker_id)
+                role = ROLES[self.pool_of(worker_id)]
+                self.world.attach(worker_id, role, startup_ms={"process": 100, "engine": 2000})
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; workers give signs of life, and those that are to leave do."""
+        for _ in range(round(seconds)):
+            self.world.after(1.0)
+            for worker in self.core.workers:
+                self.world.handle(ev.WorkerHeard(worker.key))
+            self.leave()
+
+    def leave(self) -> None:
+        """Those that drain and have nothing left go; ended processes are gone."""
+        for worker in self.core.workers:
+            if worker.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.assigned:
+                stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
+                self.world.handle(ev.WorkerChanged(worker.key, stopped))
+        for worker_id in set(self.ended) - self.gone:
+            self.gone.add(worker_id)
+            self.world.handle(ev.WorkerExited(worker_id, "was ended"))
+
+    def ids(self, pool: Pool) -> set[str]:
+        """Of attached workers that do not drain."""
+        return {
+            worker.id
+            for worker in self.core.workers.pool(ROLES[pool])
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING
+        }
+
+    def reason(self, pool: Pool) -> str:
+        return self.core.scaler.decisions[pool][-1].decision.reason
+
+    def answer_flips(self) -> None:
+        """Workers that were told another role serve it."""
+        for worker in self.core.workers:
+            for command in self.world.commands[worker.id]:
+                if isinstance(command, cluster_pb2.SetRoleCommand) and worker.role != command.role:
+                    change = cluster_pb2.WorkerStateChanged(
+                        state=cluster_pb2.WORKER_STATE_SERVING, role=command.role
+                    )
+                    self.world.handle(ev.WorkerChanged(worker.key, change))

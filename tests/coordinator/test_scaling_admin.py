@@ -1,0 +1,261 @@
+"""The Admin calls on sizes over a real server, with a launcher whose workers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from scripted_worker import WAIT_S, ScriptedWorker
+
+from baton.client import AdminClient, BatonClient, errors
+from baton.coordinator import events as ev
+from baton.coordinator.crew import Crew
+from baton.coordinator.launcher import WorkerExit
+from baton.coordinator.load_index import Pool
+from baton.coordinator.server import Coordinator
+from baton.runtime.config import PoolLimitsConfig, ScalingSection
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+ROLES = {"prefill": PREFILL, "decode": DECODE}
+
+
+class Obedient(ScriptedWorker):
+    """Drains and changes its role as it is told."""
+
+    async def _serve(self, message):
+        kind = message.WhichOneof("message")
+        if kind == "drain":
+            await self.change(state=cluster_pb2.WORKER_STATE_DRAINING)
+        elif kind == "release":
+            await self.leave()
+        elif kind == "set_role":
+            role = message.set_role.role
+            await self.change(state=cluster_pb2.WORKER_STATE_SERVING, role=role)
+        else:
+            await super()._serve(message)
+
+    async def change(self, **fields):
+        await self.say(state_changed=cluster_pb2.WorkerStateChanged(**fields))
+
+
+class ScriptedLauncher:
+    """Workers in this process; those of `broken` cannot be started."""
+
+    def __init__(self, address, say_hello, on_exit):
+        self._address, self._say_hello, self.on_exit = address, say_hello, on_exit
+        self.workers, self.ended = {}, []
+        self.broken = ""
+
+    async def start(self, worker_id, role):
+        if role == self.broken:
+            raise OSError("no room for it")
+        worker = Obedient(self._address, self._say_hello(worker_id, ROLES[role]))
+        self.workers[worker_id] = worker
+        await worker.connect()
+
+    async def end(self, worker_id):
+        self.ended.append(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            await worker.close()
+
+    async def stop(self):
+        for worker_id in list(self.workers):
+            await self.end(worker_id)
+
+
+@contextlib.asynccontextmanager
+async def launching(config, say_hello, sizes):
+    """A coordinator that starts its workers, their launcher, and an admin client."""
+    async with Coordinator(config, launched=True) as coordinator:
+        shell = coordinator.shell
+        crew = shell.crew = Crew(shell.post)
+        launcher = ScriptedLauncher(coordinator.address, say_hello, crew.on_exit)
+        crew.use(launcher)
+        shell.post(ev.LauncherReady(dict.fromkeys(Pool, sizes)))
+        async with AdminClient(coordinator.address) as admin:
+            await until(admin, lambda event: len(event.workers) == 2 * sizes)
+            yield coordinator, launcher, admin
+        shell.post(ev.AdmissionClosed())
+        await crew.close()
+        assert not launcher.workers
+        shell.core.check_integrity()
+
+
+@pytest.fixture
+async def cell(coordinator_config, say_hello):
+    """One worker in each pool."""
+    async with launching(coordinator_config(), say_hello, 1) as made:
+        yield made
+
+
+async def until(admin, done):
+    """The first event for which something is so."""
+    async with asyncio.timeout(WAIT_S), contextlib.aclosing(admin.watch(0.1)) as events:
+        async for event in events:
+            if done(event):
+                return event
+    raise AssertionError("the coordinator stopped")
+
+
+def pool(event, role):
+    return next(one for one in event.pools.pools if one.role == role)
+
+
+def ids(event, role):
+    serves = cluster_pb2.WORKER_STATE_SERVING
+    return {one.worker_id for one in event.workers if (one.role, one.state) == (role, serves)}
+
+
+async def test_scale_grows_and_shrinks_and_says_who_wins(cell):
+    _, launcher, admin = cell
+    answer = await admin.scale_pool(DECODE, 2)
+    assert answer.pool.desired == answer.pool.size_by_hand == 2
+    assert answer.message.startswith("decode is to have 2 workers")
+    await until(admin, lambda event: ids(event, DECODE) == {"decode-0", "decode-1"})
+    assert await admin.set_autoscale(enabled=True)
+    answer = await admin.scale_pool(DECODE, 1)
+    assert "wins over autoscaling" in answer.message
+    event = await until(admin, lambda event: len(event.workers) == 2)
+    assert event.pools.autoscale
+    assert pool(event, DECODE).size_by_hand == 1
+    async with asyncio.timeout(WAIT_S):
+        while len(launcher.ended) < 1:
+            await asyncio.sleep(0.01)
+    with pytest.raises(errors.FailedPreconditionError, match="workers is 99"):
+        await admin.scale_pool(DECODE, 99)
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        await admin.scale_pool(common_pb2.ROLE_UNSPECIFIED, 1)
+    assert caught.value.field == "role"
+    await admin.set_autoscale(enabled=True)
+    event = await until(admin, lambda event: not pool(event, DECODE).HasField("size_by_hand"))
+
+
+async def test_decisions_have_numbers_and_reasons(cell):
+    _, _, admin = cell
+    await admin.scale_pool(PREFILL, 2)
+    await until(admin, lambda event: len(ids(event, PREFILL)) == 2)
+    found = await admin.list_decisions(PREFILL)
+    assert {one.role for one in found} == {PREFILL}
+    grown = next(one for one in found if one.to_workers == 2)
+    assert "2 wanted" in grown.reason
+    assert grown.from_workers == 1
+    assert grown.inputs["serving"] == 1
+    assert found[0].at.ToNanoseconds() >= found[-1].since.ToNanoseconds() > 0
+    both = await admin.list_decisions(limit=1)
+    assert [one.role for one in both] == [PREFILL, DECODE]
+
+
+async def test_targets_change_by_field_and_lane(cell):
+    _, _, admin = cell
+    before = {one.lane: one for one in await admin.set_targets()}
+    assert before[common_pb2.LANE_INTERACTIVE].ttft_ms == 500
+    asked = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=300)
+    batch = admin_pb2.LaneTargets(lane=common_pb2.LANE_BATCH, itl_ms=200, percentile=90)
+    after = {one.lane: one for one in await admin.set_targets([asked, batch])}
+    interactive = after[common_pb2.LANE_INTERACTIVE]
+    assert (interactive.ttft_ms, interactive.itl_ms, interactive.percentile) == (300, 50, 95)
+    found = after[common_pb2.LANE_BATCH]
+    assert (found.ttft_ms, found.itl_ms, found.percentile) == (0, 200, 90)
+    listed = await admin.list_pools()
+    assert list(listed.targets) == [interactive, found]
+    for wrong, field in (
+        (admin_pb2.LaneTargets(lane=7), "targets[0].lane"),
+        (admin_pb2.LaneTargets(lane=1, percentile=100), "targets[0].percentile"),
+    ):
+        with pytest.raises(errors.InvalidArgumentError) as caught:
+            await admin.set_targets([wrong])
+        assert caught.value.field == field
+
+
+async def test_drain_and_flip_through_the_calls(cell):
+    _, launcher, admin = cell
+    await admin.scale_pool(PREFILL, 2)
+    await until(admin, lambda event: len(ids(event, PREFILL)) == 2)
+    assert "serves decode once" in await admin.flip_worker("prefill-1", DECODE)
+    await until(admin, lambda event: ids(event, DECODE) == {"decode-0", "prefill-1"})
+    assert "already" in await admin.flip_worker("prefill-1", DECODE)
+    assert "scale it to keep one less" in await admin.drain_worker("decode-0", 5.0)
+    event = await until(admin, lambda event: ids(event, DECODE) == {"decode-1", "prefill-1"})
+    assert pool(event, DECODE).desired == 2
+    assert launcher.ended == ["decode-0"]
+    with pytest.raises(errors.FailedPreconditionError, match="the only one that serves prefill"):
+        await admin.flip_worker("prefill-0", DECODE)
+    for call in (admin.drain_worker("absent"), admin.flip_worker("absent", DECODE)):
+        with pytest.raises(errors.NotFoundError, match="attached: decode-1, prefill-0"):
+            await call
+
+
+async def test_what_cannot_be_started_is_told_with_its_reason(cell):
+    _, launcher, admin = cell
+    launcher.broken = "decode"
+    await admin.scale_pool(DECODE, 2)
+    event = await until(admin, lambda event: pool(event, DECODE).problem)
+    why = "worker decode-1 could not be started: no room for it"
+    assert pool(event, DECODE).problem == why
+    launcher.broken = ""
+    event = await until(admin, lambda event: len(ids(event, DECODE)) == 2)
+    assert ids(event, DECODE) == {"decode-0", "decode-2"}
+
+
+async def test_a_process_that_dies_is_forgotten_and_replaced(cell):
+    _, launcher, admin = cell
+    launcher.on_exit(WorkerExit("prefill-0", -9, ""))
+    event = await until(admin, lambda event: ids(event, PREFILL) - {"prefill-0"})
+    assert ids(event, PREFILL) == {"prefill-1"}
+    assert launcher.ended == ["prefill-0"]
+
+
+async def test_a_request_that_finds_no_workers_has_them_started(coordinator_config, say_hello):
+    limits = PoolLimitsConfig(min_workers=0)
+    scaling = ScalingSection(autoscale=True, prefill=limits, decode=limits, idle_s=600)
+    config = coordinator_config().model_copy(update={"scaling": scaling})
+    async with launching(config, say_hello, 0) as (coordinator, launcher, admin):
+        # The first decision has looked at an empty cell.
+        await until(admin, lambda event: pool(event, DECODE).reason)
+        async with BatonClient(coordinator.address) as client:
+            await client.wait_ready(WAIT_S)
+            done = await client.complete("the fox", max_tokens=4, timeout_s=WAIT_S)
+        assert len(done.token_ids) == 4
+        assert sorted(launcher.workers) == ["decode-0", "prefill-0"]
+
+
+async def test_watching_is_told_of_changes_only_and_by_so_many_at_most(cell):
+    _, _, admin = cell
+    async with contextlib.aclosing(admin.watch(0.1)) as events:
+        first = await anext(events)
+        assert {one.role for one in first.decisions} == {PREFILL, DECODE}
+        await admin.scale_pool(PREFILL, 2)
+        # Nothing is said in between of what has not changed.
+        assert pool(await anext(events), PREFILL).desired == 2
+    async with contextlib.AsyncExitStack() as stack:
+        watching = [
+            await stack.enter_async_context(contextlib.aclosing(admin.watch())) for _ in range(64)
+        ]
+        await asyncio.gather(*(anext(one) for one in watching))
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
+            await anext(admin.watch())
+        assert caught.value.reason == "TOO_MANY_WATCHERS"
+    with pytest.raises(errors.InvalidArgumentError):
+        await anext(admin.watch(0.01))
+
+
+async def test_without_a_launcher_sizes_are_refused_and_workers_drain_all_the_same(
+    coordinator, say_hello
+):
+    worker = Obedient(coordinator.address, say_hello("d", DECODE))
+    await worker.connect()
+    async with AdminClient(coordinator.address) as admin:
+        for call in (
+            admin.scale_pool(DECODE, 1),
+            admin.set_targets(),
+            admin.set_autoscale(enabled=True),
+            admin.list_decisions(),
+        ):
+            with pytest.raises(errors.FailedPreconditionError, match="starts no workers"):
+                await call
+        await admin.drain_worker("d")
+        await until(admin, lambda event: not event.workers)
+    await worker.close()

@@ -1,0 +1,282 @@
+"""Decisions carried out: workers are started once, replaced, ended; who wins, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from launched_world import Launched
+
+from baton.coordinator import events as ev
+from baton.coordinator.autoscale.types import Targets
+from baton.coordinator.load_index import Pool
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = Pool.PREFILL, Pool.DECODE
+
+
+@pytest.fixture
+def launched(new_world):
+    """Makes one whose workers serve, and have for a while."""
+
+    def make(prefill=1, decode=1, **options) -> Launched:
+        made = Launched(new_world, prefill, decode, **options)
+        made.come_up()
+        made.wait(11)
+        return made
+
+    return make
+
+
+# ---- Starting.
+
+
+def test_pools_begin_with_what_is_configured_and_each_start_counts_once(new_world):
+    made = Launched(new_world, 2, 1)
+    assert made.started == ["prefill-0", "prefill-1", "decode-0"]
+    made.wait(20)
+    assert len(made.started) == 3
+    assert made.core.scaler.launches.num_starting(PREFILL) == 2
+    made.come_up()
+    made.wait(20)
+    assert len(made.started) == 3
+    assert made.core.scaler.launches.num_starting(PREFILL) == 0
+    assert made.core.can_serve
+
+
+def test_a_start_that_hangs_is_ended_and_another_follows(new_world):
+    made = Launched(new_world)
+    made.wait(29)
+    assert made.ended == []
+    made.wait(7)
+    assert sorted(made.ended) == ["decode-0", "prefill-0"]
+    assert made.started[2:] == ["prefill-1", "decode-1"]
+
+
+def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
+    made = launched()
+    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.wait(1)
+    waits = []
+    for _ in range(8):
+        worker_id, failed_at = made.started[-1], made.world.now
+        made.world.handle(ev.WorkerExited(worker_id, "exited with code 1", "no such weights"))
+        while made.started[-1] == worker_id:
+            made.wait(1)
+        waits.append(made.world.now - failed_at)
+        assert f"worker {worker_id} no such weights" in made.core.scaler.launches.problem(PREFILL)
+        assert "no such weights" in made.reason(PREFILL)
+    assert waits == sorted(waits)
+    assert waits[0] <= 2
+    assert 60 <= waits[-1] <= 66
+    assert len(set(made.started)) == len(made.started)
+    assert set(made.started[2:]) <= set(made.ended) | {made.started[-1]}
+    made.come_up()
+    made.wait(20)
+    assert made.core.scaler.launches.problem(PREFILL) == ""
+    assert made.core.stats.num_failed_starts == 8
+
+
+def test_a_worker_that_dies_is_replaced_at_once_also_without_autoscaling(launched):
+    made = launched()
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    assert made.ended == ["decode-0"]
+    made.world.after(0.5)
+    assert made.started[-1] == "decode-1"
+    made.come_up()
+    assert made.ids(DECODE) == {"decode-1"}
+
+
+def test_a_worker_that_goes_silent_is_ended_and_replaced(launched):
+    made = launched(prefill=2)
+    for _ in range(12):
+        made.world.after(1.0)
+        for worker in made.core.workers:
+            if worker.id != "prefill-0":
+                made.world.handle(ev.WorkerHeard(worker.key))
+    assert made.ended == ["prefill-0"]
+    assert made.started[-1] == "prefill-2"
+
+
+def test_one_that_dies_again_and_again_is_not_started_in_a_loop(launched):
+    made = launched()
+    for _ in range(5):
+        made.world.handle(ev.WorkerExited(made.started[-1], "was killed by SIGSEGV"))
+        made.wait(1)
+        made.come_up()
+    assert len(made.started) <= 6
+
+
+def test_a_worker_that_another_incarnation_replaces_is_not_ended(launched):
+    made = launched()
+    made.world.attach("prefill-0", common_pb2.ROLE_PREFILL, incarnation=2)
+    made.wait(10)
+    assert made.ended == []
+    assert len(made.started) == 2
+
+
+def test_cold_starts_are_counted_and_timed(new_world):
+    made = Launched(new_world)
+    made.wait(4)
+    made.come_up()
+    stats = made.core.stats
+    assert stats.cold_starts == {"prefill": 1, "decode": 1}
+    assert (stats.cold_start_s["engine"].total, stats.cold_start_s["process"].total) == (4.0, 0.2)
+    assert dict(stats.cold_start_s["engine"].buckets())["2.5"] == 2
+    assert stats.cold_start_s["total"].total == pytest.approx(8.0)
+
+
+# ---- By hand.
+
+
+def test_a_size_by_hand_grows_and_shrinks_the_pool(launched):
+    made = launched()
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(1)
+    assert made.started[2:] == ["decode-1", "decode-2"]
+    made.come_up()
+    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.wait(1)
+    assert len(made.ids(DECODE)) == 1
+    made.wait(2)
+    assert len(made.ended) == 2
+    made.wait(20)
+    assert len(made.started) == 4
+    assert made.core.scaler.desired(DECODE) == 1
+
+
+def test_a_size_outside_the_limits_is_refused_with_them(launched):
+    made = launched()
+    refused = made.core.scaler.scale_error(DECODE, 5)
+    assert isinstance(refused, errors.FailedPrecondition)
+    assert "workers is 5; scaling.decode allows 0 to 4" in str(refused)
+    assert made.core.scaler.scale_error(DECODE, 4) is None
+
+
+def test_a_size_by_hand_wins_over_autoscaling_until_that_is_switched_on_again(launched):
+    made = launched(autoscale=True)
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(1)
+    made.come_up()
+    made.wait(100)
+    assert len(made.ids(DECODE)) == 3
+    assert "held at 3, set by hand, until `baton autoscale on`" in made.reason(DECODE)
+    made.world.handle(ev.AutoscaleAsked(True))
+    made.wait(200)
+    assert len(made.ids(DECODE)) == 1
+    assert "held" not in made.reason(DECODE)
+
+
+def test_autoscaling_off_keeps_the_sizes(launched):
+    made = launched(3, 2, autoscale=True)
+    made.world.handle(ev.AutoscaleAsked(False))
+    made.wait(200)
+    assert (len(made.ids(PREFILL)), len(made.ids(DECODE))) == (3, 2)
+    assert "autoscaling is off: 3 wanted" in made.reason(PREFILL)
+
+
+def test_a_drained_worker_is_replaced_and_its_process_ended(launched):
+    made = launched()
+    made.world.handle(ev.DrainAsked("decode-0", 5.0, "an operator asked for it"))
+    made.wait(1)
+    assert made.started[-1] == "decode-1"
+    assert made.ended == ["decode-0"]
+    assert made.core.stats.num_failed_starts == 0
+
+
+def test_a_worker_that_does_not_leave_in_time_is_out(launched):
+    made = launched(decode=2)
+    to = made.world.submit()
+    made.world.handle(ev.DrainAsked("prefill-0", 5.0, "an operator asked for it"))
+    for _ in range(24):
+        made.wait(1)
+    assert made.core.workers.by_id("prefill-0") is not None
+    made.wait(3)
+    assert made.core.workers.by_id("prefill-0") is None
+    assert made.ended == ["prefill-0"]
+    assert made.world.kinds(to) == ["Accepted"]
+
+
+def test_a_starting_worker_is_given_up_when_it_is_drained(new_world):
+    made = Launched(new_world)
+    made.world.handle(ev.DrainAsked("decode-0", 5.0, "an operator asked for it"))
+    assert made.ended == ["decode-0"]
+
+
+def test_nothing_is_started_where_nothing_starts_workers(world):
+    scaler = world.core.scaler
+    refused = scaler.error()
+    assert isinstance(refused, errors.FailedPrecondition)
+    assert "baton up" in str(refused)
+    assert scaler.desired(PREFILL) == 0
+
+
+def test_nothing_is_started_once_the_coordinator_stops(launched):
+    made = launched()
+    made.world.handle(ev.AdmissionClosed())
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.wait(30)
+    assert len(made.started) == 2
+
+
+# ---- By the load.
+
+
+def test_other_targets_count_from_the_next_decision_on(launched):
+    made = launched(autoscale=True)
+    assert dict(made.core.scaler.targets)["interactive"].ttft_s == 0.5
+    changed = replace(made.core.scaler.targets["interactive"], ttft_s=0.1, percentile=99.0)
+    made.world.handle(ev.TargetsAsked({"interactive": changed}))
+    made.world.submit(num_prompt=200)
+    made.wait(6)
+    assert "over 100 ms" in made.reason(PREFILL)
+    assert made.core.scaler.targets["interactive"] == Targets(0.1, 0.05, 99.0)
+
+
+def test_a_request_wakes_pools_that_sleep_and_waits_for_them(launched, out):
+    made = launched(autoscale=True, idle_s=30.0)
+    made.wait(200)
+    assert not len(made.core.workers)
+    assert made.core.can_serve
+    to = made.world.submit()
+    made.world.after(0.5)
+    assert made.started[2:] == ["prefill-1", "decode-1"]
+    made.wait(8)
+    assert made.world.kinds(to) == ["Accepted"]
+    made.come_up()
+    (command,) = made.world.commands["prefill-1"]
+    assert command.spec.request_id == "r1"
+    made.wait(20)
+    assert made.ids(PREFILL) == {"prefill-1"}
+
+
+def test_a_pool_that_cannot_start_serves_nobody(launched):
+    made = launched(autoscale=True, idle_s=30.0)
+    made.wait(200)
+    made.world.submit()
+    made.world.after(0.5)
+    made.world.handle(ev.WorkerExited("prefill-1", "could not be started: no room"))
+    assert not made.core.can_serve
+    made.wait(70)
+    failed = made.world.sent[next(iter(made.world.sent))][-1]
+    assert isinstance(failed.error, errors.Unavailable)
+
+
+def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
+    made = launched(1, 2, autoscale=False, max_gpus=3)
+    made.world.handle(ev.DrainAsked("decode-1", 5.0, "test"))
+    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    worker = made.core.workers.by_id("decode-1")
+    stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
+    made.world.handle(ev.WorkerChanged(worker.key, stopped))
+    for _ in range(10):
+        made.world.after(1.0)
+        for one in made.core.workers:
+            made.world.handle(ev.WorkerHeard(one.key))
+    assert made.ended == ["decode-1"]
+    assert len(made.started) == 3
+    assert "0 of 3 GPUs are free" in made.reason(PREFILL)
+    made.wait(6)
+    assert made.started[-1] == "prefill-1"

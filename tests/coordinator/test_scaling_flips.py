@@ -1,0 +1,176 @@
+"""Flips: nothing new, what is there ends or moves, then the other pool; no token is lost."""
+
+from __future__ import annotations
+
+import pytest
+from launched_world import Launched
+
+from baton.coordinator import events as ev
+from baton.coordinator.autoscale.types import PoolLimits
+from baton.coordinator.load_index import Pool
+from baton.coordinator.request import RequestState
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+def launched(new_world):
+    def make(prefill=2, decode=2, decode_limits=(0, 4)) -> Launched:
+        limits = PoolLimits(*decode_limits)
+        made = Launched(new_world, prefill, decode, limits={"decode": limits})
+        made.come_up()
+        made.wait(1)
+        return made
+
+    return make
+
+
+def flip(made, worker_id, role):
+    made.world.handle(ev.FlipAsked(worker_id, role, "test"))
+
+
+def set_role(made, worker_id):
+    return [
+        command.role
+        for command in made.world.commands[worker_id]
+        if isinstance(command, cluster_pb2.SetRoleCommand)
+    ]
+
+
+def loaded(made, worker_id):
+    """The worker's next load report."""
+    worker = made.core.workers.by_id(worker_id)
+    load = cluster_pb2.LoadReport(num_steps=worker.num_steps + 1)
+    made.world.handle(ev.WorkerLoad(worker.key, load))
+
+
+def decoding(made, out, num_known, *, max_tokens, **options):
+    """A request that decodes and has so many tokens; its stream, and its decode worker's id."""
+    to = made.world.submit(sampling={"max_tokens": max_tokens}, **options)
+    request = made.core.request(f"r{to.stream}")
+    made.world.step(request.prefill[0], out(request.id, [0], finish=0))
+    tokens = list(range(1, num_known))
+    made.world.step(request.decode[0], out(request.id, tokens, offset=1))
+    assert request.state is RequestState.DECODING
+    return to, request.decode[0]
+
+
+def test_an_idle_worker_changes_pools_at_once_and_sizes_by_hand_move_with_it(launched):
+    made = launched()
+    flip(made, "prefill-1", DECODE)
+    assert set_role(made, "prefill-1") == [DECODE]
+    assert made.core.scaler.desired(Pool.DECODE) == 3
+    made.answer_flips()
+    assert made.ids(Pool.DECODE) == {"decode-0", "decode-1", "prefill-1"}
+    made.wait(120)
+    assert made.ids(Pool.PREFILL) == {"prefill-0"}
+    assert len(made.started) == 4
+    assert made.ended == []
+
+
+def test_a_prefill_worker_finishes_its_prompts_and_gets_no_other(launched, out):
+    made = launched()
+    made.world.submit()
+    request = made.core.request("r1")
+    worker_id = request.prefill[0]
+    flip(made, worker_id, DECODE)
+    made.world.submit()
+    made.world.submit()
+    assert set_role(made, worker_id) == []
+    assert {made.core.request(one).prefill[0] for one in ("r2", "r3")} != {worker_id}
+    made.world.step(worker_id, out("r1", [0], finish=0))
+    assert set_role(made, worker_id) == [DECODE]
+    assert made.core.stats.num_moved == 0
+    made.answer_flips()
+    assert worker_id in made.ids(Pool.DECODE)
+
+
+def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out):
+    made = launched()
+    to, worker_id = decoding(made, out, 3, max_tokens=900)
+    flip(made, worker_id, PREFILL)
+    assert made.core.stats.num_moved == 1
+    assert set_role(made, worker_id) == [PREFILL]
+    # What the worker still says of its attempt reaches nobody.
+    made.world.step(worker_id, out("r1", [3], offset=3))
+    request = made.core.request("r1")
+    assert request.decode[0] != worker_id
+    made.world.step(request.prefill[0], out("r1", [9], finish=0, attempt=2))
+    made.world.step(request.decode[0], out("r1", [3, 4], offset=3, finish=LENGTH, attempt=2))
+    assert made.world.tokens(to) == [0, 1, 2, 3, 4]
+    assert made.world.kinds(to)[-1] == "Finished"
+    assert request.losses == []
+
+
+def test_an_output_that_is_nearly_done_ends_where_it_is(launched, out):
+    made = launched()
+    to, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
+    flip(made, worker_id, PREFILL)
+    loaded(made, worker_id)
+    assert made.core.stats.num_moved == 0
+    assert set_role(made, worker_id) == []
+    made.world.step(worker_id, out("r1", [7], offset=7, finish=LENGTH))
+    assert made.world.tokens(to) == list(range(8))
+    assert set_role(made, worker_id) == [PREFILL]
+
+
+def test_what_has_not_ended_in_time_moves_all_the_same(launched, out):
+    made = launched()
+    _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
+    flip(made, worker_id, PREFILL)
+    made.wait(31)
+    loaded(made, worker_id)
+    assert made.core.stats.num_moved == 1
+    assert set_role(made, worker_id) == [PREFILL]
+
+
+def test_a_worker_keeps_its_role_when_nobody_can_take_what_it_has(launched, out):
+    made = launched()
+    _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
+    flip(made, worker_id, PREFILL)
+    (other,) = made.ids(Pool.DECODE) - {worker_id}
+    made.world.handle(ev.DrainAsked(other, 600.0, "test"))
+    made.wait(31)
+    loaded(made, worker_id)
+    assert set_role(made, worker_id) == []
+    assert made.core.workers.by_id(worker_id).serving
+    assert made.core.scaler.desired(Pool.DECODE) == 2
+    assert made.core.request("r1").decode[0] == worker_id
+
+
+def test_a_flip_that_cannot_be_is_refused(launched):
+    made = launched(2, 1, decode_limits=(0, 1))
+    for worker_id, role, why in (
+        ("decode-0", PREFILL, "decode-0 is the only one that serves decode"),
+        ("prefill-0", DECODE, "decode would have more than its 1 workers"),
+    ):
+        refused = made.core.flip_error(made.core.workers.by_id(worker_id), role)
+        assert isinstance(refused, errors.FailedPrecondition)
+        assert why in str(refused)
+        flip(made, worker_id, role)
+        assert made.core.workers.by_id(worker_id).flip is None
+
+
+def test_a_worker_that_drains_does_not_flip(launched):
+    made = launched()
+    made.world.submit()
+    worker_id = made.core.request("r1").prefill[0]
+    flip(made, worker_id, DECODE)
+    made.world.handle(ev.DrainAsked(worker_id, 60.0, "test"))
+    worker = made.core.workers.by_id(worker_id)
+    assert worker.flip is None
+    assert isinstance(made.core.flip_error(worker, DECODE), errors.FailedPrecondition)
+
+
+def test_a_lost_worker_that_flips_is_forgotten(launched):
+    made = launched()
+    made.world.submit()
+    worker_id = made.core.request("r1").prefill[0]
+    flip(made, worker_id, DECODE)
+    made.world.handle(ev.WorkerExited(worker_id, "was killed by SIGKILL"))
+    assert made.core.request("r1").attempt == 2
+    made.wait(30)
+    assert made.core.workers.by_id(worker_id) is None
