@@ -40,7 +40,7 @@ class LiveCell(VirtualCell):
             client_stalls=lambda *request: [],
         )
         intake = SimpleNamespace(model=common_pb2.ModelDescription)
-        self._admin = AdminService(shell, intake, self.config, launched=False)
+        self._admin = AdminService(shell, intake, self.config)
 
     def workers(self, num_prefill: int = 1, num_decode: int = 1, **shape: object) -> LiveCell:
         for number in range(num_prefill):
