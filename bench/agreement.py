@@ -48,6 +48,8 @@ ENGINE_ARGS = {
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 512 * 2**20,
     "enable_prefix_caching": False,
+    # What steps cost does not matter here, how soon the workers are there does.
+    "enforce_eager": True,
 }
 # Of both clusters: every prompt is computed by the prefill worker.
 SETTINGS = {"decode": {"local_prefill": False}}
@@ -164,8 +166,8 @@ def show(seen: Live, found: Figures) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=1.5, help="requests/s")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of the run")
-    parser.add_argument("--warm-up-s", type=float, default=30.0, help="before it, not counted")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the run")
+    parser.add_argument("--warm-up-s", type=float, default=20.0, help="before it, not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/agreement.json"))
     arguments = parser.parse_args()
