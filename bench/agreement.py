@@ -151,14 +151,13 @@ def show(seen: Live, found: Figures) -> None:
             ]
             for percent in PERCENTS
         ]
-    title = (
-        f"{total.num_requests} requests, {total.num_failed} failed live, {found.num_failed} "
-        f"simulated; ms. Fitted to {latency.num_samples} steps: a prompt of n tokens "
+    print(
+        f"fitted to {latency.num_samples} steps: a prompt of n tokens "
         f"{latency.prefill_base_ms:.3g} + {latency.prefill_per_token_ms:.3g} n "
-        f"+ {latency.prefill_per_token_squared_ms:.3g} n^2, a step of n requests and k tokens "
-        f"{latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n "
-        f"+ {latency.step_per_kv_token_ms:.3g} k"
+        f"+ {latency.prefill_per_token_squared_ms:.3g} n^2 ms, a step of n requests and k tokens {latency.step_base_ms:.3g} "
+        f"+ {latency.step_per_request_ms:.3g} n + {latency.step_per_kv_token_ms:.3g} k ms"
     )
+    title = f"{total.num_requests} requests, failed {total.num_failed} and {found.num_failed}; ms"
     stats.print_table(title, ["", "live", "simulated", "ratio"], rows)
     stats.print_reaches(list(reaches(seen.result, found)))
 
