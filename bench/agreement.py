@@ -155,7 +155,8 @@ def show(seen: Live, found: Figures) -> None:
         f"fitted to {latency.num_samples} steps: a prompt of n tokens "
         f"{latency.prefill_base_ms:.3g} + {latency.prefill_per_token_ms:.3g} n "
         f"+ {latency.prefill_per_token_squared_ms:.3g} n^2 ms, a step of n requests and "
-        f"k tokens {latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n + {latency.step_per_kv_token_ms:.3g} k ms"
+        f"k tokens {latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n "
+        f"+ {latency.step_per_kv_token_ms:.3g} k ms"
     )
     title = f"{total.num_requests} requests, failed {total.num_failed} and {found.num_failed}; ms"
     stats.print_table(title, ["", "live", "simulated", "ratio"], rows)
