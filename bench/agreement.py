@@ -48,6 +48,8 @@ ENGINE_ARGS = {
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 512 * 2**20,
     "enable_prefix_caching": False,
+    # What steps cost does not matter here, how soon the workers are there does.
+    "enforce_eager": True,
 }
 # Of both clusters: every prompt is computed by the prefill worker.
 SETTINGS = {"decode": {"local_prefill": False}}
@@ -149,14 +151,14 @@ def show(seen: Live, found: Figures) -> None:
             ]
             for percent in PERCENTS
         ]
-    title = (
-        f"{total.num_requests} requests, {total.num_failed} failed live, {found.num_failed} "
-        f"simulated; ms. Fitted to {latency.num_samples} steps: a prompt of n tokens "
+    print(
+        f"fitted to {latency.num_samples} steps: a prompt of n tokens "
         f"{latency.prefill_base_ms:.3g} + {latency.prefill_per_token_ms:.3g} n "
-        f"+ {latency.prefill_per_token_squared_ms:.3g} n^2, a step of n requests and k tokens "
-        f"{latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n "
-        f"+ {latency.step_per_kv_token_ms:.3g} k"
+        f"+ {latency.prefill_per_token_squared_ms:.3g} n^2 ms, a step of n requests and "
+        f"k tokens {latency.step_base_ms:.3g} + {latency.step_per_request_ms:.3g} n "
+        f"+ {latency.step_per_kv_token_ms:.3g} k ms"
     )
+    title = f"{total.num_requests} requests, failed {total.num_failed} and {found.num_failed}; ms"
     stats.print_table(title, ["", "live", "simulated", "ratio"], rows)
     stats.print_reaches(list(reaches(seen.result, found)))
 
@@ -164,8 +166,8 @@ def show(seen: Live, found: Figures) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=1.5, help="requests/s")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of the run")
-    parser.add_argument("--warm-up-s", type=float, default=30.0, help="before it, not counted")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the run")
+    parser.add_argument("--warm-up-s", type=float, default=20.0, help="before it, not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/agreement.json"))
     arguments = parser.parse_args()
