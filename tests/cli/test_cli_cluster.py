@@ -183,7 +183,7 @@ def test_one_request_and_the_whole_cell_are_explained(ask):
     assert sum(found["stages_ms"].values()) == pytest.approx(found["total_ms"], rel=0.02)
     assert "\ndecode " in ask("explain", "explained").out
     missing = ask("explain", "nobody")
-    assert missing.code == 1
+    assert missing.code == 2
     assert "nobody" in missing.err
     told = json.loads(ask("doctor", "--json").out)
     assert ask("doctor").code == (0 if told["healthy"] else 1)
