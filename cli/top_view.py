@@ -30,7 +30,7 @@ def draw(
         problem: why there is no newer one; empty when there is.
         age_s: of the view.
         width: columns.
-        height: rows.
+        height: rows; 0 for as many as it takes.
     """
     if view is None:
         return _without_view(addresses, problem, width, height)
@@ -40,6 +40,8 @@ def draw(
     num_top = 2 + 1 + 1 + max(1, len(view.status.pools)) + 1 + 1 + 2 * num_lanes
     # An empty line before what follows, and the footer.
     room = max(_MIN_WORKERS, height - num_top - 2)
+    if not height:
+        room = len(view.status.workers) + _MAX_DECISIONS + 3
     footer = _line([("q", "bold"), (" quit   ", ""), (f"{_window(view)} s window", _DIM)], width)
     if width >= _WIDE:
         sides = Table.grid(expand=True, padding=(0, 3, 0, 0))

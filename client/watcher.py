@@ -121,6 +121,7 @@ class Watcher:
     async def _look(admin: AdminClient, include_history: bool) -> View:
         status = await admin.get_status(include_history=include_history)
         decisions: tuple[admin_pb2.ScalingDecision, ...] | None = None
-        with contextlib.suppress(errors.UnimplementedError):
+        # Of a coordinator that starts no workers; of an older one.
+        with contextlib.suppress(errors.FailedPreconditionError, errors.UnimplementedError):
             decisions = tuple(await admin.list_decisions(limit=_MAX_DECISIONS))
         return View(admin.address, status, tuple(diagnose(status)), decisions)

@@ -243,6 +243,21 @@ def test_a_load_on_nobody_is_exit_3(baton, unused_address, tmp_path, command):
     assert result.err.startswith(f"baton: cannot reach the coordinator at {unused_address}")
 
 
+def test_one_request_and_the_whole_cell_are_explained(ask):
+    ask("generate", "hello", "--max-tokens", "16", "--request-id", "explained")
+    found = json.loads(ask("explain", "explained", "--json").out)
+    assert sum(found["stages_ms"].values()) == pytest.approx(found["total_ms"], rel=0.02)
+    assert "\ndecode " in ask("explain", "explained").out
+    missing = ask("explain", "nobody")
+    assert missing.code == 2
+    assert "nobody" in missing.err
+    told = json.loads(ask("doctor", "--json").out)
+    assert ask("doctor").code == (0 if told["healthy"] else 1)
+    drawn = ask("top", "--once").out
+    assert "prefill-0" in drawn
+    assert "interactive" in drawn
+
+
 def eventually(question, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
     while not (answer := question()):

@@ -45,7 +45,7 @@ def decision(number: int, seconds_ago: int, status) -> admin_pb2.ScalingDecision
 
 def lines(shown, width, height, problem="", age_s=0.0) -> list[str]:
     out = io.StringIO()
-    console = Console(file=out, width=width, height=height, color_system=None)
+    console = Console(file=out, width=width, height=height or 200, color_system=None)
     console.print(
         draw(
             shown,
@@ -97,6 +97,13 @@ def test_more_room_shows_more(many):
     assert not any("TOK/S" in line for line in narrow)
     assert any("TOK/S" in line for line in wide)
     assert not any(" more" in line for line in wide)
+
+
+def test_drawn_once_it_shows_every_worker(many):
+    for width in (80, 150):
+        found = lines(many, width, 0)
+        assert sum(line.startswith(("p", "d")) and "serving" in line for line in found) == 30
+        assert found[-1].startswith("q quit")
 
 
 def test_scale_events_say_when_and_why(many):
