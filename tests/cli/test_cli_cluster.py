@@ -144,6 +144,18 @@ def test_pools_workers_and_requests(ask):
     assert ended["seen"]["tenant"] == "acme"
 
 
+def test_sizes_that_cannot_be_and_targets(ask):
+    result = ask("scale", "decode", "99")
+    assert result.code == 1
+    assert "workers is 99; scaling.decode allows 1 to 16" in result.err
+    result = ask("flip", "nobody", "decode")
+    assert result.code == 2
+    assert "no worker 'nobody'; attached: decode-0, prefill-0" in result.err
+    result = ask("targets", "--ttft-ms", "400", "--percentile", "90")
+    assert re.search(r"^interactive +400 ms +50 ms +90$", result.out, re.MULTILINE)
+    assert "autoscaling is off: 1 wanted" in ask("why", "prefill").out
+
+
 def test_workers_shows_how_they_reach_each_other(ask):
     ask("generate", "hello", "--max-tokens", "2")
 
