@@ -156,6 +156,19 @@ def test_sizes_that_cannot_be_and_targets(ask):
     assert "autoscaling is off: 1 wanted" in ask("why", "prefill").out
 
 
+def test_watching_is_one_line_of_json_per_change_until_interrupted(cluster, ask, tmp_path):
+    watching = Process("pools", "--watch", "--json", home=tmp_path, address=cluster)
+    try:
+        first = json.loads(watching.line(r"^.*$").group(0))
+        assert {pool["desired"] for pool in first["pools"]} == {1}
+        ask("targets", "--itl-ms", "60")
+        while json.loads(watching.line(r"^.*$").group(0))["targets"][0]["itl_ms"] != 60:
+            pass
+        assert watching.stop() == (130, [])
+    finally:
+        watching.close()
+
+
 def test_workers_shows_how_they_reach_each_other(ask):
     ask("generate", "hello", "--max-tokens", "2")
 
