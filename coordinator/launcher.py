@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.coordinator import cpu_cores
+from baton.coordinator.child_process import ChildProcess
 from baton.runtime.config import BatonConfig, dump
 
 _log = logging.getLogger(__name__)
@@ -140,15 +141,12 @@ class LocalLauncher:
         settings = ("--coordinator", self._coordinator, "--config", "-")
         output, errors = await _Pipe.open(), await _Pipe.open()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *tether,
-                *self._command,
-                *worker,
-                *settings,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output.write_end,
-                stderr=errors.write_end,
-                env={**os.environ, **self._cores.environment(place)},
+            process = ChildProcess(
+                [*tether, *self._command, *worker, *settings],
+                dump(self._config).encode(),
+                output.write_end,
+                errors.write_end,
+                {**os.environ, **self._cores.environment(place)},
             )
         except BaseException:
             output.close()
@@ -160,7 +158,7 @@ class LocalLauncher:
             os.close(errors.write_end)
         child = _Child(worker_id, process, output, errors, self._on_exit)
         self._children[worker_id] = child
-        child.begin(dump(self._config).encode())
+        child.begin()
 
     async def end(self, worker_id: str) -> None:
         child = self._children.get(worker_id)
@@ -206,7 +204,7 @@ class _Child:
     def __init__(
         self,
         worker_id: str,
-        process: asyncio.subprocess.Process,
+        process: ChildProcess,
         output: _Pipe,
         errors: _Pipe,
         on_exit: Callable[[WorkerExit], None],
@@ -217,8 +215,8 @@ class _Child:
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch: asyncio.Task[None] | None = None
 
-    def begin(self, config: bytes) -> None:
-        self._watch = asyncio.create_task(self._run(config))
+    def begin(self) -> None:
+        self._watch = asyncio.create_task(self._run())
 
     async def stop(self, patience_s: float) -> None:
         """SIGTERM, then SIGKILL for whatever is left of its process group."""
@@ -237,17 +235,14 @@ class _Child:
                     "worker %s did not stop within %g s: killed", self._worker_id, patience_s
                 )
         self._kill_group()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await self._watch
+        await asyncio.wait([self._watch], timeout=_KILL_TIMEOUT_S)
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
 
-    async def _run(self, config: bytes) -> None:
+    async def _run(self) -> None:
         """Until the process has ended and its output is read."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._feed(config))
                 group.create_task(self._relay(self._output.reader, remember=False))
                 group.create_task(self._relay(self._errors.reader, remember=True))
                 exit_code = await self._process.wait()
@@ -268,15 +263,6 @@ class _Child:
         self._reported = True
         last_line = self._last_words or self._last_line
         self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
-
-    async def _feed(self, config: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(config)
-            await stdin.drain()
-            stdin.close()
-            await stdin.wait_closed()
 
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
         """Passes output on as it comes, and remembers what tells why the worker ended."""
