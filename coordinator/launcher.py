@@ -237,9 +237,7 @@ class _Child:
                     "worker %s did not stop within %g s: killed", self._worker_id, patience_s
                 )
         self._kill_group()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await self._watch
+        await asyncio.wait([self._watch], timeout=_KILL_TIMEOUT_S)
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
 

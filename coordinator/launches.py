@@ -152,16 +152,19 @@ class Launches:
         return not wanted
 
     def exited(self, event: ev.WorkerExited, now: float) -> bool:
-        """A process has ended, or was never there.
+        """A process has ended, or was never there; of one that was to end nothing is left.
 
         Returns:
             Whether it was not to.
         """
-        one = self._all.pop(event.worker_id, None)
-        if one is None or one.ends:
+        one = self._all.get(event.worker_id)
+        if one is None:
             return False
-        # It is to be forgotten, and what it may have left behind is to go.
-        self._emit(ev.EndWorker(one.worker_id))
+        if one.ends:
+            del self._all[one.worker_id]
+            return False
+        # What it may have left behind is to go, and holds its GPUs until then.
+        self._end(one)
         loading = event.loading_failure if one.attached_at is None else ""
         self._lost(one, loading or event.reason, now)
         return True

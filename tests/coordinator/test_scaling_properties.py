@@ -45,7 +45,6 @@ def act(made: Launched, action) -> None:
             return
         worker_id = alive[arguments[0] % len(alive)]
         if kind == "kill":
-            made.gone.add(worker_id)
             made.world.handle(ev.WorkerExited(worker_id, "was killed by SIGKILL"))
         elif kind == "drain":
             made.world.handle(ev.DrainAsked(worker_id, 5.0, "test"))
