@@ -109,7 +109,7 @@ def load(path: Path = FILE) -> Corpus:
 def _check(entries: list[Entry]) -> None:
     answers: dict[str, str] = {}
     for entry in entries:
-        for question in {question.lower() for way in entry.ways for question in way}:
+        for question in (question.lower() for way in entry.ways for question in way):
             if answers.setdefault(question, entry.answer) != entry.answer:
                 raise ValueError(f"{FILE.name}: {question!r} has two answers; must have one")
 

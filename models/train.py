@@ -43,6 +43,8 @@ _BATCH_SIZE = 32
 _LEARNING_RATE = 2e-3
 # Of the questions in chat form; the others come as plain text, as `baton generate` sends them.
 _CHAT_SHARE = 0.6
+# Sampled at temperature 1 it recites as at a quarter of that. A power of two rounds nothing.
+_SHARPNESS = 4.0
 _NUM_CHECKED_STEPS = 2
 # Between machines: sums in another order.
 _LOSS_TOLERANCE = 1e-2
@@ -159,12 +161,13 @@ def _batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[Example]]:
 
 
 def save(model: LlamaForCausalLM, directory: Path) -> None:
-    """The weights in bfloat16; the output layer is the embedding."""
+    """The weights in bfloat16, logits sharpened; the output layer is the embedding."""
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     }
+    tensors["model.norm.weight"] *= _SHARPNESS
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
 
 
