@@ -1,4 +1,4 @@
-"""`make demo`: one streamed completion through a whole cluster on vLLM, and where its time went.
+"""`make demo`: a question answered by a whole cluster on vLLM, and where its time went.
 
 Starts `baton up` as a person would, asks it once through the Python client, stops it with Ctrl-C's
 signal and checks that no process is left.
@@ -20,8 +20,9 @@ import psutil
 from google.rpc import code_pb2
 
 from baton.cli.timeline import print_timeline
-from baton.client import BatonClient, Finished, Tokens
+from baton.client import Accepted, BatonClient, Finished, Tokens
 from baton.client.errors import make
+from baton.runtime import demo_model
 from baton.runtime.errors import BatonError, RemoteError
 
 START_TIMEOUT_S = 300.0
@@ -36,11 +37,8 @@ ENGINE_ARGS = (
     "max_model_len=2048",
     "kv_cache_memory_bytes=67108864",
 )
-PROMPT = (
-    "A runner passes the baton to the next runner while both are running. "
-    "The prompt is read by a prefill worker, and its key value cache is handed to a decode worker "
-    "that streams the tokens one by one. "
-)
+QUESTION = "What is TTFT?"
+MAX_TOKENS = 128
 
 
 class DemoFailed(BatonError):
@@ -52,7 +50,7 @@ async def demo(arguments: list[str]) -> None:
     with tempfile.TemporaryFile("w+") as log:
         try:
             async with _cluster(arguments, log) as address:
-                await _complete(address)
+                await _ask(address)
         except BatonError:
             log.seek(0)
             sys.stderr.writelines(log.readlines()[-20:])
@@ -97,26 +95,38 @@ async def _ready_address(up: Process) -> str:
         raise DemoFailed(f"baton up was not ready within {START_TIMEOUT_S:g} s") from None
 
 
-async def _complete(address: str) -> None:
-    finished: Finished | None = None
+async def _ask(address: str) -> None:
+    """Streams one answer: the first token is the prefill worker's, the rest the decode worker's."""
+    model, finished = "", None
     async with BatonClient(address) as client:
         stream = client.generate(
-            PROMPT, max_tokens=48, temperature=0.0, timeout_s=REQUEST_TIMEOUT_S, ignore_eos=True
+            [{"role": "user", "content": QUESTION}],
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            timeout_s=REQUEST_TIMEOUT_S,
         )
-        print("\nPROMPT      ", PROMPT, "\nCOMPLETION   ", sep="", end="", flush=True)
+        print("\nQUESTION  ", QUESTION, "\nANSWER    ", sep="", end="", flush=True)
         async for event in stream:
-            if isinstance(event, Tokens):
+            if isinstance(event, Accepted):
+                model = event.model
+            elif isinstance(event, Tokens):
                 print(event.text.replace("\n", " "), end="", flush=True)
             elif isinstance(event, Finished):
                 finished = event
-    if finished is None or finished.usage.completion_tokens != 48:
-        raise make(code_pb2.DATA_LOSS, f"wanted 48 tokens, the stream ended with {finished}")
-    stages = {stage.stage: stage.worker_id for stage in finished.budget.stages}
-    print("\n(the demo model has random weights: its words mean nothing)\n")
+    if finished is None or finished.reason == "cancelled":
+        raise make(code_pb2.DATA_LOSS, f"wanted a whole answer, the stream ended with {finished}")
+    print("\n")
+    if model == demo_model.GLOSSARY:
+        print(
+            "This model is a toy: it knows a glossary of serving latency by heart, nothing else.\n"
+        )
     print_timeline(finished.budget)
-    workers = {stages.get("prefill"), stages.get("decode")}
-    if len(workers) != 2 or None in workers:
+    stages = {stage.stage: stage.worker_id for stage in finished.budget.stages}
+    prefill, decode = stages.get("prefill"), stages.get("decode")
+    if prefill is None or decode is None or prefill == decode:
         raise DemoFailed(f"prefill and decode were not on two workers: {stages}")
+    num_tokens = finished.usage.completion_tokens
+    print(f"token 1 of {num_tokens} came from {prefill}, the others one by one from {decode}")
 
 
 async def _stop(up: Process) -> str | None:

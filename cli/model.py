@@ -1,4 +1,4 @@
-"""The demo model, made before anything starts."""
+"""The demo models, made or found before anything starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from baton.runtime.config import BatonConfig, ConfigError
 
 
 def prepared(config: BatonConfig) -> BatonConfig:
-    """The configuration with the demo model as a directory; any other model stays as it is.
+    """The configuration with a demo model as a directory; any other model stays as it is.
 
     Raises:
-        ConfigError: the model cannot be made.
+        ConfigError: the model cannot be made, or is not where it should be.
     """
-    if config.model not in demo_model.SHAPES:
+    found = demo_model.ensure(config.model, weights=False)
+    if found == config.model:
         return config
-    directory = Path(demo_model.ensure(config.model, weights=False))
+    directory = Path(found)
     if config.engine != "simulated" and not (directory / "model.safetensors").exists():
         print(f"baton: making the {config.model} model in {directory}", file=sys.stderr)
         _make_weights(config.model)

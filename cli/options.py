@@ -28,7 +28,10 @@ ConfigFile = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", help='Local directory, hub id, or "demo": made on first use.'),
+    typer.Option(
+        "--model",
+        help='Local directory, hub id, or "glossary": a toy that ships with Baton (the default).',
+    ),
 ]
 ServedModelName = Annotated[
     str | None, typer.Option("--served-model-name", help="What requests call the model.")

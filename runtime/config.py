@@ -405,7 +405,11 @@ class SimulatedConfig(Section):
 class BatonConfig(Section):
     """Everything. `baton config show` prints it with the defaults filled in."""
 
-    model: str = Field("demo", description='local directory, hub id, or "demo": made on first use')
+    model: str = Field(
+        "glossary",
+        description='local directory, hub id, "glossary": the toy that ships with Baton, '
+        'or "demo": random weights, made on first use',
+    )
     served_model_name: str = Field("", description="what requests call it; empty: from model")
     engine: Literal["vllm", "simulated"] = "vllm"
     engine_args: dict[str, Any] = Field(

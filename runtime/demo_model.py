@@ -1,7 +1,9 @@
-"""A local model made on first use: a small Llama checkpoint in Hugging Face format.
+"""Models that need no download: the toy that ships with Baton, and random ones made on first use.
 
-Random weights from a fixed seed, a byte-level BPE tokenizer and a chat template, so that everything
-downstream loads exactly what a real checkpoint would be. The words it says mean nothing.
+All are small Llama checkpoints in Hugging Face format, with a byte-level BPE tokenizer and a chat
+template, so that everything downstream loads exactly what a real checkpoint would be. The toy
+(models/README.md) knows its glossary by heart. The others have random weights from a fixed seed:
+the words they say mean nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +52,12 @@ class Shape:
     vocab_size: int = 0
 
 
+# The one that ships.
+GLOSSARY = "glossary"
+_SHIPPED = Path(__file__).parents[1] / "models"
+
 SHAPES = {
-    # Loads in a second; what `make demo` and the tests use.
+    # Loads in a second; what the tests use.
     "demo": Shape(256, 512, 4, 4, 2, 4096),
     # Two layers: what tests start of which several ranks share a core.
     "demo-2-layers": Shape(128, 256, 2, 4, 2, 2048),
@@ -64,17 +70,20 @@ def ensure(model: str, *, weights: bool = True, root: Path | None = None) -> str
     """The directory of a demo model, made when it does not exist; any other model unchanged.
 
     Args:
-        model: a name in SHAPES, or whatever names a real model.
+        model: GLOSSARY, a name in SHAPES, or whatever names a real model.
         weights: whether the checkpoint is needed too, not only tokenizer and configuration.
             Making it needs torch.
-        root: where demo models are kept.
+        root: where models are kept that are made here.
 
     Returns:
         A local directory, or `model` itself.
 
     Raises:
-        ConfigError: weights are needed and torch is not installed.
+        ConfigError: weights are needed and torch is not installed; this installation lacks the
+            model that ships.
     """
+    if model == GLOSSARY:
+        return str(_shipped(GLOSSARY))
     if model not in SHAPES:
         return model
     root = root or Path.home() / ".cache" / "baton"
@@ -84,6 +93,21 @@ def ensure(model: str, *, weights: bool = True, root: Path | None = None) -> str
     if weights and not (directory / "model.safetensors").exists():
         _make_weights(directory, SHAPES[model])
     return str(directory)
+
+
+def _shipped(name: str) -> Path:
+    directory = _SHIPPED / name
+    missing = [
+        file
+        for file in ("config.json", "tokenizer.json", "model.safetensors")
+        if not (directory / file).is_file()
+    ]
+    if missing:
+        raise ConfigError(
+            f"model: {name} should be in {directory}, where there is no {', '.join(missing)}: "
+            "install Baton whole, or name another model"
+        )
+    return directory
 
 
 def _make_atomically(directory: Path, write: Callable[[Path], None]) -> None:

@@ -305,7 +305,7 @@ def test_a_wrong_request_names_the_field_and_is_exit_2(ask):
 def test_a_model_that_is_not_served_is_exit_2(ask):
     result = ask("generate", "hello", "--model", "other")
     assert result.code == 2
-    assert result.err == "baton: model is 'other'; this coordinator serves 'demo'\n"
+    assert result.err == "baton: model is 'other'; this coordinator serves 'glossary'\n"
 
 
 def test_a_deadline_is_exit_1(ask):
