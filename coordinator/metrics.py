@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
 from baton.coordinator.lanes import lane_name
+from baton.runtime.config import BatonConfig
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -33,10 +34,15 @@ _LANE_HISTOGRAMS = (
 
 
 class CoreCollector(Collector):
-    """Reads the core from the scraping thread: numbers and snapshots only."""
+    """Reads the core from the scraping thread: numbers and snapshots only.
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    Args:
+        core: that counts.
+        config: whose targets and limits are shown beside what came of them.
+    """
+
+    def __init__(self, core: Core, config: BatonConfig) -> None:
+        self._core, self._config = core, config
 
     def collect(self) -> Iterator[Metric]:
         stats = self._core.stats
@@ -54,6 +60,7 @@ class CoreCollector(Collector):
         yield running
         yield from self._totals()
         yield self._workers()
+        yield from self._promises()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._core.stats
@@ -128,11 +135,38 @@ class CoreCollector(Collector):
             family.add_metric([pool, "other"], len(workers) - serving - draining)
         return family
 
+    def _promises(self) -> Iterator[Metric]:
+        """What alerts and dashboards compare with."""
+        scaling, lanes = self._config.scaling, self._config.lanes
+        targets = GaugeMetricFamily(
+            "baton_target_seconds",
+            "What was promised; a lane without a target has none.",
+            labels=["lane", "signal"],
+        )
+        for lane, target in (
+            ("interactive", scaling.targets.interactive),
+            ("batch", scaling.targets.batch),
+        ):
+            for signal, target_ms in (("ttft", target.ttft_ms), ("itl", target.itl_ms)):
+                if target_ms is not None:
+                    targets.add_metric([lane, signal], target_ms / 1e3)
+        yield targets
+        limit = GaugeMetricFamily("baton_queue_limit", "More are refused.", labels=["lane"])
+        limit.add_metric(["interactive"], lanes.interactive.max_queued)
+        limit.add_metric(["batch"], lanes.batch.max_queued)
+        yield limit
+        ceiling = GaugeMetricFamily(
+            "baton_workers_max", "How many a pool may have.", labels=["pool"]
+        )
+        ceiling.add_metric(["prefill"], scaling.prefill.max_workers)
+        ceiling.add_metric(["decode"], scaling.decode.max_workers)
+        yield ceiling
 
-def registry(core: Core) -> CollectorRegistry:
+
+def registry(core: Core, config: BatonConfig) -> CollectorRegistry:
     """A registry with everything the coordinator shows."""
     found = CollectorRegistry()
-    found.register(CoreCollector(core))
+    found.register(CoreCollector(core, config))
     return found
 
 
