@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from reading import (
+from deploy_files import (
     DEPLOY,
     ROOT,
     STOP_MARGIN_S,

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import yaml
+from deploy_files import COMMANDS, DEPLOY, ROOT
 from exported import names
-from reading import COMMANDS, DEPLOY, ROOT
 
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2

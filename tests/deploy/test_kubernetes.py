@@ -8,7 +8,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from reading import (
+from custom_resources import BY_KIND
+from deploy_files import (
     DEPLOY,
     ROOT,
     STOP_MARGIN_S,
@@ -19,7 +20,6 @@ from reading import (
     options,
     quantity,
 )
-from schemas import BY_KIND
 
 from baton.cli.config import check
 
@@ -183,7 +183,7 @@ def test_probes_ask_where_something_listens_and_for_long_enough(name, spec, cont
     named = {one["name"]: one["containerPort"] for one in container["ports"]}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container.get(kind, {})
-        for how in ("grpc", "httpGet"):
+        for how in ("grpc", "httpGet", "tcpSocket"):
             port = probe.get(how, {}).get("port")
             assert port is None or port in named or port in named.values()
     assert "readinessProbe" in container

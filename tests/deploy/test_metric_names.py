@@ -60,7 +60,8 @@ def test_what_is_coming_is_used():
         assert name in shown
 
 
-def test_what_is_generated_is_committed():
+def test_what_is_generated_is_committed(monkeypatch):
+    monkeypatch.syspath_prepend(str(DEPLOY))
     generate = runpy.run_path(str(DEPLOY / "generate.py"))
     for path, text in generate["files"]().items():
         assert path.read_text() == text, f"{path}: run python deploy/generate.py"
