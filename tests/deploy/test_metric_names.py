@@ -10,7 +10,8 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
-from exported import COMING, names
+from exported import COMING, names, samples
+from promql import Data, Series, evaluate
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
@@ -52,6 +53,27 @@ def test_metrics_and_their_labels_exist(where):
     assert used
     assert used <= EXPORTED.keys()
     assert grouped <= set().union(*(EXPORTED[name] for name in used))
+
+
+def test_what_rules_compare_is_labelled_alike():
+    times = [60.0 * n for n in range(8 * 60)]
+    data = Data([Series(one, times, [value] * len(times)) for one, value in samples().items()])
+    compared = set()
+    for alert, expression in EXPRESSIONS.items():
+        node = promql_parser.parse(expression)
+        if not isinstance(node, promql_parser.BinaryExpr) or alert.find(":") > 0:
+            continue
+        left, right = (evaluate(side, data, times[-1]) for side in (node.lhs, node.rhs))
+        if isinstance(right, float) or not left:
+            # Nothing to compare, or nothing of it in a fresh cell.
+            continue
+        bare = [
+            {frozenset(pair for pair in one if pair[0] != "__name__") for one in side}
+            for side in (left, right)
+        ]
+        assert bare[0] & bare[1], alert
+        compared.add(alert)
+    assert len(compared) >= 5
 
 
 def test_what_is_coming_is_used():
