@@ -14,7 +14,7 @@ from baton.v1 import admin_pb2
 
 GUIDE = (DEPLOY / "README.md").read_text()
 # Named in the guide as commands to come.
-COMING = {"doctor", "top", "explain", "why"}
+COMING = {"doctor", "top", "explain", "why", "scale"}
 QUOTED = set(re.findall(r"`([^`\n]+)`", GUIDE))
 
 
