@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from baton.coordinator.core import Core
 from baton.coordinator.lanes import lane_name
 from baton.coordinator.load_index import Pool
+from baton.runtime.config import BatonConfig
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -34,10 +35,15 @@ _LANE_HISTOGRAMS = (
 
 
 class CoreCollector(Collector):
-    """Reads the core from the scraping thread: numbers and snapshots only."""
+    """Reads the core from the scraping thread: numbers and snapshots only.
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    Args:
+        core: that counts.
+        config: whose targets and limits are shown beside what came of them.
+    """
+
+    def __init__(self, core: Core, config: BatonConfig) -> None:
+        self._core, self._config = core, config
 
     def collect(self) -> Iterator[Metric]:
         stats = self._core.stats
@@ -56,6 +62,7 @@ class CoreCollector(Collector):
         yield from self._totals()
         yield self._workers()
         yield from self._scaling()
+        yield from self._promises()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._core.stats
@@ -173,11 +180,35 @@ class CoreCollector(Collector):
             _add(family, [stage], histogram)
         yield family
 
+    def _promises(self) -> Iterator[Metric]:
+        """What alerts and dashboards compare with."""
+        scaler, lanes = self._core.scaler, self._config.lanes
+        targets = GaugeMetricFamily(
+            "baton_target_seconds",
+            "What was promised; a lane without a target has none.",
+            labels=["lane", "signal"],
+        )
+        for lane, target in scaler.targets.items():
+            for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
+                if target_s is not None:
+                    targets.add_metric([lane, signal], target_s)
+        yield targets
+        limit = GaugeMetricFamily("baton_queue_limit", "More are refused.", labels=["lane"])
+        limit.add_metric(["interactive"], lanes.interactive.max_queued)
+        limit.add_metric(["batch"], lanes.batch.max_queued)
+        yield limit
+        ceiling = GaugeMetricFamily(
+            "baton_workers_max", "How many a pool may have.", labels=["pool"]
+        )
+        for pool in Pool:
+            ceiling.add_metric([pool.value], scaler.limits(pool)[1])
+        yield ceiling
 
-def registry(core: Core) -> CollectorRegistry:
+
+def registry(core: Core, config: BatonConfig) -> CollectorRegistry:
     """A registry with everything the coordinator shows."""
     found = CollectorRegistry()
-    found.register(CoreCollector(core))
+    found.register(CoreCollector(core, config))
     return found
 
 

@@ -85,7 +85,7 @@ class Coordinator:
         self._tokenizer = await asyncio.to_thread(Tokenizer, model)
         try:
             self._metrics = MetricsServer(
-                coordinator.metrics_listen, metrics.registry(self.shell.core)
+                coordinator.metrics_listen, metrics.registry(self.shell.core, self._config)
             )
             try:
                 await self._start_server(model)

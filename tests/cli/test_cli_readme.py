@@ -32,10 +32,11 @@ def test_the_table_was_found():
 
 
 def test_every_metric_it_names_exists():
-    core = Core(CoreConfig.of(BatonConfig()))
+    config = BatonConfig()
+    core = Core(CoreConfig.of(config))
     registries = (
         WorkerCollector("demo", "prefill").registry(),
-        registry(core),
+        registry(core, config),
         GatewayCollector(GatewayStats(("/v1/completions",))).registry(),
     )
     shown = "".join(generate_latest(one).decode() for one in registries)

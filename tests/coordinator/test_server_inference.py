@@ -15,6 +15,7 @@ from baton.coordinator.intake import Intake
 from baton.coordinator.metrics import registry
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
+from baton.runtime.config import BatonConfig
 from baton.runtime.errors import ResourceExhausted, from_rpc_error
 from baton.v1 import (
     admin_pb2,
@@ -475,7 +476,7 @@ async def test_handoff_reports_are_counted(coordinator, pair, inference):
         await p.step(answer(command.spec, 0, 1, STOP))
         await call.read()
         assert (await call.read()).HasField("finished")
-    shown = generate_latest(registry(coordinator.shell.core)).decode()
+    shown = generate_latest(registry(coordinator.shell.core, BatonConfig())).decode()
     for line in (
         'baton_handoffs_total{transport="nccl"} 1.0',
         'baton_handoff_bytes_total{transport="nccl"} 512.0',

@@ -1,0 +1,309 @@
+"""What the dashboards show: rows of graphs, and what each asks Prometheus. See generate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph.
+
+    Attributes:
+        unit: Grafana's name of it.
+        queries: legend and expression of each line; CELL in an expression is the chosen cell.
+        about: shown on hovering.
+    """
+
+    title: str
+    unit: str
+    queries: Sequence[tuple[str, str]]
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+
+
+def _quantiles(metric: str, labels: str, by: str = "") -> list[tuple[str, str]]:
+    return [
+        (
+            f"p{percent}" + (f" {{{{{by}}}}}" if by else ""),
+            f"histogram_quantile({percent / 100:g}, sum by (le{', ' + by if by else ''}) "
+            f"(rate({metric}_bucket{{{labels}}}[$__rate_interval])))",
+        )
+        for percent in (50, 95, 99)
+    ]
+
+
+def _rate(metric: str, by: str, labels: str = "CELL") -> list[tuple[str, str]]:
+    legend = " ".join(f"{{{{{one}}}}}" for one in by.split(", "))
+    return [(legend, f"sum by ({by}) (rate({metric}{{{labels}}}[$__rate_interval]))")]
+
+
+def _target(signal: str) -> tuple[str, str]:
+    return (
+        "target",
+        f'max(baton_target_seconds{{CELL, lane="interactive", signal="{signal}"}})',
+    )
+
+
+def _each(metric: str, legend: str = "{{role}} {{instance}}", more: str = "") -> tuple[str, str]:
+    return (legend, f"{metric}{{CELL{more}}}")
+
+
+INTERACTIVE = 'CELL, lane="interactive"'
+CELL_ROWS = (
+    Row(
+        "What people wait for (interactive)",
+        (
+            Panel(
+                "Time to first token",
+                "s",
+                [
+                    *_quantiles("gen_ai_server_time_to_first_token_seconds", INTERACTIVE),
+                    _target("ttft"),
+                ],
+                "From a request's arrival at the coordinator.",
+            ),
+            Panel(
+                "Gaps between tokens",
+                "s",
+                [*_quantiles("baton_inter_token_latency_seconds", INTERACTIVE), _target("itl")],
+                "Every gap between two outputs of a stream.",
+            ),
+            Panel(
+                "Whole requests",
+                "s",
+                _quantiles("gen_ai_server_request_duration_seconds", INTERACTIVE),
+            ),
+        ),
+    ),
+    Row(
+        "Work that waits",
+        (
+            Panel(
+                "Waiting requests",
+                "short",
+                [
+                    ("{{lane}}", "sum by (lane) (baton_queue_depth{CELL})"),
+                    ("limit {{lane}}", "max by (lane) (baton_queue_limit{CELL})"),
+                ],
+                "In the coordinator's lanes; beyond the limit they are refused.",
+            ),
+            Panel(
+                "Wait in the lane",
+                "s",
+                _quantiles("baton_request_queue_seconds", "CELL", "lane"),
+                "Until a request is dispatched to workers.",
+            ),
+            Panel(
+                "Running requests",
+                "short",
+                [("{{lane}}", "sum by (lane) (baton_requests_running{CELL})")],
+            ),
+            Panel("Requests that ended", "reqps", _rate("baton_requests_total", "lane, outcome")),
+            Panel(
+                "Refused for overload",
+                "reqps",
+                _rate("baton_sheds_total", "reason"),
+                "Clients were told when to come back.",
+            ),
+            Panel("Tokens", "cps", _rate("baton_tokens_total", "kind"), "Per second."),
+        ),
+    ),
+    Row(
+        "Pools",
+        (
+            *(
+                Panel(
+                    f"{pool.capitalize()} workers",
+                    "short",
+                    [
+                        ("{{state}}", f'sum by (state) (baton_workers{{CELL, pool="{pool}"}})'),
+                        ("desired", f'sum(baton_workers_desired{{CELL, pool="{pool}"}})'),
+                        ("ceiling", f'sum(baton_workers_max{{CELL, pool="{pool}"}})'),
+                    ],
+                )
+                for pool in ("prefill", "decode")
+            ),
+            Panel(
+                "Cold starts in 15 minutes",
+                "short",
+                [("{{pool}}", "sum by (pool) (increase(baton_cold_starts_total{CELL}[15m]))")],
+            ),
+            Panel(
+                "Lost and recovered",
+                "cpm",
+                [
+                    (name, f"60 * sum(rate({metric}{{CELL}}[$__rate_interval]))")
+                    for name, metric in (
+                        ("workers lost", "baton_workers_lost_total"),
+                        ("workers unresponsive", "baton_workers_unresponsive_total"),
+                        ("attempts recovered", "baton_recoveries_total"),
+                        ("requests adopted", "baton_adopted_total"),
+                        ("batch parked", "baton_parked_total"),
+                    )
+                ],
+                "Per minute.",
+            ),
+            Panel(
+                "Submissions that were wrong", "reqps", _rate("baton_rejections_total", "reason")
+            ),
+        ),
+    ),
+    Row(
+        "HTTP",
+        (
+            Panel("Requests by code", "reqps", _rate("baton_http_requests_total", "route, code")),
+            Panel(
+                "Time to first token, as HTTP clients see it",
+                "s",
+                _quantiles("baton_http_time_to_first_token_seconds", INTERACTIVE),
+            ),
+            Panel(
+                "Connections",
+                "short",
+                [
+                    ("open", "sum(baton_http_connections{CELL})"),
+                    ("generations", "sum(baton_http_requests_running{CELL})"),
+                ],
+            ),
+        ),
+    ),
+)
+HANDOFF_ROWS = (
+    Row(
+        "The whole cell",
+        (
+            Panel(
+                "What a handoff takes beyond the prefill",
+                "s",
+                _quantiles("baton_handoff_exposed_seconds", "CELL"),
+                "From the last layer computed until the commit was verified.",
+            ),
+            Panel("Handoffs committed", "ops", _rate("baton_handoffs_total", "transport")),
+            Panel(
+                "Bytes of committed handoffs",
+                "Bps",
+                _rate("baton_handoff_bytes_total", "transport"),
+            ),
+            Panel(
+                "Handoffs that never loaded",
+                "ops",
+                _rate("baton_handoff_failures_total", "reason"),
+                "Their prompts were computed again.",
+            ),
+            Panel(
+                "Transports that failed",
+                "ops",
+                _rate("baton_worker_handoff_fallbacks_total", "transport"),
+                "The next one took over.",
+            ),
+            Panel(
+                "Refused opens, frames and commits",
+                "ops",
+                _rate("baton_worker_handoff_refusals_total", "reason"),
+            ),
+        ),
+    ),
+    Row(
+        "Workers",
+        (
+            Panel(
+                "Moved",
+                "Bps",
+                _rate("baton_worker_handoff_bytes_total", "instance, direction, transport"),
+            ),
+            Panel(
+                "Staging in use",
+                "percentunit",
+                [
+                    (
+                        "{{instance}} {{direction}}",
+                        "baton_worker_staging_used_bytes{CELL} "
+                        "/ baton_worker_staging_size_bytes{CELL}",
+                    )
+                ],
+            ),
+            Panel(
+                "Handoffs that wait for staging",
+                "short",
+                [_each("baton_worker_staging_waiting_handoffs", "{{instance}} {{direction}}")],
+            ),
+            Panel(
+                "Ended",
+                "ops",
+                _rate("baton_worker_handoffs_total", "direction, outcome, transport"),
+            ),
+            Panel(
+                "Prompt tokens loaded",
+                "cps",
+                _rate("baton_worker_handoff_prompt_tokens_total", "loaded"),
+                "early: while the first token was not known.",
+            ),
+            Panel(
+                "Leases that expired",
+                "ops",
+                _rate("baton_worker_handoff_lease_expiries_total", "instance"),
+            ),
+        ),
+    ),
+)
+WORKER_ROWS = (
+    Row(
+        "Engines",
+        (
+            Panel("Requests in steps", "short", [_each("baton_worker_requests_running")]),
+            Panel(
+                "Requests in the engine's queue", "short", [_each("baton_worker_requests_waiting")]
+            ),
+            Panel(
+                "Prompt tokens to compute", "short", [_each("baton_worker_prefill_tokens_waiting")]
+            ),
+            Panel(
+                "KV cache in use",
+                "percentunit",
+                [_each("baton_worker_kv_cache_usage_ratio")],
+                "Full on prefill workers is as it should be: finished prefixes are kept.",
+            ),
+            Panel("Steps", "ops", _rate("baton_worker_engine_steps_total", "role, instance")),
+            Panel(
+                "Tokens reported",
+                "cps",
+                _rate("baton_worker_generation_tokens_total", "role, instance"),
+            ),
+            Panel(
+                "Attempts that ended", "ops", _rate("baton_worker_requests_total", "role, outcome")
+            ),
+        ),
+    ),
+    Row(
+        "GPUs",
+        (
+            Panel(
+                "Utilisation",
+                "percentunit",
+                [_each("baton_worker_gpu_utilization_ratio", "{{instance}} {{gpu}}")],
+                "Time in which something ran: an engine with one request shows 100 % as well.",
+            ),
+            Panel(
+                "Memory in use",
+                "bytes",
+                [
+                    _each("baton_worker_gpu_memory_used_bytes", "{{instance}} {{gpu}}"),
+                    ("size", "max(baton_worker_gpu_memory_size_bytes{CELL})"),
+                ],
+            ),
+            Panel("Power", "watt", [_each("baton_worker_gpu_power_watts", "{{instance}} {{gpu}}")]),
+        ),
+    ),
+)
+DASHBOARDS = {
+    "cell": ("Baton: cell", CELL_ROWS),
+    "handoff": ("Baton: handoffs", HANDOFF_ROWS),
+    "workers": ("Baton: workers and GPUs", WORKER_ROWS),
+}

@@ -1,0 +1,262 @@
+"""The manifests: valid, and true to each other, to the configuration and to the command line."""
+
+from __future__ import annotations
+
+import itertools
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from custom_resources import BY_KIND
+from deploy_files import (
+    DEPLOY,
+    ROOT,
+    STOP_MARGIN_S,
+    config,
+    documents,
+    drain_s,
+    listens,
+    options,
+    quantity,
+)
+
+from baton.cli.config import check
+
+KUBERNETES = DEPLOY / "kubernetes"
+# The oldest that is promised, and the newest that schemas are here of.
+VERSIONS = ("1.30", "1.37")
+OVERLAYS = {
+    "gpu": ("base", "gpu"),
+    "cpu": ("base", "cpu"),
+    "kuberay": ("kuberay",),
+}
+FILES = sorted(
+    path
+    for path in KUBERNETES.rglob("*.yaml")
+    if path.name not in ("kustomization.yaml", "baton.yaml")
+)
+RESOURCES = [
+    pytest.param(
+        resource, id=f"{path.parent.name}-{resource['kind']}-{resource['metadata']['name']}"
+    )
+    for path in FILES
+    for resource in documents(path)
+]
+WORKLOADS = ("StatefulSet", "Deployment")
+
+
+def overlay(name: str) -> list[dict]:
+    return [
+        resource
+        for directory in OVERLAYS[name]
+        for path in sorted((KUBERNETES / directory).glob("*.yaml"))
+        if path in FILES
+        for resource in documents(path)
+    ]
+
+
+def pods(name: str):
+    """(workload, pod's spec, its container) of what Baton itself runs."""
+    for one in overlay(name):
+        if one["kind"] in WORKLOADS:
+            spec = one["spec"]["template"]["spec"]
+            (container,) = spec["containers"]
+            yield one, spec, container
+
+
+PODS = [
+    pytest.param(name, spec, container, id=f"{name}-{workload['metadata']['name']}")
+    for name in OVERLAYS
+    for workload, spec, container in pods(name)
+]
+
+
+def selected(selector: dict, labels: dict) -> bool:
+    for one in selector.get("matchExpressions", []):
+        assert one["operator"] == "In"
+        if labels.get(one["key"]) not in one["values"]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_it_is_what_kubernetes_takes(resource, version):
+    schema = BY_KIND.get(resource["kind"])
+    if schema is None:
+        kubernetes_validate.validate(resource, version, strict=True)
+        return
+    jsonschema.validate(resource, schema)
+    if resource["kind"] == "RayCluster":
+        spec = resource["spec"]
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            template = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+            kubernetes_validate.validate(template, version, strict=True)
+
+
+def test_the_schemas_refuse_what_is_wrong():
+    (stateful,) = (
+        one
+        for one in documents(KUBERNETES / "base" / "coordinator.yaml")
+        if one["kind"] == "StatefulSet"
+    )
+    stateful["spec"]["template"]["spec"]["terminationGraceSeconds"] = 60
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGraceSeconds"):
+        kubernetes_validate.validate(stateful, VERSIONS[0], strict=True)
+    (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
+    ray["spec"]["workerGroupSpec"] = []
+    with pytest.raises(jsonschema.ValidationError, match="workerGroupSpec"):
+        jsonschema.validate(ray, BY_KIND["RayCluster"])
+
+
+@pytest.mark.parametrize("directory", [*OVERLAYS, "base", "monitoring"])
+def test_kustomizations_name_every_file(directory):
+    path = KUBERNETES / directory / "kustomization.yaml"
+    found = yaml.safe_load(path.read_text())
+    here = {one.name for one in path.parent.glob("*.yaml")} - {"kustomization.yaml", "baton.yaml"}
+    listed = {name for name in found["resources"] if name.endswith(".yaml")}
+    assert listed == here
+    for name in set(found["resources"]) - listed:
+        assert (path.parent / name / "kustomization.yaml").exists()
+    for generator in found.get("configMapGenerator", []):
+        assert generator["name"] == "baton-config"
+        assert all((path.parent / file).exists() for file in generator["files"])
+
+
+def test_grafanas_configmap_has_every_dashboard():
+    found = yaml.safe_load((DEPLOY / "grafana" / "kustomization.yaml").read_text())
+    (generator,) = found["configMapGenerator"]
+    there = (DEPLOY / "grafana" / "dashboards").glob("*.json")
+    assert set(generator["files"]) == {f"dashboards/{path.name}" for path in there}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_configuration_is_right(name, capsys):
+    file = KUBERNETES / name / "baton.yaml"
+    check(str(file))
+    assert capsys.readouterr().out == f"{file}: ok\n"
+
+
+@pytest.mark.parametrize(("name", "spec", "container"), PODS)
+def test_a_pod_runs_what_there_is(name, spec, container):
+    effective = config(KUBERNETES / name / "baton.yaml")
+    command, given = options(container["args"])
+    assert given["config"] == "/etc/baton/baton.yaml"
+    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
+    assert mounts[given["config"]]["subPath"] == "baton.yaml"
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in spec["volumes"]
+    }
+    assert {one["containerPort"] for one in container["ports"]} == listens(command, effective)
+    assert spec["terminationGracePeriodSeconds"] >= drain_s(command, effective) + STOP_MARGIN_S
+    if "coordinator" in given:
+        service, _, port = given["coordinator"].partition(":")
+        assert int(port) in service_ports(name, service)
+
+
+def service_ports(name: str, service: str) -> set[int]:
+    (found,) = (
+        one
+        for one in overlay(name)
+        if one["kind"] == "Service" and one["metadata"]["name"] == service
+    )
+    return {one["port"] for one in found["spec"]["ports"]}
+
+
+@pytest.mark.parametrize(("name", "spec", "container"), PODS)
+def test_a_pod_is_confined(name, spec, container):
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    context = container["securityContext"]
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert not container["image"].endswith(":latest")
+    assert container["resources"]["limits"]["memory"]
+    assert container["resources"]["requests"]["cpu"]
+
+
+@pytest.mark.parametrize(("name", "spec", "container"), PODS)
+def test_probes_ask_where_something_listens_and_for_long_enough(name, spec, container):
+    named = {one["name"]: one["containerPort"] for one in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container.get(kind, {})
+        for how in ("grpc", "httpGet", "tcpSocket"):
+            port = probe.get(how, {}).get("port")
+            assert port is None or port in named or port in named.values()
+    assert "readinessProbe" in container
+    assert "livenessProbe" in container
+    if container["args"][0] == "worker":
+        probe = container["startupProbe"]
+        effective = config(KUBERNETES / name / "baton.yaml")
+        patience_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert patience_s > effective.worker.start_timeout_s
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu"])
+def test_workers_have_room_for_their_staging(name):
+    effective = config(KUBERNETES / name / "baton.yaml")
+    staging = effective.kv_transfer.send_bytes + effective.kv_transfer.receive_bytes
+    seen = 0
+    for _, spec, container in pods(name):
+        if container["args"][0] != "worker":
+            continue
+        seen += 1
+        (shm,) = (one["emptyDir"] for one in spec["volumes"] if one["name"] == "shm")
+        assert shm["medium"] == "Memory"
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        limits = container["resources"]["limits"]
+        assert staging < quantity(shm["sizeLimit"]) < quantity(limits["memory"])
+        gpus = int(limits.get("nvidia.com/gpu", 0))
+        wanted = effective.tensor_parallel_size(effective.prefill) if name == "gpu" else 0
+        assert gpus == wanted == int(container["resources"]["requests"].get("nvidia.com/gpu", 0))
+    assert seen == 2
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_selectors_find_pods(name):
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one, _, _ in pods(name)]
+    ports = [
+        (one["spec"]["template"]["metadata"]["labels"], {p["name"]: p for p in container["ports"]})
+        for one, _, container in pods(name)
+    ]
+    for resource in overlay(name):
+        spec = resource.get("spec", {})
+        match resource["kind"]:
+            case "Service":
+                found = [known for own, known in ports if spec["selector"].items() <= own.items()]
+                assert found
+                for known, port in itertools.product(found, spec["ports"]):
+                    assert port["targetPort"] in known
+            case "PodDisruptionBudget":
+                assert sum(selected(spec["selector"], own) for own in labels) == 1
+            case "NetworkPolicy":
+                assert any(selected(spec["podSelector"], own) for own in labels)
+            case "StatefulSet" | "Deployment":
+                template = spec["template"]["metadata"]["labels"]
+                assert selected(spec["selector"], template)
+
+
+def test_every_pod_is_scraped():
+    monitors = documents(KUBERNETES / "monitoring" / "podmonitors.yaml")
+    for workload, _, container in pods("gpu"):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        found = [one for one in monitors if selected(one["spec"]["selector"], labels)]
+        assert len(found) == 1
+        (endpoint,) = found[0]["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in {one["name"] for one in container["ports"]}
+    jobs = {
+        one["replacement"]
+        for monitor in monitors
+        for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
+        if one["targetLabel"] == "job"
+    }
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
+    assert jobs == {one["job_name"] for one in scraped["scrape_configs"]}
+
+
+def test_rays_version_is_batons():
+    (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
+    assert f'ray = ["ray=={ray["spec"]["rayVersion"]}"]' in (ROOT / "pyproject.toml").read_text()
