@@ -16,6 +16,11 @@ class EngineName(StrEnum):
     SIMULATED = "simulated"
 
 
+class LauncherName(StrEnum):
+    LOCAL = "local"
+    RAY = "ray"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -67,6 +72,7 @@ def load_config(
     num_prefill: int | None = None,
     num_decode: int | None = None,
     http_listen: str | None = None,
+    launcher: LauncherName | None = None,
 ) -> BatonConfig:
     """The file's configuration with the command line's options over it.
 
@@ -87,6 +93,7 @@ def load_config(
             "prefill": {"workers": num_prefill},
             "decode": {"workers": num_decode},
             "http": {"listen": http_listen},
+            "launcher": launcher and launcher.value,
         },
     )
 

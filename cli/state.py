@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -70,6 +70,7 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
             "WORKER",
             "ROLE",
             "STATE",
+            "HOST",
             ">REQUESTS",
             ">WAITING",
             ">KV USED",
@@ -82,6 +83,7 @@ def workers(address: options.Address = None, as_json: options.Json = False) -> N
                 worker.worker_id,
                 enum_name(common_pb2.Role.DESCRIPTOR, worker.role),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                _host(worker.labels),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),
                 _share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
@@ -157,6 +159,12 @@ def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -
         raise errors.of_all(failures)
 
     return interrupts.run(ask())
+
+
+def _host(labels: Mapping[str, str]) -> str:
+    """Its name, and Ray's node there as Ray's own tables begin with it."""
+    host, node = labels.get("host", "-"), labels.get("ray_node", "")
+    return f"{host}/{node[:8]}" if node else host
 
 
 def _share(used: int, total: int) -> str:

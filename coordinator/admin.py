@@ -157,6 +157,7 @@ def _worker_info(
         silent_for=_duration(now - worker.heard_at),
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
+        labels=hello.labels,
         latency=_latency_info(latency),
     )
     if worker.load is not None:

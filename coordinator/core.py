@@ -338,6 +338,7 @@ class Core:
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
             self.workers.add(worker)
+            self.stats.worker_attached(hello)
         else:
             # Nothing leads out of draining; the worker may not have heard of it yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING

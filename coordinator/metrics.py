@@ -52,6 +52,7 @@ class CoreCollector(Collector):
             running.add_metric([lane_name(lane)], lane_stats.num_running)
         yield queued
         yield running
+        yield from self._cold_starts()
         yield from self._totals()
         yield self._workers()
 
@@ -116,6 +117,21 @@ class CoreCollector(Collector):
             ),
         ):
             yield CounterMetricFamily(name, documentation, value=count)
+
+    def _cold_starts(self) -> Iterator[Metric]:
+        stats = self._core.stats
+        started = CounterMetricFamily(
+            "baton_cold_starts", "Workers that came new.", labels=["pool"]
+        )
+        for pool, role in _ROLES.items():
+            started.add_metric([pool], stats.cold_starts[role])
+        yield started
+        stages = HistogramMetricFamily(
+            "baton_cold_start_seconds", "Their start, until they could serve.", labels=["stage"]
+        )
+        for stage, histogram in stats.cold_start_stages.items():
+            _add(stages, [stage], histogram)
+        yield stages
 
     def _workers(self) -> Metric:
         family = GaugeMetricFamily("baton_workers", "Attached.", labels=["pool", "state"])

@@ -19,7 +19,8 @@ from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
-from baton.coordinator.launcher import BATON, LocalLauncher, WorkerExit
+from baton.coordinator.launcher import BATON, WorkerExit
+from baton.coordinator.launchers import make_launcher
 from baton.coordinator.shell import Shell
 from baton.coordinator.tokenization import Tokenizer
 from baton.runtime import demo_model, rpc
@@ -194,7 +195,7 @@ async def serve(
 
     Args:
         config: effective.
-        launch: whether to start the configured workers too, as child processes.
+        launch: whether to start the configured workers too, as `launcher` says.
         ready: called once with host:port, when requests can be served (without `launch`: when
             workers can attach).
         stop: set to stop it; None for SIGINT and SIGTERM.
@@ -239,7 +240,7 @@ async def _serve_with_workers(
         coordinator.shell.post(ev.WorkerLost(worker_exit.worker_id, worker_exit.reason))
         exits.put_nowait(worker_exit)
 
-    launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit, command)
+    launcher = make_launcher(config, _dialled(coordinator.address), on_exit, command)
     roles = {
         f"{role}-{number}": role
         for role, pool in (("prefill", config.prefill), ("decode", config.decode))

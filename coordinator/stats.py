@@ -15,6 +15,10 @@ _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 1
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
+# Of Hello.startup_ms.
+COLD_START_STAGES = ("process", "transfer", "weights", "kv", "warm_up")
+
+
 class LaneStats:
     """Of one lane: latencies in seconds, and how many of its requests are running."""
 
@@ -77,6 +81,8 @@ class CoreStats:
         handoff_bytes: of those, by transport.
         num_handoff_fallbacks: epochs of handoffs, however they ended, that a transport failed.
         handoff_failures: by refusal reason.
+        cold_starts: workers that came new, by role.
+        cold_start_stages: how long they took until they served, by stage.
         num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
         num_recoveries: attempts lost whose requests went on.
         num_parked: times that a batch request made room for interactive ones.
@@ -96,6 +102,8 @@ class CoreStats:
         self.num_handoff_fallbacks = 0
         self.handoff_exposed = Histogram(EXPOSED_S)
         self.handoff_failures: Counter[str] = Counter()
+        self.cold_starts: Counter[common_pb2.Role.ValueType] = Counter()
+        self.cold_start_stages = {stage: Histogram(_SLOW_S) for stage in COLD_START_STAGES}
         self.num_workers_lost = 0
         self.num_workers_unresponsive = 0
         self.num_recoveries = 0
@@ -118,6 +126,15 @@ class CoreStats:
             num_new = len(request.token_ids) - len(request.submission.known_token_ids)
             if num_new > 1:
                 lane.tpot.observe((request.last_token_at - request.first_token_at) / (num_new - 1))
+
+    def worker_attached(self, hello: cluster_pb2.Hello) -> None:
+        """A worker that this coordinator did not know; counted unless it served another before."""
+        if hello.generation:
+            return
+        self.cold_starts[hello.role] += 1
+        for stage, histogram in self.cold_start_stages.items():
+            if stage in hello.startup_ms:
+                histogram.observe(hello.startup_ms[stage] / 1e3)
 
     def handoff_committed(self, report: cluster_pb2.HandoffReport) -> None:
         transport = transport_label(report.transport)

@@ -28,6 +28,7 @@ class WorkerHost:
         worker_id, incarnation, host_id: who this is; see cluster.proto.
         role: to begin with; the coordinator may say otherwise.
         startup_ms: how long the start took, by stage.
+        labels: shown to operators.
 
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
@@ -50,11 +51,12 @@ class WorkerHost:
         collector: WorkerCollector,
         handoffs: HandoffLog,
         startup_ms: Mapping[str, int],
+        labels: Mapping[str, str],
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
-        self._handoffs, self._startup_ms = handoffs, startup_ms
+        self._handoffs, self._startup_ms, self._labels = handoffs, startup_ms, labels
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -97,6 +99,7 @@ class WorkerHost:
             running=self._runner.running(),
             pid=os.getpid(),
             startup_ms=self._startup_ms,
+            labels=self._labels,
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:

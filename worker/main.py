@@ -21,6 +21,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
+from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
 from baton.runtime import lifecycle, logs, tracing
@@ -168,12 +169,15 @@ class _Worker:
         stack.push_async_callback(transfer.close)
         self._mark("transfer", begun_at)
 
-        # 2. The engine: loads the model.
+        # 2. The engine: loads the model, and computes something before anybody asks it to.
         begun_at = monotonic()
         engine = self._engine_factory(config, self._pool, socket_path)
         stack.push_async_callback(engine.stop)
         info = await self._start_engine(engine, transfer)
-        self._mark("engine", begun_at)
+        kv_at = begun_at + info.weights_s
+        self._mark("weights", begun_at, kv_at)
+        self._mark("kv", kv_at, kv_at + info.kv_s)
+        self._mark("warm_up", kv_at + info.kv_s)
 
         # 3. From here on handoffs may come.
         try:
@@ -217,6 +221,7 @@ class _Worker:
             collector=collector,
             handoffs=handoffs,
             startup_ms=self._startup_ms,
+            labels={"host": socket.gethostname(), **config.worker.labels},
         )
         attachment = Attachment(
             self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s
@@ -226,7 +231,7 @@ class _Worker:
 
     async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
         timeout_s = self._config.worker.start_timeout_s
-        starting = asyncio.create_task(engine.start(), name="engine start")
+        starting = asyncio.create_task(_load(engine), name="engine start")
         gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
         try:
             await asyncio.wait(
@@ -322,8 +327,15 @@ class _Worker:
         if ready is not None:
             ready(hello.worker_id)
 
-    def _mark(self, stage: str, begun_at: float) -> None:
-        self._startup_ms[stage] = max(0, round((monotonic() - begun_at) * 1e3))
+    def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
+        ended_at = monotonic() if ended_at is None else ended_at
+        self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
+
+
+async def _load(engine: Engine) -> EngineInfo:
+    info = await engine.start()
+    await warm_up(engine, info)
+    return info
 
 
 async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:

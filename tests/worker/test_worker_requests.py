@@ -24,7 +24,8 @@ async def test_a_worker_introduces_itself(coordinator, start_worker, model):
     assert hello.kv_address.startswith("127.0.0.1:")
     assert hello.incarnation
     assert hello.host_id
-    assert {"process", "transfer", "engine"} <= set(hello.startup_ms)
+    assert set(hello.startup_ms) == {"process", "transfer", "weights", "kv", "warm_up"}
+    assert hello.labels["host"] == socket.gethostname()
 
 
 async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, vocabulary):
