@@ -35,7 +35,7 @@ _SILENT_S = 5.0
 # As long as Ray's own clients try to reach a head that is gone.
 _GONE_S = 60.0
 # An actor that cannot be reached for so long is lost.
-_UNREACHABLE_S = 10.0
+_UNREACHABLE_S = 5.0
 # Others' placements are waited for, to be beside them, and for room in Ray before it is said.
 _PARTNERS_S = 5.0
 _ROOM_S = 10.0

@@ -126,7 +126,13 @@ def settings(model: str, address: str, **sections):
         "engine": "simulated",
         "log_level": "info",
         "launcher": "ray",
-        "coordinator": {"listen": "127.0.0.1:0", "max_recovery_s": 0.5, "drain_timeout_s": 5},
+        "coordinator": {
+            "listen": "127.0.0.1:0",
+            "worker_timeout_s": 3,
+            "max_recovery_s": 0.5,
+            "drain_timeout_s": 5,
+        },
+        "lanes": {"interactive": {"max_queue_s": 0.5}},
         "worker": {"drain_timeout_s": 5, "start_timeout_s": 30},
         "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
         "ray": {"address": address, "prefill": tiny, "decode": tiny} | sections.pop("ray", {}),
@@ -216,7 +222,7 @@ async def test_up_with_a_ray_of_its_own_serves_and_leaves_nothing(tmp_path, mode
         for worker in workers:
             labels = worker.labels
             assert len(labels["ray_node"]) == 56
-            (row,) = (line for line in shown if line.startswith(f"{worker.worker_id} "))
+            row = next(line for line in shown if line.startswith(f"{worker.worker_id} "))
             assert f" {labels['host']}/{labels['ray_node'][:8]} " in row
         family = up.family()
         assert {"raylet", "gcs_server"} <= {one.name() for one in family}
@@ -326,6 +332,7 @@ def unused_port():
 
 async def test_ray_that_stops_is_reported_and_nobody_waits_for_it(ray, model, caplog):
     """The last one: the cluster is gone after it."""
+    caplog.set_level("INFO")
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     config = parse(settings(model, ray.address), "test")
@@ -339,13 +346,12 @@ async def test_ray_that_stops_is_reported_and_nobody_waits_for_it(ray, model, ca
             while await admin.list_workers():
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)
-            with pytest.raises(errors.UnavailableError):
-                await client.complete("hello", max_tokens=2, timeout_s=5.0)
-            while "does not answer" not in caplog.text:
+            with pytest.raises(errors.UnavailableError, match="no prefill and no decode worker is"):
+                await client.complete("hello", max_tokens=2, timeout_s=20.0)
+            lost = {f"worker {name} was lost" for name in ("prefill-0", "decode-0")}
+            while not all(one in caplog.text for one in {"does not answer", *lost}):
                 assert time.monotonic() < deadline, caplog.text
                 await asyncio.sleep(0.1)
-            lost = [one for one in caplog.messages if one.startswith("worker ")]
-            assert {line.split()[1] for line in lost} >= {"prefill-0", "decode-0"}
     finally:
         stop.set()
         assert await asyncio.wait_for(serving, WAIT_S) == 0
