@@ -221,7 +221,8 @@ class WorkerProcess:
     async def _feed(self, config: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
             stdin.write(config)
             await stdin.drain()
             stdin.close()

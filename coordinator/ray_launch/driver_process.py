@@ -155,7 +155,8 @@ class DriverProcess:
     def _say(self, message: wire.Message) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        if not stdin.is_closing():
+        # uvloop's, of a pipe that has been closed because the process is gone: `_read` tells.
+        with contextlib.suppress(RuntimeError):
             stdin.write(wire.encode(message))
 
     async def _read(self) -> None:
