@@ -86,6 +86,8 @@ def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
     for field, value in changes.items():
         if hasattr(value, "DESCRIPTOR"):
             getattr(message, field).CopyFrom(value)
+        elif isinstance(value, dict):
+            getattr(message, field).update(value)
         else:
             setattr(message, field, value)
     return message

@@ -2,8 +2,10 @@
 
 import pytest
 
+from baton.coordinator.launchers import make_launcher
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.placement import Node, partner_node, shortage, unreachable
+from baton.runtime.config import ConfigError, parse
 
 SMALL = Node("s", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0})
 LARGE = Node("l", "10.0.0.2", {"CPU": 2.0, "GPU": 8.0, "nvlink": 1.0})
@@ -51,6 +53,12 @@ def test_a_coordinator_on_loopback_is_refused_where_there_are_other_hosts(host):
     why = unreachable(f"{host}:7070", [SMALL, LARGE], own)
     assert why.startswith(f"coordinator.listen: workers would dial {host}:7070")
     assert "10.0.0.2 is one of 1" in why
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"launcher: is 'ray', .*install baton\[ray\]"):
+        make_launcher(parse({"launcher": "ray"}, "test"), "127.0.0.1:7070", print)
 
 
 def test_what_is_sent_is_what_is_received():

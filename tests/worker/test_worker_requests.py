@@ -28,6 +28,15 @@ async def test_a_worker_introduces_itself(coordinator, start_worker, model):
     assert hello.labels["host"] == socket.gethostname()
 
 
+async def test_a_worker_has_computed_something_before_it_attaches(coordinator, start_worker):
+    start_worker()
+    stream = await coordinator.stream()
+    load = await stream.load_after()
+    # A prompt and an output token; nothing of it is left, and nobody learns from its steps.
+    assert load.num_steps >= 2
+    assert (load.kv_tokens_used, load.num_running, list(load.steps)) == (0, 0, [])
+
+
 async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, vocabulary):
     start_worker()
     stream = await coordinator.stream()
