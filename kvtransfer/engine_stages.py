@@ -30,3 +30,8 @@ def ended_at(socket_path: str) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     return {stage: float(at) for stage, _, at in (line.partition(" ") for line in lines)}
+
+
+def forget(socket_path: str) -> None:
+    """Removes what was noted; idempotent."""
+    Path(socket_path).with_name(_FILE).unlink(missing_ok=True)
