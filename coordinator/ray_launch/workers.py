@@ -36,7 +36,8 @@ _SILENT_S = 5.0
 _GONE_S = 60.0
 # An actor that cannot be reached for so long is lost.
 _UNREACHABLE_S = 5.0
-# Others' placements are waited for, to be beside them, and for room in Ray before it is said.
+# So long after it was made another's placement is waited for, to be beside it; and room in Ray,
+# before it is said that there is none.
 _PARTNERS_S = 5.0
 _ROOM_S = 10.0
 
@@ -46,6 +47,9 @@ class _Worker:
     """A worker's actor.
 
     Attributes:
+        lack: what no node had when it was made; empty when one could hold it.
+        made_at: by time.monotonic.
+        hoped: the node that it was to have; empty for any.
         node: Ray's id of where its process runs; empty until then.
         settled: set once it is placed, or never will be.
         ending: it was asked to stop, or has ended and been reported.
@@ -55,6 +59,8 @@ class _Worker:
     role: str
     actor: Any
     lack: str
+    made_at: float
+    hoped: str
     node: str = ""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     ending: bool = False
@@ -69,6 +75,7 @@ class RayWorkers:
         self._workers: dict[str, _Worker] = {}
         self._numbers = itertools.count(1)
         self._silent_s = 0.0
+        self._placing = asyncio.Lock()
         own = psutil.Process().children() if not opening.address else []
         self._head = [child for child in own if child.name() in _HEAD_PROCESSES]
 
@@ -117,24 +124,32 @@ class RayWorkers:
         if lack and not self._opening.address:
             # Nobody adds nodes to it.
             return lack
-        node = await self._partner_node(start.role)
-        actor = await in_thread(lambda: self._make_actor(start, gpus, node))
-        worker = _Worker(start.worker_id, start.role, actor, lack)
-        self._workers[start.worker_id] = worker
+        # One after the other, or pairs that are started together would not see each other.
+        async with self._placing:
+            node = await self._partner_node(start.role)
+            actor = await in_thread(lambda: self._make_actor(start, gpus, node))
+            worker = _Worker(start.worker_id, start.role, actor, lack, monotonic(), node or "")
+            self._workers[start.worker_id] = worker
         worker.watch = asyncio.create_task(self._watch(worker), name=f"watch {start.worker_id}")
         return ""
 
     async def _partner_node(self, role: str) -> str | None:
+        # Those that find no room soon hold nobody up.
         pending = [
-            worker.settled.wait()
+            worker
             for worker in self._workers.values()
             if worker.role != role and not worker.settled.is_set()
         ]
+        latest = max((worker.made_at for worker in pending), default=0.0) + _PARTNERS_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PARTNERS_S):
-                await asyncio.gather(*pending)
-        placed = [(worker.role, worker.node) for worker in self._workers.values() if worker.node]
-        return partner_node(role, placed)
+            async with asyncio.timeout(max(0.0, latest - monotonic())):
+                await asyncio.gather(*(worker.settled.wait() for worker in pending))
+        placed = (
+            (worker.role, worker.node or worker.hoped)
+            for worker in self._workers.values()
+            if not worker.ending
+        )
+        return partner_node(role, [(other, node) for other, node in placed if node])
 
     def _make_actor(self, start: wire.Start, gpus: float, node: str | None) -> Any:
         opening = self._opening
