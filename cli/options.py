@@ -16,6 +16,11 @@ class EngineName(StrEnum):
     SIMULATED = "simulated"
 
 
+class LauncherName(StrEnum):
+    LOCAL = "local"
+    RAY = "ray"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -75,6 +80,7 @@ def load_config(
     num_decode: int | None = None,
     autoscale: bool | None = None,
     http_listen: str | None = None,
+    launcher: LauncherName | None = None,
 ) -> BatonConfig:
     """The file's configuration with the command line's options over it.
 
@@ -96,6 +102,7 @@ def load_config(
             "decode": {"workers": num_decode},
             "scaling": {"autoscale": autoscale},
             "http": {"listen": http_listen},
+            "launcher": launcher and launcher.value,
         },
     )
 

@@ -49,6 +49,10 @@ def up(
         ),
     ] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="Without the gateway.")] = False,
+    launcher: Annotated[
+        options.LauncherName | None,
+        typer.Option("--launcher", help="Workers on this host (default), or through Ray."),
+    ] = None,
     log_level: options.Level = None,
 ) -> None:
     """Run a coordinator, its workers and the HTTP gateway in the foreground; Ctrl-C drains.
@@ -70,6 +74,7 @@ def up(
         num_decode=decode,
         autoscale=autoscale,
         http_listen="" if no_http else None,
+        launcher=launcher,
     )
     if http_port is not None and not no_http:
         effective = _with_http_port(effective, http_port)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -114,6 +114,7 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             "WORKER",
             "ROLE",
             "STATE",
+            "HOST",
             ">REQUESTS",
             ">WAITING",
             ">KV USED",
@@ -130,6 +131,7 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
                     if role
                 ),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                _host(worker.labels),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),
                 _share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
@@ -213,6 +215,12 @@ def _wanted(pool: PoolInfo) -> str:
     if not pool.max_workers:
         return "-"
     return f"{pool.desired} by hand" if pool.HasField("size_by_hand") else str(pool.desired)
+
+
+def _host(labels: Mapping[str, str]) -> str:
+    """Its name, and Ray's node there as Ray's own tables begin with it."""
+    host, node = labels.get("host", "-"), labels.get("ray_node", "")
+    return f"{host}/{node[:8]}" if node else host
 
 
 def _share(used: int, total: int) -> str:

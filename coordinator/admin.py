@@ -282,6 +282,7 @@ def _worker_info(
         silent_for=_duration(now - worker.heard_at),
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
+        labels=hello.labels,
         latency=_latency_info(latency),
         flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
     )

@@ -6,6 +6,7 @@ a prompt is computed takes its time from the prefill.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,3 +77,28 @@ def on_this_host(config: BatonConfig) -> CoreShares:
         return NO_SHARES
     prefill, decode = ([size] * pool.workers for size, pool in zip(sizes, pools, strict=True))
     return share(sorted(os.sched_getaffinity(0)), prefill, decode)
+
+
+class CorePlaces:
+    """Deals this host's shares out to workers as they are started."""
+
+    def __init__(self, config: BatonConfig) -> None:
+        self._shares = on_this_host(config)
+        self._places: dict[str, int] = {}
+        cpus = list(self._shares.transfer)
+        if cpus and not config.kv_transfer.cpus:
+            transfer = config.kv_transfer.model_copy(update={"cpus": cpus})
+            config = config.model_copy(update={"kv_transfer": transfer})
+        # With the cores of the workers' transfer services.
+        self.config = config
+
+    def take(self, worker_id: str) -> dict[str, str]:
+        """The first free place becomes this worker's; returns what binds its engine to it."""
+        taken = self._places.values()
+        place = next(place for place in itertools.count() if place not in taken)
+        self._places[worker_id] = place
+        return self._shares.environment(place)
+
+    def give_back(self, worker_id: str) -> None:
+        """The worker's place is free again; unknown ones are ignored."""
+        self._places.pop(worker_id, None)

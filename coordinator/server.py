@@ -20,7 +20,8 @@ from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.crew import Crew
 from baton.coordinator.inference import InferenceService
 from baton.coordinator.intake import Intake
-from baton.coordinator.launcher import BATON, LocalLauncher
+from baton.coordinator.launcher import BATON
+from baton.coordinator.launchers import make_launcher
 from baton.coordinator.load_index import Pool
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import SAMPLE_S
@@ -208,7 +209,7 @@ async def serve(
 
     Args:
         config: effective.
-        launch: whether to start the configured workers too, as child processes.
+        launch: whether to start the configured workers too, as `launcher` says.
         ready: called once with host:port, when requests can be served (without `launch`: when
             workers can attach).
         stop: set to stop it; None for SIGINT and SIGTERM.
@@ -249,7 +250,7 @@ async def _serve_with_workers(
     shell = coordinator.shell
     crew = shell.crew = Crew(shell.post)
     on_exit = crew.on_exit
-    launcher = LocalLauncher(config, _dialled(coordinator.address), on_exit, command)
+    launcher = make_launcher(config, _dialled(coordinator.address), on_exit, command)
     crew.use(launcher)
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     try:

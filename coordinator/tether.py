@@ -13,6 +13,7 @@ services of other sessions for as long.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from baton.runtime.orphans import end_with_parent
@@ -21,6 +22,8 @@ from baton.runtime.orphans import end_with_parent
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
     os.setpgid(0, 0)
+    # Signals that were blocked in the thread that started this one stay blocked across the exec.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     end_with_parent(parent)
     os.execv(command[0], command)
 

@@ -215,6 +215,7 @@ class EngineInfo:
         supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
         keeps_prefixes: whether computed blocks stay for equal prefixes.
         loads_early: whether announcing a request is of use.
+        weights_s, kv_s: of its start: until the model was loaded, and allocating its cache.
     """
 
     engine: str
@@ -228,6 +229,8 @@ class EngineInfo:
     supports_forced_tokens: bool
     keeps_prefixes: bool
     loads_early: bool = False
+    weights_s: float = 0.0
+    kv_s: float = 0.0
 
 
 class Engine(Protocol):

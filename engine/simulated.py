@@ -109,6 +109,7 @@ class SimulatedEngine:
                 f"simulated.kv_tokens is {settings.kv_tokens}; must hold one request of "
                 f"simulated.max_model_len {settings.max_model_len} tokens"
             )
+        begun_at = monotonic()
         try:
             self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
             if self._transfer_socket:
@@ -135,6 +136,7 @@ class SimulatedEngine:
             keeps_prefixes=settings.prefix_caching,
             # As real ones: what it leads to between processes is rehearsed.
             loads_early=True,
+            weights_s=monotonic() - begun_at,
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:

@@ -49,6 +49,7 @@ from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_a
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
+from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EARLY_TOKENS
@@ -145,6 +146,7 @@ class VllmEngine:
             raise EngineDead(f"vLLM could not start: {' '.join(str(error).split())}") from error
 
     def _start(self) -> EngineInfo:
+        begun_at = time.monotonic()
         args = RefusingEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
@@ -166,6 +168,8 @@ class VllmEngine:
         )
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
         affinity.keep_off(rank_cpus)
+        ended_at = engine_stages.ended_at(self._transfer_socket)
+        weights_at = ended_at.get(engine_stages.WEIGHTS, begun_at)
         blocks = config.cache_config.num_gpu_blocks or 0
         self._kv_tokens = blocks * config.cache_config.block_size
         return EngineInfo(
@@ -186,6 +190,8 @@ class VllmEngine:
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=(caching := bool(config.cache_config.enable_prefix_caching)),
             loads_early=caching,
+            weights_s=weights_at - begun_at,
+            kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:

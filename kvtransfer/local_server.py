@@ -15,7 +15,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer import local_wire
+from baton.kvtransfer import engine_stages, local_wire
 from baton.kvtransfer.errors import TransferError
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -140,12 +140,13 @@ def bind(path: str) -> socket.socket:
 
 
 def remove(path: str) -> None:
-    """Removes a socket's file, and a worker's directory that held only it; idempotent.
+    """Removes a socket's file, and a worker's directory with nothing else of note; idempotent.
 
     The worker removes its directory itself, unless it was killed.
     """
     Path(path).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(local_wire.WORKER_DIRECTORY_PREFIX):
+        engine_stages.forget(path)
         with contextlib.suppress(OSError):
             directory.rmdir()

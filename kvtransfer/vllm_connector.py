@@ -41,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EarlyReport
@@ -136,9 +137,11 @@ class BatonConnector(KVConnectorBase_V1):
             affinity.keep_off(extra["rank_cpus"])
             self._scheduler = SchedulerHalf(self._port, self._layout)
         else:
+            self._socket_path = extra["socket"]
             self._ranks = RankHalf(
-                extra["socket"], self._port, get_tensor_model_parallel_rank(), self._layout
+                self._socket_path, self._port, get_tensor_model_parallel_rank(), self._layout
             )
+            self._note_stage(engine_stages.WEIGHTS)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -167,8 +170,13 @@ class BatonConnector(KVConnectorBase_V1):
         assert isinstance(metadata, StepMetadata)
         return metadata.step
 
+    def _note_stage(self, stage: str) -> None:
+        if get_tensor_model_parallel_rank() == 0:
+            engine_stages.note(self._socket_path, stage)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank_half.register(kv_caches)
+        self._note_stage(engine_stages.KV)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

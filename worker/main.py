@@ -21,6 +21,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
+from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
 from baton.runtime import lifecycle, logs, tracing
@@ -35,7 +36,6 @@ from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.runner import Runner
-from baton.worker.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -177,12 +177,15 @@ class _Worker:
         stack.push_async_callback(transfer.close)
         self._mark("transfer", begun_at)
 
-        # 2. The engine: loads the model.
+        # 2. The engine: loads the model, and computes something before anybody asks it to.
         begun_at = monotonic()
         engine = self._engine_factory(config, self._pool, socket_path)
         stack.push_async_callback(engine.stop)
         info = await self._start_engine(engine, transfer)
-        self._mark("engine", begun_at)
+        kv_at = begun_at + info.weights_s
+        self._mark("weights", begun_at, kv_at)
+        self._mark("kv", kv_at, kv_at + info.kv_s)
+        self._mark("warm_up", kv_at + info.kv_s)
 
         # 3. From here on handoffs may come.
         try:
@@ -190,15 +193,7 @@ class _Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
-        # 4. What the first steps take is over before anybody's request comes.
-        begun_at = monotonic()
-        try:
-            await warm_up(engine, info, config.worker.start_timeout_s)
-        except EngineDead as error:
-            raise WorkerFailed(f"engine: {error}") from None
-        self._mark("warm_up", begun_at)
-
-        # 5. Metrics and spans; the engine's processes were forked before these have threads.
+        # 4. Metrics and spans; the engine's processes were forked before these have threads.
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
         collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
         registry = collector.registry()
@@ -213,7 +208,7 @@ class _Worker:
         stack.push_async_callback(asyncio.to_thread, spans.close)
         handoffs = HandoffLog(spans)
 
-        # 6. The requests' keeper, and the stream to the coordinator.
+        # 5. The requests' keeper, and the stream to the coordinator.
         outbox = Outbox()
         runner = Runner(
             engine,
@@ -238,6 +233,7 @@ class _Worker:
             handoffs=handoffs,
             startup_ms=self._startup_ms,
             max_requests=self._max_requests,
+            labels={"host": socket.gethostname(), **config.worker.labels},
         )
         attachment = Attachment(
             self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s
@@ -247,7 +243,7 @@ class _Worker:
 
     async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
         timeout_s = self._config.worker.start_timeout_s
-        starting = asyncio.create_task(engine.start(), name="engine start")
+        starting = asyncio.create_task(_load(engine), name="engine start")
         gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
         try:
             await asyncio.wait(
@@ -343,8 +339,15 @@ class _Worker:
         if ready is not None:
             ready(hello.worker_id)
 
-    def _mark(self, stage: str, begun_at: float) -> None:
-        self._startup_ms[stage] = max(0, round((monotonic() - begun_at) * 1e3))
+    def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
+        ended_at = monotonic() if ended_at is None else ended_at
+        self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
+
+
+async def _load(engine: Engine) -> EngineInfo:
+    info = await engine.start()
+    await warm_up(engine, info)
+    return info
 
 
 async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:

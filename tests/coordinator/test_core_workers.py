@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from prometheus_client import generate_latest
+
 from baton.coordinator import events as ev
+from baton.coordinator.metrics import registry
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -34,6 +37,22 @@ def test_disconnected_worker_may_come_back(world, out):
     world.after(5.0)
     world.step("p", out("r1", [7], finish=common_pb2.FINISH_REASON_STOP))
     assert world.tokens(to) == [7]
+
+
+def test_cold_starts_are_counted_and_timed_by_stage(world):
+    stages = {"process": 400, "weights": 30_000, "unheard_of": 5}
+    world.attach("new", DECODE, startup_ms=stages)
+    # Nor one that only comes back, or served another coordinator before.
+    world.handle(ev.WorkerDetached(("new", 1)))
+    world.attach("new", DECODE, startup_ms=stages)
+    world.attach("old", DECODE, startup_ms=stages, generation=7)
+    shown = generate_latest(registry(world.core)).decode()
+    # The world has begun with one of each.
+    assert 'baton_cold_starts_total{pool="prefill"} 1.0' in shown
+    assert 'baton_cold_starts_total{pool="decode"} 2.0' in shown
+    assert 'baton_cold_start_seconds_count{stage="weights"} 1.0' in shown
+    assert 'baton_cold_start_seconds_sum{stage="weights"} 30.0' in shown
+    assert "unheard_of" not in shown
 
 
 def test_nothing_is_dispatched_to_a_disconnected_or_draining_worker(world):

@@ -85,7 +85,7 @@ async def test_up_serves_then_drains_and_leaves_nothing(config):
 
 
 async def test_stubborn_worker_is_killed(config, monkeypatch):
-    monkeypatch.setattr(launcher, "_STOP_MARGIN_S", 0.1)
+    monkeypatch.setattr(launcher, "STOP_MARGIN_S", 0.1)
     before = descendants()
     stubborn = config(stubborn=True)
     impatient = stubborn.worker.model_copy(update={"drain_timeout_s": 0.1})

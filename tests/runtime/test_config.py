@@ -80,3 +80,27 @@ def test_what_a_tenant_leaves_out_is_the_defaults():
     assert (a.weight, a.max_concurrent, a.tokens_per_s, a.burst_tokens) == (1, 3, 10, 5)
     assert (b.weight, b.max_concurrent, b.tokens_per_s, b.burst_tokens) == (2, None, 10, None)
     assert parse(yaml.safe_load(dump(config)), "test") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"launcher": "kubernetes"}, "launcher: is 'kubernetes'; .*'local' or 'ray'"),
+        ({"ray": {"address": "head"}}, "ray.address: is 'head'; must be empty, \"auto\""),
+        ({"ray": {"address": "ray://head"}}, "ray.address: is 'ray://head'; must be"),
+        ({"ray": {"address": "http://head:1/"}}, "ray.address: is .*; must be"),
+        ({"ray": {"adress": ""}}, "ray.adress: unknown key; did you mean 'address'"),
+        ({"ray": {"namespace": ""}}, "ray.namespace: is ''"),
+        ({"ray": {"prefill": {"gpus": -1}}}, "ray.prefill.gpus: is -1; "),
+        ({"ray": {"decode": {"resources": {"GPU": 1}}}}, "must not name gpu; set gpus"),
+        ({"ray": {"decode": {"resources": {"x": 0}}}}, "ray.decode.resources.x: is 0; "),
+    ],
+)
+def test_what_ray_may_not_be_told(values, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse(values, "test")
+
+
+@pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "ray://head.svc:10001"])
+def test_where_ray_may_be(address):
+    assert parse({"ray": {"address": address}}, "test").ray.address == address

@@ -24,7 +24,17 @@ async def test_a_worker_introduces_itself(coordinator, start_worker, model):
     assert hello.kv_address.startswith("127.0.0.1:")
     assert hello.incarnation
     assert hello.host_id
-    assert {"process", "transfer", "engine", "warm_up"} <= set(hello.startup_ms)
+    assert set(hello.startup_ms) == {"process", "transfer", "weights", "kv", "warm_up"}
+    assert hello.labels["host"] == socket.gethostname()
+
+
+async def test_a_worker_has_computed_something_before_it_attaches(coordinator, start_worker):
+    start_worker()
+    stream = await coordinator.stream()
+    load = await stream.load_after()
+    # A prompt and an output token; nothing of it is left, and nobody learns from its steps.
+    assert load.num_steps >= 2
+    assert (load.kv_tokens_used, load.num_running, list(load.steps)) == (0, 0, [])
 
 
 async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, vocabulary):

@@ -249,11 +249,14 @@ class Hello(_message.Message):
         """
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Configured ones (worker.labels), and "host", the host's name; "ray_node" where Ray placed it."""
+
     @_builtins.property
     def startup_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """How long this process took from its start until it could serve, by stage, in milliseconds
-        ("process", "engine", "warm_up").
+        """How long this process took from its start until it could serve, by stage, in milliseconds:
+        "process" and "transfer" (this process, its transfer service), "weights" (the engine's processes
+        and the model), "kv" (allocating its cache), "warm_up" (until it has computed something).
         """
 
     def __init__(

@@ -1,0 +1,131 @@
+"""Workers through Ray: one actor per worker, by way of a driver process (driver_process.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from baton.coordinator.cpu_cores import CorePlaces
+from baton.coordinator.launcher import STOP_MARGIN_S
+from baton.coordinator.ray_launch import wire
+from baton.coordinator.ray_launch.driver_process import DriverProcess
+from baton.coordinator.worker_process import BATON, WorkerExit
+from baton.runtime.config import BatonConfig, ConfigError, RayPoolConfig, dump
+
+# An own Ray has Unix sockets there: in a longer path they would not fit.
+_DIRECTORY = "/tmp"
+
+
+class RayLauncher:
+    """Workers in a Ray cluster, or in a Ray of one's own on this host.
+
+    Connects with the first start, and again when Ray was lost. Ray restarts nothing: a lost actor
+    or node shows as its worker's exit.
+
+    Args:
+        config: the effective configuration, handed on whole; `ray` says where and with what.
+        coordinator: host:port that workers attach to.
+        on_exit: told once of each worker that ends without being asked to.
+        command: what runs a worker on its node; BATON: what runs it there.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        coordinator: str,
+        on_exit: Callable[[WorkerExit], None],
+        command: Sequence[str] = BATON,
+    ) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "launcher: is 'ray', which is not installed; install baton[ray], or use 'local'"
+            )
+        model = Path(config.model)
+        if model.is_dir():
+            # Actors run in directories of Ray's choice.
+            config = config.model_copy(update={"model": str(model.absolute())})
+        self._places = None if config.ray.address else CorePlaces(config)
+        self._config = config if self._places is None else self._places.config
+        self._coordinator, self._on_exit = coordinator, on_exit
+        self._command = [] if command == BATON else list(command)
+        self._driver: DriverProcess | None = None
+        self._connecting = asyncio.Lock()
+
+    async def start(self, worker_id: str, role: str) -> None:
+        """Raises LaunchError; see Launcher."""
+        ray, config = self._config.ray, self._config
+        pool, workers = (
+            (ray.prefill, config.prefill) if role == "prefill" else (ray.decode, config.decode)
+        )
+        ranks = config.tensor_parallel_size(workers) if config.engine == "vllm" else 0
+        driver = await self._connected()
+        # On other hosts it is theirs to say what binds an engine.
+        environment = self._places.take(worker_id) if self._places is not None else {}
+        try:
+            await driver.start_worker(_start(worker_id, role, pool, ranks, environment))
+        except BaseException:
+            if self._places is not None:
+                self._places.give_back(worker_id)
+            raise
+
+    async def end(self, worker_id: str) -> None:
+        if self._driver is not None:
+            await self._driver.end_worker(worker_id)
+        if self._places is not None:
+            self._places.give_back(worker_id)
+
+    async def stop(self) -> None:
+        async with self._connecting:
+            driver, self._driver = self._driver, None
+            if driver is not None:
+                await driver.close()
+
+    async def _connected(self) -> DriverProcess:
+        async with self._connecting:
+            if self._driver is not None and self._driver.ended:
+                await self._driver.close()
+                self._driver = None
+            if self._driver is None:
+                self._driver = await DriverProcess.open(
+                    self._opening(), self._on_exit, self._config.ray.connect_timeout_s
+                )
+            return self._driver
+
+    def _opening(self) -> wire.Open:
+        ray = self._config.ray
+        return wire.Open(
+            address=ray.address,
+            namespace=ray.namespace,
+            runtime_env=ray.runtime_env,
+            directory="" if ray.address else tempfile.mkdtemp(prefix="baton-ray-", dir=_DIRECTORY),
+            coordinator=self._coordinator,
+            config=dump(self._config),
+            command=self._command,
+            patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
+            placement_timeout_s=ray.placement_timeout_s,
+        )
+
+
+def _start(
+    worker_id: str,
+    role: str,
+    pool: RayPoolConfig,
+    num_ranks: object,
+    environment: dict[str, str],
+) -> wire.Start:
+    return wire.Start(
+        worker_id,
+        role,
+        cpus=pool.cpus,
+        gpus=pool.gpus,
+        # vLLM says what is wrong with another.
+        num_ranks=num_ranks if isinstance(num_ranks, int) and num_ranks > 0 else 0,
+        resources=pool.resources,
+        environment=environment,
+    )

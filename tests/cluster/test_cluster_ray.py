@@ -1,0 +1,359 @@
+"""Workers through Ray: a small cluster of one node for all of them, and once a Ray of one's own."""
+
+import asyncio
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from baton.client import AdminClient, BatonClient, errors
+from baton.coordinator.launcher import LaunchError
+from baton.coordinator.ray_launch.launcher import RayLauncher
+from baton.coordinator.server import serve
+from baton.runtime.config import parse
+
+pytest.importorskip("ray")
+
+WAIT_S = 40.0
+COMMAND = (sys.executable, "-m", "baton.cli.main")
+# Takes its configuration, and then waits; or dies of something.
+SLEEPER = (
+    sys.executable,
+    "-c",
+    "import signal, sys, yaml\n"
+    "config = yaml.safe_load(sys.stdin)\n"
+    "if config['engine_args'].get('die'): sys.exit('no such weights')\n"
+    "signal.sigwait({signal.SIGTERM})\n",
+)
+
+
+class Ray:
+    """The cluster; ends with this process, whatever happens."""
+
+    def __init__(self, directory: str) -> None:
+        program = str(Path(__file__).with_name("ray_program.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, program, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self.address = self._answer()
+
+    def _answer(self) -> str:
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], "Ray does not answer"
+        return self.process.stdout.readline().strip()
+
+    def _ask(self, question: str) -> list[str]:
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        return json.loads(self._answer())
+
+    def actors(self) -> list[str]:
+        return self._ask("actors")
+
+    def kill_actor(self, name: str) -> None:
+        self._ask(f"kill {name}")
+
+    def stop(self) -> None:
+        """All of it, at once."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            if child.is_running() and child.name() in ("gcs_server", "raylet"):
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def ray():
+    # Sockets lie in it: their paths have to be short.
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    before = children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "t" * 64)
+        found = Ray(directory)
+        try:
+            yield found
+        finally:
+            if found.process.poll() is None:
+                found.stop()
+            found.process.stdin.close()
+            found.process.stdout.close()
+            psutil.wait_procs(set(children()) - set(before), 10.0)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def workers_of(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Worker processes among a process's descendants."""
+    found = (process or psutil.Process()).children(recursive=True)
+    return [one for one in found if "--worker-id" in cmdline(one) and "tether" not in cmdline(one)]
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_directory(path: str) -> bool:
+    return Path(path).is_dir()
+
+
+def settings(model: str, address: str, **sections):
+    tiny = {"cpus": 0.5}
+    values = {
+        "model": model,
+        "served_model_name": "demo",
+        "engine": "simulated",
+        "log_level": "info",
+        "launcher": "ray",
+        "coordinator": {
+            "listen": "127.0.0.1:0",
+            "worker_timeout_s": 3,
+            "max_recovery_s": 0.5,
+            "drain_timeout_s": 5,
+        },
+        "lanes": {"interactive": {"max_queue_s": 0.5}},
+        "worker": {"drain_timeout_s": 5, "start_timeout_s": 30},
+        "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
+        "ray": {"address": address, "prefill": tiny, "decode": tiny} | sections.pop("ray", {}),
+    }
+    return values | sections
+
+
+@asynccontextmanager
+async def launching(config, coordinator="127.0.0.1:9"):
+    """A launcher whose workers only wait, and their exits."""
+    exits: asyncio.Queue = asyncio.Queue()
+    launcher = RayLauncher(parse(config, "test"), coordinator, exits.put_nowait, SLEEPER)
+    try:
+        yield launcher, exits
+    finally:
+        async with asyncio.timeout(WAIT_S):
+            await launcher.stop()
+
+
+async def gone(question, within_s=10.0):
+    """Until the answer is empty."""
+    deadline = time.monotonic() + within_s
+    while found := question():
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.05)
+
+
+class Up:
+    """`baton up`, in a process group of its own."""
+
+    def __init__(self, directory: Path, config) -> None:
+        path = directory / "baton.yaml"
+        path.write_text(yaml.safe_dump(config))
+        self._log = (directory / "up.log").open("w+")
+        self.process = subprocess.Popen(
+            [*COMMAND, "up", "--no-http", "--config", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            process_group=0,
+        )
+
+    def ready(self) -> str:
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], self.err()
+        line = self.process.stdout.readline()
+        assert line.startswith("ready grpc="), self.err()
+        return line.split()[1].removeprefix("grpc=")
+
+    def err(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-4000:]
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            for one in self.family():
+                one.kill()
+            self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self._log.close()
+
+
+async def test_up_with_a_ray_of_its_own_serves_and_leaves_nothing(tmp_path, model):
+    with Up(tmp_path, settings(model, "")) as up:
+        address = up.ready()
+        async with BatonClient(address) as client:
+            answer = await client.complete("hello", max_tokens=4)
+        assert answer.usage.completion_tokens == 4
+        shown = subprocess.run(
+            [*COMMAND, "workers", "--address", address],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"COLUMNS": "200"},
+            timeout=WAIT_S,
+        ).stdout.splitlines()
+        async with AdminClient(address) as admin:
+            workers = await admin.list_workers()
+        assert {worker.worker_id for worker in workers} == {"prefill-0", "decode-0"}
+        for worker in workers:
+            labels = worker.labels
+            assert len(labels["ray_node"]) == 56
+            row = next(line for line in shown if line.startswith(f"{worker.worker_id} "))
+            assert f" {labels['host']}/{labels['ray_node'][:8]} " in row
+        family = up.family()
+        (raylet,) = (one for one in family if one.name() == "raylet")
+        (directory,) = set(re.findall(r"/tmp/baton-ray-\w+", " ".join(raylet.cmdline())))
+        assert is_directory(directory)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(WAIT_S) == 0, up.err()
+        _, alive = psutil.wait_procs(family, 5.0)
+        assert not alive
+        assert not is_directory(directory)
+
+
+async def test_nothing_outlives_a_killed_coordinator_but_the_cluster(ray, tmp_path, model):
+    with Up(tmp_path, settings(model, ray.address)) as up:
+        address = up.ready()
+        async with BatonClient(address) as client:
+            await client.complete("hello", max_tokens=2)
+        workers = workers_of(psutil.Process(ray.process.pid))
+        assert len(workers) == 2
+        assert len(ray.actors()) == 2
+        up.process.kill()
+        _, alive = psutil.wait_procs(workers, 15.0)
+        assert not alive
+        await gone(ray.actors)
+
+
+async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
+    async with launching(settings(model, ray.address)) as (launcher, exits):
+        await launcher.start("p1", "prefill")
+        await launcher.start("d1", "decode")
+        cluster = psutil.Process(ray.process.pid)
+        await gone(lambda: len(workers_of(cluster)) != 2)
+        (name,) = (name for name in ray.actors() if ".d1." in name)
+        ray.kill_actor(name)
+        async with asyncio.timeout(10.0):
+            lost = await exits.get()
+        assert str(lost).startswith("worker d1 was lost with its Ray actor: ")
+        assert "ray.kill" in str(lost)
+        # Its process goes with it.
+        await gone(lambda: len(workers_of(cluster)) != 1)
+        await launcher.start("d1", "decode")
+        await gone(lambda: len(workers_of(cluster)) != 2)
+        for worker in workers_of(cluster):
+            if "d1" in worker.cmdline():
+                worker.kill()
+        async with asyncio.timeout(10.0):
+            assert str(await exits.get()) == "worker d1 was killed by SIGKILL"
+        await launcher.end("d1")
+        await launcher.end("p1")
+        await gone(lambda: workers_of(cluster) + ray.actors())
+        assert exits.empty()
+
+
+async def test_why_a_worker_cannot_be(ray, model):
+    config = settings(
+        model,
+        ray.address,
+        engine_args={"die": True},
+        ray={
+            "address": ray.address,
+            "placement_timeout_s": 1.0,
+            "decode": {"cpus": 0, "gpus": 2},
+        },
+    )
+    async with launching(config) as (launcher, exits):
+        await launcher.start("p1", "prefill")
+        await launcher.start("d1", "decode")
+        async with asyncio.timeout(10.0):
+            reasons = {str(await exits.get()) for _ in range(2)}
+        assert reasons == {
+            "worker p1 exited with code 1: no such weights",
+            "worker d1 found no room within ray.placement_timeout_s 1: "
+            "no node of Ray has GPU 2 (most: 0)",
+        }
+    await gone(ray.actors)
+
+
+async def test_a_namespace_has_one_coordinator(ray, model):
+    config = settings(model, ray.address)
+    listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with launching(config, address) as (launcher, exits):
+        await launcher.start("p1", "prefill")
+        async with launching(config) as (second, _):
+            with pytest.raises(LaunchError, match=f"ray.namespace: is 'baton', .* at {address} "):
+                await second.start("p1", "prefill")
+            listening.close()
+            await listening.wait_closed()
+            # What is left there is of nobody any more.
+            await second.start("p1", "prefill")
+            async with asyncio.timeout(10.0):
+                assert (await exits.get()).worker_id == "p1"
+
+
+async def test_no_ray_where_it_should_be(model, unused_port):
+    async with launching(settings(model, f"127.0.0.1:{unused_port}")) as (launcher, _):
+        with pytest.raises(LaunchError, match=f"nothing answers at 127.0.0.1:{unused_port}: "):
+            await launcher.start("p1", "prefill")
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_ray_that_stops_is_reported_and_nobody_waits_for_it(ray, model, caplog):
+    """The last one: the cluster is gone after it."""
+    caplog.set_level("INFO")
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    config = parse(settings(model, ray.address), "test")
+    serving = asyncio.create_task(serve(config, launch=True, ready=ready.set_result, stop=stop))
+    await asyncio.wait({serving, ready}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        async with BatonClient(ready.result()) as client, AdminClient(ready.result()) as admin:
+            await client.complete("hello", max_tokens=2)
+            ray.stop()
+            deadline = time.monotonic() + 15.0
+            while await admin.list_workers():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+            with pytest.raises(errors.UnavailableError, match="no prefill and no decode worker is"):
+                await client.complete("hello", max_tokens=2, timeout_s=20.0)
+            lost = {f"worker {name} was lost" for name in ("prefill-0", "decode-0")}
+            while not all(one in caplog.text for one in {"does not answer", *lost}):
+                assert time.monotonic() < deadline, caplog.text
+                await asyncio.sleep(0.1)
+    finally:
+        stop.set()
+        assert await asyncio.wait_for(serving, WAIT_S) == 0
