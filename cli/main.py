@@ -13,7 +13,17 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import config, gateway, generate, processes, simulate, state
+from baton.cli import (
+    certs,
+    config,
+    connection,
+    gateway,
+    generate,
+    keys,
+    processes,
+    simulate,
+    state,
+)
 
 app = typer.Typer(
     name="baton",
@@ -33,7 +43,9 @@ app.command("pools")(state.pools)
 app.command("workers")(state.workers)
 app.command("requests")(state.requests)
 app.command("simulate")(simulate.simulate)
+app.command("certs")(certs.certs)
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,14 +58,23 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    tls_ca: connection.TlsCa = "",
+    tls_cert: connection.TlsCert = "",
+    tls_key: connection.TlsKey = "",
+    tls_server_name: connection.TlsServerName = "",
+    api_key_file: connection.ApiKeyFile = "",
+    api_key: connection.ApiKeyVariable = "",
 ) -> None:
-    pass
+    context.obj = connection.Connection(
+        tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key
+    )
 
 
 def main() -> None:

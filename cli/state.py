@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from baton.cli import options
+from baton.cli import connection, options
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -146,11 +146,14 @@ def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -
     from baton.cli import interrupts
     from baton.client import AdminClient, errors
 
+    to = connection.current()
+    tls, api_key = to.tls(), to.key()
+
     async def ask() -> T:
         failures = []
         for one in options.resolve_addresses(address):
             try:
-                async with AdminClient(one) as admin:
+                async with AdminClient(one, tls=tls, api_key=api_key) as admin:
                     return await question(admin)
             except errors.UnavailableError as error:
                 failures.append(error)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
@@ -21,8 +23,11 @@ from baton.gateway import problems
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.problems import Problem
+from baton.gateway.scrapers import Scrapers
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
 T = TypeVar("T")
@@ -32,6 +37,7 @@ _log = logging.getLogger(__name__)
 # Longest wait for the coordinator's answer to a question about itself, and how long it holds.
 _ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
 _MODELS_HOLD_S = 10.0
+_MAX_ANSWERS = 256
 _KINDS = {404: "not_found_error"}
 
 
@@ -61,17 +67,49 @@ class Answer(Generic[T]):
         return answer
 
 
+class Models:
+    """What the coordinator serves, asked with each caller's own credential.
+
+    The latest callers' answers are kept for a while, by a hash of what they showed.
+    """
+
+    def __init__(self, client: BatonClient) -> None:
+        self._client = client
+        self._answers: OrderedDict[bytes, Answer[common_pb2.ModelDescription]] = OrderedDict()
+
+    async def get(self, authorization: str) -> common_pb2.ModelDescription:
+        """Raises Problem."""
+        key = hashlib.sha256(authorization.encode()).digest()
+        answer = self._answers.get(key)
+        if answer is None:
+            client = self._client
+            answer = self._answers[key] = Answer(
+                lambda: client.model(_ASK_TIMEOUT_S, authorization=authorization), _MODELS_HOLD_S
+            )
+            if len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return await answer.get()
+
+
 class Gateway:
     """What is behind the routes, as an ASGI application.
 
     Args:
         client: open; its requests are the gateway's.
         config: limits.
+        security: who may read metrics.
+
+    Attributes:
+        refusals: of this process.
     """
 
-    def __init__(self, client: BatonClient, config: HttpConfig) -> None:
-        self.stats = GatewayStats((COMPLETIONS, CHAT))
+    def __init__(
+        self, client: BatonClient, config: HttpConfig, security: SecurityConfig | None = None
+    ) -> None:
+        self.stats, self.refusals = GatewayStats((COMPLETIONS, CHAT)), Refusals()
+        self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
+        self._registry.register(self.refusals)
         self._created = int(time.time())
 
         async def ready() -> bool:
@@ -79,7 +117,7 @@ class Gateway:
             return True
 
         self._ready = Answer(ready, _HOLDS_S)
-        self._model = Answer(lambda: client.model(_ASK_TIMEOUT_S), _MODELS_HOLD_S)
+        self._model = Models(client)
         self._generations = {
             route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
@@ -125,11 +163,12 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get()
+        model = await self._model.get(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [self._described(model)]})
 
     async def _one_model(self, request: Request) -> Response:
-        model, name = await self._model.get(), request.path_params["name"]
+        model = await self._model.get(request.headers.get("authorization", ""))
+        name = request.path_params["name"]
         if name != model.name:
             message = f"model is {name!r}; this gateway serves {model.name!r}"
             kind = _KINDS[404]
@@ -152,6 +191,7 @@ class Gateway:
         return Response(status_code=200)
 
     async def _metrics(self, request: Request) -> Response:
+        self._scrapers.check(request.headers, request.client.host if request.client else "")
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
