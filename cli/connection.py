@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 if TYPE_CHECKING:
@@ -98,8 +98,14 @@ class Connection:
             ) from None
 
 
+_current: ContextVar[Connection | None] = ContextVar("connection", default=None)
+
+
+def use(connection: Connection) -> None:
+    """For the command that follows."""
+    _current.set(connection)
+
+
 def current() -> Connection:
     """Of the command that runs."""
-    context = click.get_current_context(silent=True)
-    found = context.find_root().obj if context is not None else None
-    return found if isinstance(found, Connection) else Connection()
+    return _current.get() or Connection()

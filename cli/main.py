@@ -58,7 +58,6 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -72,8 +71,8 @@ def root(
     api_key_file: connection.ApiKeyFile = "",
     api_key: connection.ApiKeyVariable = "",
 ) -> None:
-    context.obj = connection.Connection(
-        tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key
+    connection.use(
+        connection.Connection(tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key)
     )
 
 
