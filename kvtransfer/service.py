@@ -126,7 +126,8 @@ async def serve(arguments: ServiceArguments) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config, security = arguments.kv_transfer, arguments.security
     _run_on(config.cpus)
-    protection = rpc.Protection.of(security, Access(security, Refusals()), "kv_transfer.listen")
+    refusals = Refusals()
+    protection = rpc.Protection.of(security, Access(security, refusals), "kv_transfer.listen")
     dial = within_cluster(security)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
     transport = GrpcTransport(config.grpc_connections, dial)
@@ -147,6 +148,7 @@ async def serve(arguments: ServiceArguments) -> int:
             negotiator.choose,
         )
         core = TransferCore(sender, receiver, negotiator, transport, stop)
+        core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
         if backends:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
@@ -23,13 +23,21 @@ _LOG_BURST, _LOG_PER_S = 20.0, 1.0
 class Refusals(Collector):
     """Of one process; a part of its metrics.
 
+    Args:
+        clock: in seconds.
+        others: of a process beside this one that has no metrics of its own, in the same form.
+
     Attributes:
         counts: by service and reason.
         handshakes: of its gRPC port; None without TLS.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        others: Callable[[], Mapping[tuple[str, str], int]] = dict,
+    ) -> None:
+        self._clock, self._others = clock, others
         self.counts: Counter[tuple[str, str]] = Counter()
         self.handshakes: Handshakes | None = None
         self._budget, self._at, self._num_silent = _LOG_BURST, -math.inf, 0
@@ -58,15 +66,20 @@ class Refusals(Collector):
             self._num_silent = 0
         _log.warning("refused", extra=fields)
 
+    def totals(self) -> dict[tuple[str, str], int]:
+        """By service and reason, as of now."""
+        found = {**self.counts, **self._others()}
+        if self.handshakes is not None:
+            self.handshakes.expire()
+            found["TLS", "handshake"] = self.handshakes.num_refused
+        return found
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             "baton_access_refusals",
             "Calls and connections that were not let in.",
             labels=["service", "reason"],
         )
-        for (service, reason), count in tuple(self.counts.items()):
+        for (service, reason), count in self.totals().items():
             family.add_metric([service, reason], count)
-        if self.handshakes is not None:
-            self.handshakes.expire()
-            family.add_metric(["TLS", "handshake"], self.handshakes.num_refused)
         yield family

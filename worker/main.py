@@ -188,7 +188,8 @@ class _Worker:
         # 4. Metrics and spans; the engine's processes were forked before these have threads.
         role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
         collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
-        registry, refusals = collector.registry(), Refusals()
+        registry = collector.registry()
+        refusals = Refusals(others=collector.transfer_refusals)
         registry.register(refusals)
         metrics = MetricsServer(config.worker.metrics_listen, registry, security, refusals)
         stack.push_async_callback(asyncio.to_thread, metrics.close)

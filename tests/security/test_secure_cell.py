@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -40,6 +41,7 @@ class Cell:
     http: str
     keys: dict[str, str]
     vocabulary: Vocabulary
+    metrics: str
 
     @property
     def address(self):
@@ -76,6 +78,12 @@ class Cell:
                 return error.code, error.headers, json.load(error)
 
 
+def unused_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 @pytest.fixture
 def own_logs():
     """Workers in this process set up its logs: they are put back."""
@@ -110,12 +118,18 @@ async def cell(own_logs, model, fresh_pki, keys, coordinator_config, tmp_path):
         simulated={"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192},
         worker={"attach_timeout_s": 5, "drain_timeout_s": 5},
     )
+    metrics = unused_address()
+    worker = config.worker.model_copy(update={"metrics_listen": metrics})
+    decode_config = config.model_copy(update={"worker": worker})
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(Coordinator(config))
         stop = asyncio.Event()
         tasks = [
-            asyncio.create_task(serve_worker(config, role, coordinator.address, name, stop=stop))
-            for role, name in ((common_pb2.ROLE_PREFILL, "p"), (common_pb2.ROLE_DECODE, "d"))
+            asyncio.create_task(serve_worker(own, role, coordinator.address, name, stop=stop))
+            for own, role, name in (
+                (config, common_pb2.ROLE_PREFILL, "p"),
+                (decode_config, common_pb2.ROLE_DECODE, "d"),
+            )
         ]
         listener, url = bind("127.0.0.1:0")
         ready = asyncio.Event()
@@ -135,7 +149,7 @@ async def cell(own_logs, model, fresh_pki, keys, coordinator_config, tmp_path):
             await asyncio.wait_for(coordinator.wait_serving(["p", "d"]), WAIT_S)
             await asyncio.wait_for(ready.wait(), WAIT_S)
             http = url.removeprefix("http://")
-            yield Cell(fresh_pki, coordinator, http, made, Vocabulary.load(model))
+            yield Cell(fresh_pki, coordinator, http, made, Vocabulary.load(model), metrics)
         finally:
             stop.set()
             assert await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S) == [0, 0, 0]
@@ -169,6 +183,27 @@ async def test_everything_works_for_those_who_may(cell):
             async with cell.admin("search") as user:
                 await user.list_workers()
         await _only_members_push(cell, workers["d"].kv_address)
+        await _is_counted(
+            cell, 'baton_access_refusals_total{reason="unknown",service="KvTransfer"}'
+        )
+
+
+async def _is_counted(cell, series):
+    """Until the decode worker's metrics show it; they need a certificate and a token."""
+    context = ssl.create_default_context(cafile=cell.pki.file("ca.pem"))
+    context.load_cert_chain(cell.pki.file("client.pem"), cell.pki.file("client.key"))
+    request = urllib.request.Request(f"https://{cell.metrics}/metrics")
+
+    def scrape():
+        with urllib.request.urlopen(request, timeout=WAIT_S, context=context) as answer:
+            return answer.read().decode()
+
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        await asyncio.to_thread(scrape)
+    request.add_header("authorization", "Bearer the-metrics-token")
+    async with asyncio.timeout(WAIT_S):
+        while series not in await asyncio.to_thread(scrape):
+            await asyncio.sleep(0.05)
 
 
 async def _only_members_push(cell, target):
