@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,12 @@ def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
 def _ms(seconds: float) -> int:
     """As gRPC takes it: in 32 bits."""
     return min(2**31 - 1, round(seconds * 1e3))
+
+
+def _most_connections(limits: SecurityConfig) -> int:
+    """Each is an open file, and others need some too."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(limits.max_connections, max(1, most_files * 3 // 4))
 
 
 def channel(
@@ -145,7 +152,7 @@ def server(
             ("grpc.so_reuseport", 0),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
-            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
             ("grpc.max_concurrent_streams", limits.max_calls),
             ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),

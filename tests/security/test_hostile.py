@@ -19,6 +19,7 @@ from hostile import (
 
 from baton.cli.gateway import bind
 from baton.client import BatonClient
+from baton.client.errors import UnavailableError
 from baton.gateway.server import serve
 from baton.runtime import rpc
 from baton.runtime.config import HttpConfig
@@ -122,6 +123,19 @@ async def test_a_crowd_of_idle_connections_keeps_nobody_out(start_coordinator, s
         async with idle_connections(running.address, NUM_IDLE):
             assert await is_served(running.address, tls)
         assert await is_served(running.address, tls)
+
+
+async def test_a_crowd_beyond_the_limit_is_gone_with_its_handshakes(start_coordinator, secured):
+    security, tls = secured
+    async with (
+        start_coordinator({**security, "max_connections": 20}) as running,
+        idle_connections(running.address, 50),
+        asyncio.timeout(WAIT_S),
+    ):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                if await is_served(running.address, tls):
+                    break
 
 
 # ---- The HTTP gateway.
