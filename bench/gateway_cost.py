@@ -119,18 +119,16 @@ class System:
     url: str
     ca_file: str
 
-    def client(self, path: str, *shape: int) -> Client:
-        """Of one path.
-
-        Args:
-            path: GRPC, HTTP and so on.
-            *shape: requests at once, prompt tokens, output tokens.
-        """
+    def client(
+        self, path: str, num_requests: int, num_prompt_tokens: int, num_tokens: int
+    ) -> Client:
+        """That asks over one path: GRPC, HTTP and so on."""
         if path in (GRPC, GRPC_TLS):
             dial = Dial(TlsFiles(self.ca_file)) if self.ca_file else PLAIN
-            return SessionClient(self.coordinator.address, *shape, dial)
+            address = self.coordinator.address
+            return SessionClient(address, num_requests, num_prompt_tokens, num_tokens, dial)
         context = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else None
-        return HttpClient(self.url, *shape[1:], context)
+        return HttpClient(self.url, num_prompt_tokens, num_tokens, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import grpc
 from baton.runtime.dial import Dial
 
 
-class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
 
@@ -20,7 +20,7 @@ class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         return await continuation(_with(self._dial, client_call_details), request)
 
 
-class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
 

@@ -220,8 +220,8 @@ class Intake:
         # A copy: the whole message, prompt and all, would live as long as a part of it.
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
-        most = [lane_limits.max_output_tokens, grants and grants.max_output_tokens]
-        found = [one for one in most if one is not None]
+        own_limit = grants.max_output_tokens if grants is not None else None
+        found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
         if found and not sampling.HasField("max_tokens"):
             room = (limits.max_model_len or math.inf) - len(prompt)
             sampling.max_tokens = int(min(*found, room))

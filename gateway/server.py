@@ -53,16 +53,14 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn would wait for a minute for the end of a handshake.
         await super().startup([])
-        loop, limits = asyncio.get_running_loop(), dict[str, float]()
-        if self._tls is not None:
-            limits["ssl_handshake_timeout"] = self._handshake_timeout_s
+        loop = asyncio.get_running_loop()
         for listener in sockets or ():
             server = await loop.create_server(
                 self._connection,
                 sock=listener,
                 ssl=self._tls,
                 backlog=self.config.backlog,
-                **limits,
+                ssl_handshake_timeout=self._handshake_timeout_s if self._tls is not None else None,
             )
             self.servers.append(cast("Any", server))
         self._ready()

@@ -25,7 +25,7 @@ _HEAR_TIMEOUT_S = 2.0
 _GET_MODEL = "/baton.v1.Inference/GetModel"
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls of Admin, Cluster, KvTransfer and GetModel that may not be made.
 
     Args:

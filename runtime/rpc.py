@@ -71,7 +71,7 @@ def channel(
         dial: with TLS, its files as they are now; calls say `dial.metadata()` themselves.
         interceptors: of its calls.
     """
-    options = [
+    options: list[tuple[str, str | int]] = [
         *_keepalive(ping_interval_s, ping_timeout_s),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

@@ -11,9 +11,11 @@ import math
 import ssl
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import cast
 
 import grpc
 
@@ -85,7 +87,10 @@ class TlsFiles:
             return _configuration(pems)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(shown), fetch, require_client_authentication=client_auth
+            _configuration(shown),
+            # None keeps what is shown; the stubs do not know.
+            cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch),
+            require_client_authentication=client_auth,
         )
 
     def server_context(
@@ -104,7 +109,7 @@ class TlsFiles:
             socket.context = current[version]
 
         context = self._server_context(client_auth)
-        context.sni_callback = at_handshake  # type: ignore[assignment]
+        context.sni_callback = at_handshake
         return context
 
     def _server_context(self, client_auth: bool) -> ssl.SSLContext:
