@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from baton.client import Tls
+    from baton.client import AdminClient, Tls
 
 TlsCa = Annotated[
     str,
@@ -61,6 +61,12 @@ class Connection:
     server_name: str = ""
     api_key_file: str = ""
     api_key: str = ""
+
+    def admin(self, address: str) -> AdminClient:
+        """Of the coordinator there; raises ConfigError as `tls` and `key` do."""
+        from baton.client import AdminClient
+
+        return AdminClient(address, tls=self.tls(), api_key=self.key())
 
     def tls(self) -> Tls | None:
         """None: without.

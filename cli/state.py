@@ -144,16 +144,13 @@ def requests(
 
 def _ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
     from baton.cli import interrupts
-    from baton.client import AdminClient, errors
-
-    to = connection.current()
-    tls, api_key = to.tls(), to.key()
+    from baton.client import errors
 
     async def ask() -> T:
         failures = []
         for one in options.resolve_addresses(address):
             try:
-                async with AdminClient(one, tls=tls, api_key=api_key) as admin:
+                async with connection.current().admin(one) as admin:
                     return await question(admin)
             except errors.UnavailableError as error:
                 failures.append(error)

@@ -176,9 +176,9 @@ class Handshakes:
             self._peers[peer] = None
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
-            # The oldest may have been another's: they are all alike.
+            # Most likely the latest one's, since calls come at once.
             if self._begun_at:
-                self._begun_at.popleft()
+                self._begun_at.pop()
 
     def expire(self, now: float | None = None) -> None:
         """Counts and logs those without a call; to be called before `num_refused` is read."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import ssl
-import urllib.request
 
 import grpc
 import psutil
@@ -16,14 +14,11 @@ from hostile import (
     idle_connections,
     stream_ended,
 )
+from http_gateway import gateway, metrics
 
-from baton.cli.gateway import bind
 from baton.client import BatonClient
 from baton.client.errors import UnavailableError
-from baton.gateway.server import serve
 from baton.runtime import rpc
-from baton.runtime.config import HttpConfig
-from baton.runtime.security_config import SecurityConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 WAIT_S = 10.0
@@ -141,41 +136,6 @@ async def test_a_crowd_beyond_the_limit_is_gone_with_its_handshakes(start_coordi
 # ---- The HTTP gateway.
 
 
-@contextlib.asynccontextmanager
-async def gateway(coordinator, pki=None, **limits):
-    """Its address and scheme, in front of a coordinator."""
-    security = {"handshake_timeout_s": 1.0}
-    security = SecurityConfig(**(pki.server(**security) if pki else security))
-    listener, url = bind("127.0.0.1:0")
-    ready, stop = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(
-        serve(
-            HttpConfig(drain_timeout_s=1.0, **limits),
-            [coordinator],
-            listener,
-            ready=ready.set,
-            stop=stop,
-            security=security,
-        )
-    )
-    await asyncio.wait_for(ready.wait(), WAIT_S)
-    try:
-        yield url.removeprefix("http://")
-    finally:
-        stop.set()
-        assert await task == 0
-
-
-def answers(address, pki=None):
-    """Whether the gateway tells its metrics."""
-    context = ssl.create_default_context(cafile=pki.file("ca.pem")) if pki else None
-    scheme = "https" if pki else "http"
-    with urllib.request.urlopen(
-        f"{scheme}://{address}/metrics", timeout=WAIT_S, context=context
-    ) as answer:
-        return answer.read().decode()
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_crowds_slow_heads_and_garbage_keep_nobody_from_http(start_coordinator, pki, tls):
     used = pki if tls else None
@@ -186,13 +146,13 @@ async def test_crowds_slow_heads_and_garbage_keep_nobody_from_http(start_coordin
     ):
         slow = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx: "
         async with idle_connections(address, NUM_IDLE, b"" if tls else slow):
-            await asyncio.to_thread(answers, address, used)
+            await asyncio.to_thread(metrics, address, used)
             for garbage in GARBAGE.values():
                 assert await dropped(address, garbage, WAIT_S)
-            shown = await asyncio.to_thread(answers, address, used)
+            shown = await asyncio.to_thread(metrics, address, used)
         if not tls:
             assert 'baton_http_refusals_total{reason="evicted"}' in shown
-        assert "baton_http_connections" in await asyncio.to_thread(answers, address, used)
+        assert "baton_http_connections" in await asyncio.to_thread(metrics, address, used)
 
 
 async def test_http_handshakes_that_do_not_end_are_cut(start_coordinator, pki):
@@ -202,7 +162,7 @@ async def test_http_handshakes_that_do_not_end_are_cut(start_coordinator, pki):
     ):
         assert await dropped(address, b"", WAIT_S)
         assert await dropped(address, GARBAGE["tls hello"][:5], WAIT_S)
-        assert await asyncio.to_thread(answers, address, pki)
+        assert await asyncio.to_thread(metrics, address, pki)
 
 
 # ---- The metrics endpoint.
@@ -213,5 +173,5 @@ async def test_crowds_and_slow_heads_keep_nobody_from_metrics(start_coordinator,
     async with start_coordinator(pki.server() if tls else None) as running:
         address = running.metrics_address
         async with idle_connections(address, 100, b"GET /metrics HT"):
-            shown = await asyncio.to_thread(answers, address, pki if tls else None)
+            shown = await asyncio.to_thread(metrics, address, pki if tls else None)
             assert "baton_queue_depth" in shown
