@@ -127,8 +127,10 @@ async def serve(arguments: ServiceArguments) -> int:
     config, security = arguments.kv_transfer, arguments.security
     _run_on(config.cpus)
     refusals = Refusals()
-    protection = rpc.Protection.of(security, Access(security, refusals), "kv_transfer.listen")
-    dial = within_cluster(security)
+    access = Access.of_members(security, refusals)
+    protection = rpc.Protection.of(security, access, "kv_transfer.listen")
+    # Other workers serve as this one does.
+    dial = within_cluster(security, with_tls=security.serves_tls)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
     transport = GrpcTransport(config.grpc_connections, dial)
     address = advertised(bind(server, config, protection), config.advertise_host)

@@ -19,7 +19,7 @@ from baton.runtime.errors import (
 )
 from baton.runtime.jwt_tokens import BadToken, JwtVerifier
 from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import SecurityConfig
+from baton.runtime.security_config import JwtConfig, SecurityConfig
 from baton.runtime.watched_file import WatchedFiles, read_secret
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,11 @@ class Access:
                 [token], lambda: read_secret(token, "security.cluster_token_file")
             )
         self._num_running: Counter[str] = Counter()
+
+    @classmethod
+    def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
+        """Where only workers come: the files of clients' keys need not be on this host."""
+        return cls(config.model_copy(update={"api_keys_file": "", "jwt": JwtConfig()}), refusals)
 
     @property
     def needs_credentials(self) -> bool:

@@ -50,14 +50,18 @@ def bearer(secret: str | Callable[[], str]) -> Callable[[], str]:
     return lambda: f"Bearer {given}" if (given := give()) else ""
 
 
-def within_cluster(config: SecurityConfig) -> Dial:
-    """Of workers and gateways, who dial the coordinator and each other.
+def within_cluster(config: SecurityConfig, *, with_tls: bool) -> Dial:
+    """Of workers, who dial the coordinator and each other.
+
+    Args:
+        config: names the files.
+        with_tls: whether the servers there have it.
 
     Raises:
         ConfigError: a file cannot be used.
     """
     tls = None
-    if config.dials_tls:
+    if with_tls:
         tls = TlsFiles(config.ca_file, config.cert_file, config.key_file)
     credential = _nobody
     if path := config.cluster_token_file:

@@ -153,7 +153,7 @@ class _Worker:
         # Before anything that takes long.
         tracing.require(config.tracing)
         exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
-        dial = within_cluster(security)
+        dial = within_cluster(security, with_tls=security.dials_tls)
         self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
 
         # 1. The transfer service: the engine connects to it while it starts.

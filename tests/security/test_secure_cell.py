@@ -119,15 +119,20 @@ async def cell(own_logs, model, fresh_pki, keys, coordinator_config, tmp_path):
         worker={"attach_timeout_s": 5, "drain_timeout_s": 5},
     )
     metrics = unused_address()
+    # As on another host, where there is no file of keys.
+    elsewhere = {"api_keys_file": str(tmp_path / "not-here.yaml")}
+    config_of_workers = config.model_copy(
+        update={"security": config.security.model_copy(update=elsewhere)}
+    )
     worker = config.worker.model_copy(update={"metrics_listen": metrics})
-    decode_config = config.model_copy(update={"worker": worker})
+    decode_config = config_of_workers.model_copy(update={"worker": worker})
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(Coordinator(config))
         stop = asyncio.Event()
         tasks = [
             asyncio.create_task(serve_worker(own, role, coordinator.address, name, stop=stop))
             for own, role, name in (
-                (config, common_pb2.ROLE_PREFILL, "p"),
+                (config_of_workers, common_pb2.ROLE_PREFILL, "p"),
                 (decode_config, common_pb2.ROLE_DECODE, "d"),
             )
         ]
@@ -141,7 +146,7 @@ async def cell(own_logs, model, fresh_pki, keys, coordinator_config, tmp_path):
                     listener,
                     ready=ready.set,
                     stop=stop,
-                    security=config.security,
+                    security=config_of_workers.security,
                 )
             )
         )
