@@ -18,7 +18,7 @@ WAIT_S = 10.0
 @contextlib.asynccontextmanager
 async def gateway(coordinator, pki=None, security=None, **limits):
     """Its host:port, in front of a coordinator; with TLS where there is a `pki`."""
-    options = {"handshake_timeout_s": 1.0, **(security or {})}
+    options = security or {}
     found = SecurityConfig(**(pki.server(**options) if pki else options))
     listener, url = bind("127.0.0.1:0")
     ready, stop = asyncio.Event(), asyncio.Event()

@@ -15,19 +15,19 @@ from baton.v1 import kv_transfer_pb2
 WAIT_S = 10.0
 
 
-@pytest.mark.parametrize("stem", ["", "wrong", "expired"])
-async def test_http_may_ask_for_certificates(start_coordinator, pki, stem, log):
-    required = {"http_client_auth": "require", "handshake_timeout_s": 0.2}
+async def test_http_may_ask_for_certificates(start_coordinator, pki, log):
+    required = {"http_client_auth": "require", "handshake_timeout_s": 1.0}
     async with (
         start_coordinator(pki.server()) as running,
         gateway(running.address, pki, required) as address,
     ):
-        with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
-            await asyncio.to_thread(metrics, address, pki, stem)
-        counted = 'baton_access_refusals_total{reason="handshake",service="TLS"} 1.0'
+        for stem in ("", "wrong", "expired"):
+            with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
+                await asyncio.to_thread(metrics, address, pki, stem)
+        counted = 'baton_access_refusals_total{reason="handshake",service="TLS"} 3.0'
         async with asyncio.timeout(WAIT_S):
             while counted not in await asyncio.to_thread(metrics, address, pki, "client"):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
         assert any("TLS handshakes that nothing followed" in line for line in log.lines)
 
 
