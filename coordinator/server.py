@@ -101,8 +101,8 @@ class Coordinator:
 
     async def _start_server(self, model: str) -> None:
         coordinator = self._config.coordinator
-        # Longer prompts than are allowed still arrive, so that the answer can name the limit.
         protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
+        # Longer prompts than are allowed still arrive, so that the answer can name the limit.
         self._server = rpc.server(
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
             protection=protection,

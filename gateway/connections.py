@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._stats.num_connections = len(self.connections)
         if self._handshakes is not None:
-            self._handshakes.used(str(transport.get_extra_info("peername")))
+            self._handshakes.used()
         connection = transport.get_extra_info("socket")
         if connection is not None:
             # Unix sockets have no such option. Without it a token that follows another closely

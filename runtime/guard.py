@@ -83,7 +83,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._handshakes is not None:
-                self._handshakes.used(context.peer())
+                self._handshakes.called(context.peer())
             if check is not None:
                 try:
                     check(context)

@@ -6,6 +6,7 @@ as they are.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import ssl
@@ -24,8 +25,9 @@ from baton.runtime.watched_file import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
-# Connections whose first call has come: ports of one peer are taken again only after more.
+# Connections over which calls have come.
 _MAX_PEERS = 65_536
+_SAME_CONNECTION_S = 60.0
 # Whoever scans ports does not fill the log.
 _LOG_INTERVAL_S = 1.0
 
@@ -159,7 +161,8 @@ class Handshakes:
         self._listener, self._wait_s = listener, wait_s
         self._lock = Lock()
         self._begun_at: deque[float] = deque()
-        self._peers: OrderedDict[str, None] = OrderedDict()
+        # When the latest call of each came.
+        self._peers: OrderedDict[str, float] = OrderedDict()
         self._num_logged, self._logged_at = 0, -math.inf
         self.num_refused = 0
 
@@ -168,17 +171,23 @@ class Handshakes:
             self._begun_at.append(time.monotonic())
         self.expire()
 
-    def used(self, peer: str) -> None:
+    def used(self) -> None:
+        """A handshake has come to something. Most likely the latest one, since that is soon."""
+        with self._lock, contextlib.suppress(IndexError):
+            self._begun_at.pop()
+
+    def called(self, peer: str) -> None:
         """A call has come over a peer's connection, which is known by its host and port."""
-        if peer in self._peers:
-            return
+        now = time.monotonic()
+        last_at = self._peers.get(peer, -math.inf)
         with self._lock:
-            self._peers[peer] = None
+            self._peers[peer] = now
+            self._peers.move_to_end(peer)
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
-            # Most likely the latest one's, since calls come at once.
-            if self._begun_at:
-                self._begun_at.pop()
+        # After a pause it may be another connection from the same port.
+        if now - last_at > _SAME_CONNECTION_S:
+            self.used()
 
     def expire(self, now: float | None = None) -> None:
         """Counts and logs those without a call; to be called before `num_refused` is read."""

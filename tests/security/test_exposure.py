@@ -1,10 +1,13 @@
 """What refuses to start, and what configurations show."""
 
+from pathlib import Path
+
 import pytest
 
 from baton.runtime import exposure
-from baton.runtime.config import BatonConfig, ConfigError, dump, parse, shown
+from baton.runtime.config import BatonConfig, ConfigError, dump, load, parse, shown
 
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 LISTENERS = (
     "coordinator.listen",
     "coordinator.metrics_listen",
@@ -44,6 +47,11 @@ def test_with_everybody_known_everything_may_listen(key, keys, tmp_path):
         "metrics_token_file": str(token),
     }
     exposure.check_all(config(key, "0.0.0.0:0", **known))
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
+def test_examples_let_in_whom_they_should(file):
+    exposure.check_all(load(str(file)))
 
 
 def test_known_clients_do_not_make_workers_known(keys):
