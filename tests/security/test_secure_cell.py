@@ -233,6 +233,22 @@ async def _only_members_push(cell, target):
         assert status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_a_worker_with_another_token_leaves_and_says_why(cell, capfd, tmp_path):
+    other = tmp_path / "other-token"
+    other.write_text("a-guess-of-somebody")
+    config = cell.coordinator._config
+    security = config.security.model_copy(update={"cluster_token_file": str(other)})
+    config = config.model_copy(update={"security": security})
+    code = await serve_worker(
+        config, common_pb2.ROLE_DECODE, cell.address, "stranger", stop=asyncio.Event()
+    )
+    said = capfd.readouterr().err
+    assert code == 1
+    assert "refuses this worker: the credential is not valid here" in said
+    assert "a-guess-of-somebody" not in said
+    assert cell.coordinator._access.refusals.counts["Cluster", "unknown"] == 1
+
+
 async def test_another_ca_takes_over_under_load(cell):
     async with cell.client() as client, cell.admin() as admin:
         before = await client.complete(PROMPT, max_tokens=8, temperature=0, timeout_s=WAIT_S)
