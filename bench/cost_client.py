@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from baton.runtime import rpc
+from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
 # Single streams that share a connection.
@@ -84,13 +85,19 @@ class SessionClient(_Tally):
         num_slots: requests at once, at most.
         num_prompt_tokens: of each request.
         num_tokens: of each answer.
+        dial: TLS, or not.
     """
 
     def __init__(
-        self, address: str, num_slots: int, num_prompt_tokens: int, num_tokens: int
+        self,
+        address: str,
+        num_slots: int,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        dial: Dial = PLAIN,
     ) -> None:
         super().__init__(num_tokens)
-        self._channel = rpc.channel(address)
+        self._channel = rpc.channel(address, dial=dial)
         self._call: Any = self._channel.stream_stream(
             "/baton.v1.Inference/Session",
             response_deserializer=inference_pb2.SessionEvents.FromString,

@@ -20,6 +20,8 @@ import grpc
 from baton.bench import cost_answers
 from baton.bench.cost_answers import MODEL, VOCAB_SIZE, Answers, Token
 from baton.runtime import lifecycle, rpc
+from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.tls import TlsFiles
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 MAX_MODEL_LEN = 8192
@@ -104,9 +106,15 @@ class Decoder:
 class Attachment:
     """One worker's stream to the coordinator."""
 
-    def __init__(self, address: str, worker_id: str, role: common_pb2.Role.ValueType) -> None:
+    def __init__(
+        self,
+        address: str,
+        worker_id: str,
+        role: common_pb2.Role.ValueType,
+        dial: Dial = PLAIN,
+    ) -> None:
         self._worker_id, self._role = worker_id, role
-        attach: Any = rpc.channel(address).stream_stream(
+        attach: Any = rpc.channel(address, dial=dial).stream_stream(
             "/baton.v1.Cluster/Attach",
             request_serializer=None,
             response_deserializer=cluster_pb2.CoordinatorMessage.FromString,
@@ -237,9 +245,10 @@ async def attach(arguments: argparse.Namespace) -> int:
     plain = cost_answers.plain_tokens(arguments.tokens)
     gate = Gate(0 if arguments.step_ms else arguments.requests)
     address = arguments.coordinator
-    prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL)
+    dial = Dial(TlsFiles(arguments.tls_ca)) if arguments.tls_ca else PLAIN
+    prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL, dial)
     decoders = [
-        Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE)
+        Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE, dial)
         for number in range(arguments.decode_workers)
     ]
     for worker in (prefiller, *decoders):
@@ -328,6 +337,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True, help="of each answer")
     parser.add_argument("--step-ms", type=float, required=True, help="0: flat out, in waves")
     parser.add_argument("--decode-workers", type=int, default=1)
+    parser.add_argument("--tls-ca", default="", help="who signs the coordinator's certificate")
     arguments = parser.parse_args()
     lifecycle.run(attach(arguments) if arguments.coordinator else serve(arguments))
 

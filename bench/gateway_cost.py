@@ -1,4 +1,4 @@
-"""What HTTP costs: the gateway's streams beside those of a gRPC session, in the same run.
+"""What HTTP and TLS cost: the gateway's streams beside those of a gRPC session, in the same run.
 
 `python -m baton.bench.gateway_cost --help`. The gateway has a core to itself; the coordinator,
 workers with prepared answers (cost_worker.py) and the client share the others.
@@ -7,28 +7,35 @@ workers with prepared answers (cost_worker.py) and the client share the others.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
 import re
 import signal
+import ssl
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 import uvloop
+import yaml
 
 from baton.bench import stats, systems
 from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, pinned, progress, ready
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Loop, Seen, SessionClient
+from baton.bench.cost_http import HttpClient
 from baton.bench.stats import Reach
+from baton.runtime import dev_certs
+from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.tls import TlsFiles
 
 GRPC, HTTP = "gRPC session", "HTTP, SSE"
+# The same with TLS between all of them.
+GRPC_TLS, HTTP_TLS = f"{GRPC}, TLS", f"{HTTP}, TLS"
 NUM_REQUESTS = 64
 MAX_GATEWAY_CPU_MS, MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 30.0, 2.0, 10.0
 COLUMNS = {
@@ -46,7 +53,6 @@ NOTE = """\
 Gateway and coordinator: CPU ms per 1,000 tokens, all threads; "others" are cores that processes
 took which are no part of this. TTFT and ITL in ms, as the client sees them. Each request's next
 follows its last."""
-_TOKEN, _END = b" tok", b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,69 +68,6 @@ class Figures:
     itl_p99_ms: float
     gateway_mb: float
     others: float
-
-
-class HttpClient:
-    """Completions over kept connections, one per slot; checks that every token comes.
-
-    Args:
-        url: of the gateway.
-        num_prompt_tokens: of each request.
-        num_tokens: of each answer.
-    """
-
-    def __init__(self, url: str, num_prompt_tokens: int, num_tokens: int) -> None:
-        self.seen = Seen()
-        self._address = urlsplit(url)
-        self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
-        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-
-    async def ask(self, slot: int) -> None:
-        if slot not in self._connections:
-            self._connections[slot] = await asyncio.open_connection(
-                self._address.hostname, self._address.port
-            )
-        reader, writer = self._connections[slot]
-        num_tokens, last_at = 0, time.perf_counter()
-        writer.write(self._request(slot))
-        tail = b""
-        while not tail.endswith(_END):
-            data = await reader.read(2**16)
-            if not data:
-                raise ConnectionError(f"closed after {num_tokens} tokens: {tail!r}")
-            # A token's text may come in two parts, and so may the end.
-            found = (tail + data).count(_TOKEN) - tail.count(_TOKEN)
-            tail = (tail + data)[-8:]
-            if not found:
-                continue
-            now = time.perf_counter()
-            (self.seen.gaps_s if num_tokens else self.seen.ttfts_s).append(now - last_at)
-            num_tokens, last_at = num_tokens + found, now
-            self.seen.num_tokens += found
-        if num_tokens != self._num_tokens:
-            raise RuntimeError(f"{num_tokens} tokens of {self._num_tokens}")
-        self.seen.num_requests += 1
-
-    async def close(self) -> None:
-        for _, writer in self._connections.values():
-            writer.close()
-
-    def _request(self, slot: int) -> bytes:
-        prompt = [(slot * 31 + index * 17) % 50_000 for index in range(self._num_prompt_tokens)]
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": self._num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        )
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        return (head + body).encode()
 
 
 class Meter:
@@ -167,6 +110,28 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
+class System:
+    """Processes that serve, with TLS (`ca_file`) or without."""
+
+    coordinator: systems.Process
+    gateway: systems.Process
+    worker: systems.Process
+    url: str
+    ca_file: str
+
+    def client(
+        self, path: str, num_requests: int, num_prompt_tokens: int, num_tokens: int
+    ) -> Client:
+        """That asks over one path: GRPC, HTTP and so on."""
+        if path in (GRPC, GRPC_TLS):
+            dial = Dial(TlsFiles(self.ca_file)) if self.ca_file else PLAIN
+            address = self.coordinator.address
+            return SessionClient(address, num_requests, num_prompt_tokens, num_tokens, dial)
+        context = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else None
+        return HttpClient(self.url, num_prompt_tokens, num_tokens, context)
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """What all runs have in common; `cores` are the gateway's."""
 
@@ -177,15 +142,21 @@ class Bench:
     step_ms: float
     seconds: float
 
-    async def run(self, num_repeats: int) -> dict[str, Figures]:
+    async def run(self, num_repeats: int, *, with_tls: bool) -> dict[str, Figures]:
         runs: dict[str, list[Figures]] = {GRPC: [], HTTP: []}
-        async with self._system() as (coordinator, gateway, worker, url):
-            pids = [one.popen.pid for one in (gateway, coordinator, worker)]
+        async with contextlib.AsyncExitStack() as stack:
+            plain = await stack.enter_async_context(self._system({}))
+            systems_of = dict.fromkeys(runs, plain)
+            if with_tls:
+                directory = stack.enter_context(tempfile.TemporaryDirectory())
+                secured = await stack.enter_async_context(self._system(certificates(directory)))
+                runs |= {GRPC_TLS: [], HTTP_TLS: []}
+                systems_of |= {GRPC_TLS: secured, HTTP_TLS: secured}
             for repeat in range(num_repeats):
                 for path, figures in runs.items():
                     tries: list[Figures] = []
                     while len(tries) < MAX_TRIES:
-                        tries.append(await self._measure(path, coordinator.address, url, pids))
+                        tries.append(await self._measure(path, systems_of[path]))
                         if tries[-1].others <= MAX_OTHERS:
                             break
                     figures.append(min(tries, key=lambda one: one.others))
@@ -198,10 +169,8 @@ class Bench:
         }
 
     @contextlib.asynccontextmanager
-    async def _system(
-        self,
-    ) -> AsyncIterator[tuple[systems.Process, systems.Process, systems.Process, str]]:
-        """Coordinator, gateway, worker, and the gateway's URL."""
+    async def _system(self, security: dict[str, str]) -> AsyncIterator[System]:
+        """Coordinator, gateway and worker; with TLS where `security` names certificates."""
         config = {
             "model": "demo",
             "served_model_name": MODEL,
@@ -209,32 +178,32 @@ class Bench:
             "log_level": "warning",
             "prefill": {"max_requests_per_worker": self.num_requests},
             "decode": {"max_requests_per_worker": self.num_requests},
+            "security": security,
         }
+        ca_file = security.get("ca_file", "")
         with contextlib.ExitStack() as stack:
             coordinator = stack.enter_context(systems.coordinator(config))
             await ready(coordinator)
             arguments = ["--tokens", f"{self.num_tokens}", "--step-ms", f"{self.step_ms}"]
-            arguments += ["--coordinator", coordinator.address]
+            arguments += ["--coordinator", coordinator.address, "--tls-ca", ca_file]
             arguments += ["--requests", f"{self.num_requests}"]
             worker = stack.enter_context(systems.module("baton.bench.cost_worker", arguments))
             await ready(worker)
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+            yaml.safe_dump({"security": security}, file)
+            file.flush()
             arguments = ["gateway", "--coordinator", coordinator.address]
-            arguments += ["--listen", "127.0.0.1:0"]
+            arguments += ["--listen", "127.0.0.1:0", "--config", file.name]
             with pinned(self.cores):
                 gateway = stack.enter_context(systems.module("baton.cli.main", arguments))
             await ready(gateway)
             told = re.search(r"ready http=(\S+)", gateway.log.read_text())
             assert told is not None
-            yield coordinator, gateway, worker, told[1]
+            yield System(coordinator, gateway, worker, told[1], ca_file)
 
-    async def _measure(self, path: str, address: str, url: str, pids: list[int]) -> Figures:
-        client: Client
-        if path == GRPC:
-            client = SessionClient(
-                address, self.num_requests, self.num_prompt_tokens, self.num_tokens
-            )
-        else:
-            client = HttpClient(url, self.num_prompt_tokens, self.num_tokens)
+    async def _measure(self, path: str, system: System) -> Figures:
+        pids = [one.popen.pid for one in (system.gateway, system.coordinator, system.worker)]
+        client = system.client(path, self.num_requests, self.num_prompt_tokens, self.num_tokens)
         spread_s = self.step_ms / 1e3 * self.num_tokens
         try:
             async with Loop(client, self.num_requests, spread_s) as loop:
@@ -244,6 +213,13 @@ class Bench:
                 return meter.stop()
         finally:
             await client.close()
+
+
+def certificates(directory: str) -> dict[str, str]:
+    """A `security` section with certificates made there."""
+    dev_certs.make(directory)
+    names = {"ca_file": "ca.pem", "cert_file": "server.pem", "key_file": "server.key"}
+    return {key: str(Path(directory) / name) for key, name in names.items()}
 
 
 def reaches(found: dict[str, Figures]) -> list[Reach]:
@@ -278,6 +254,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--itl-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
     parser.add_argument("--repeats", type=int, default=3, help="medians are shown")
+    parser.add_argument("--no-tls", dest="tls", action="store_false", help="leave TLS out")
     parser.add_argument("--quick", action="store_true", help="two seconds, once")
     parser.add_argument("--json", type=Path, default=Path("bench/results/gateway_cost.json"))
     arguments = parser.parse_args()
@@ -302,7 +279,7 @@ def main() -> None:
         arguments.itl_ms,
         arguments.seconds,
     )
-    found = uvloop.run(bench.run(arguments.repeats))
+    found = uvloop.run(bench.run(arguments.repeats, with_tls=arguments.tls))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     results = {path: asdict(figures) for path, figures in found.items()}
     arguments.json.write_text(json.dumps(results, indent=2) + "\n")

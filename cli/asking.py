@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from baton.cli import options
+from baton.cli import connection, options
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -20,13 +20,13 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
         RemoteError: none is there, or it refuses.
     """
     from baton.cli import interrupts
-    from baton.client import AdminClient, errors
+    from baton.client import errors
 
     async def asking() -> T:
         failures = []
         for one in options.resolve_addresses(address):
             try:
-                async with AdminClient(one) as admin:
+                async with connection.current().admin(one) as admin:
                     return await question(admin)
             except errors.UnavailableError as error:
                 failures.append(error)

@@ -18,6 +18,7 @@ def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML; - is standard input.")],
 ) -> None:
     """Say whether a file is right; an unknown key names the nearest known one."""
+    from baton.runtime import exposure
     from baton.runtime.config import load, split_address
 
     config = load(file)
@@ -31,12 +32,13 @@ def check(
         # Only those of the transfer service and the gateway may be empty.
         if address or key not in ("kv_transfer.listen", "http.listen"):
             split_address(address, f"{file}: {key}")
+    exposure.check_all(config)
     print(f"{file}: ok")
 
 
 @app.command()
 def show(config: options.ConfigFile = None) -> None:
-    """Print the effective configuration, defaults filled in, as YAML."""
-    from baton.runtime.config import dump, load
+    """Print the effective configuration, defaults filled in, as YAML, and without secrets."""
+    from baton.runtime.config import load, shown
 
-    print(dump(load(config)), end="")
+    print(shown(load(config)), end="")

@@ -41,7 +41,7 @@ def gateway(
 
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
-    from baton.runtime import lifecycle, logs
+    from baton.runtime import exposure, lifecycle, logs
     from baton.runtime.config import ConfigError, load
 
     overrides = {"http": {"listen": listen}, "log_level": log_level and log_level.value}
@@ -57,13 +57,16 @@ def gateway(
     elif not effective.http.listen:
         raise ConfigError("http.listen: is ''; must be host:port")
     else:
+        exposure.check_http(effective.http.listen, effective.security)
         listener, url = bind(effective.http.listen)
+    url = served_url(url, effective)
     code = lifecycle.run(
         server.serve(
             effective.http,
             coordinators,
             listener,
             ready=lambda: print(f"ready http={url}", flush=True),
+            security=effective.security,
         )
     )
     raise typer.Exit(code)
@@ -79,6 +82,11 @@ def require() -> None:
             f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
             "without one: --no-http, or http.listen: ''"
         )
+
+
+def served_url(url: str, config: BatonConfig) -> str:
+    """With the scheme that is served there."""
+    return url.replace("http:", "https:", 1) if config.security.serves_tls else url
 
 
 def bind(listen: str) -> tuple[socket.socket, str]:

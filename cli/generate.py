@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli import options
+from baton.cli import connection, options
 
 if TYPE_CHECKING:
     from baton.client import Event, Prompt, RequestOptions
@@ -113,7 +113,11 @@ async def _stream(
     from baton.cli.timeline import print_timeline
     from baton.client import BatonClient, Finished, Tokens
 
-    async with BatonClient(addresses) as client, client.generate(prompt, **wanted) as stream:
+    to = connection.current()
+    async with (
+        BatonClient(addresses, tls=to.tls(), api_key=to.key()) as client,
+        client.generate(prompt, **wanted) as stream,
+    ):
         ends_line = True
         try:
             async for event in stream:

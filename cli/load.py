@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli import options
+from baton.cli import connection, options
 
 if TYPE_CHECKING:
     from baton.bench.load.figures import Result
@@ -148,8 +148,10 @@ async def _run(
     from baton.client import BatonClient
     from baton.runtime import lifecycle
 
-    stop = lifecycle.stop_requested()
-    async with BatonClient(addresses, max_requests=max_requests) as client:
+    stop, to = lifecycle.stop_requested(), connection.current()
+    async with BatonClient(
+        addresses, max_requests=max_requests, tls=to.tls(), api_key=to.key()
+    ) as client:
         # Whether it is there is known at once; whether it serves may take a moment.
         await client.model()
         await client.wait_ready(_READY_TIMEOUT_S)

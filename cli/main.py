@@ -15,12 +15,15 @@ import typer
 
 from baton.cli import (
     bench,
+    certs,
     config,
+    connection,
     control,
     doctor,
     explain,
     gateway,
     generate,
+    keys,
     processes,
     replay,
     simulate,
@@ -57,7 +60,9 @@ app.command("drain")(control.drain)
 app.command("flip")(control.flip)
 app.command("why")(control.why)
 app.command("simulate")(simulate.simulate)
+app.command("certs")(certs.certs)
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,8 +81,16 @@ def root(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    tls_ca: connection.TlsCa = "",
+    tls_cert: connection.TlsCert = "",
+    tls_key: connection.TlsKey = "",
+    tls_server_name: connection.TlsServerName = "",
+    api_key_file: connection.ApiKeyFile = "",
+    api_key: connection.ApiKeyVariable = "",
 ) -> None:
-    pass
+    connection.use(
+        connection.Connection(tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key)
+    )
 
 
 def main() -> None:

@@ -157,6 +157,7 @@ async def _up(config: BatonConfig) -> int:
     """The coordinator in this process, workers and the gateway in others."""
     from baton.cli import gateway
     from baton.coordinator import server
+    from baton.runtime import exposure
     from baton.runtime.lifecycle import stop_requested
 
     stop, end = stop_requested(), asyncio.Event()
@@ -164,9 +165,11 @@ async def _up(config: BatonConfig) -> int:
     if config.http.listen:
         # What is wrong with it shows before the workers load for minutes.
         gateway.require()
+        exposure.check_http(config.http.listen, config.security)
         listener, url = gateway.bind(config.http.listen)
         http = config.http.model_copy(update={"listen": url.removeprefix("http://")})
         config = config.model_copy(update={"http": http})
+        url = gateway.served_url(url, config)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         server.serve(config, launch=True, ready=address.set_result, stop=end)

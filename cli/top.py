@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli import interrupts, options
+from baton.cli import connection, interrupts, options
 
 if TYPE_CHECKING:
     from baton.client.watcher import View, Watcher
@@ -47,7 +47,8 @@ async def _once(addresses: list[str]) -> None:
     from baton.cli.top_view import draw
     from baton.client.watcher import Watcher
 
-    async with Watcher(addresses) as watcher:
+    to = connection.current()
+    async with Watcher(addresses, tls=to.tls(), api_key=to.key()) as watcher:
         view = await watcher.look()
     console = Console(highlight=False)
     width = console.width if console.is_terminal else max(_WIDTH, console.width)
@@ -63,7 +64,7 @@ async def _live(addresses: list[str], interval_s: float) -> None:
     from baton.cli.top_view import draw
     from baton.client.watcher import Watcher
 
-    loop = asyncio.get_running_loop()
+    loop, to = asyncio.get_running_loop(), connection.current()
     ends, wake = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -94,7 +95,7 @@ async def _live(addresses: list[str], interval_s: float) -> None:
         _keys(loop, ends, wake),
         Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
     ):
-        async with Watcher(addresses) as watcher:
+        async with Watcher(addresses, tls=to.tls(), api_key=to.key()) as watcher:
             show()
             looking = asyncio.create_task(_look(watcher, seen, interval_s, wake))
             looking.add_done_callback(lambda _: wake.set())

@@ -3,6 +3,7 @@
 from baton.client.admin import AdminClient
 from baton.client.blocking import BlockingClient, BlockingStream
 from baton.client.client import BatonClient
+from baton.client.credentials import ApiKey, Tls
 from baton.client.events import (
     Accepted,
     Completion,
@@ -20,6 +21,7 @@ from baton.client.stream import TokenStream
 __all__ = [
     "Accepted",
     "AdminClient",
+    "ApiKey",
     "BatonClient",
     "BlockingClient",
     "BlockingStream",
@@ -34,6 +36,7 @@ __all__ = [
     "Slo",
     "StageTime",
     "TokenLogprob",
+    "Tls",
     "TokenStream",
     "Tokens",
     "Usage",

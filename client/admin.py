@@ -9,6 +9,8 @@ from typing import Self, TypeVar
 import grpc
 
 from baton.client import errors
+from baton.client.call_metadata import interceptors
+from baton.client.credentials import ApiKey, Tls, dial
 from baton.runtime import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
@@ -24,15 +26,26 @@ class AdminClient:
     Args:
         address: of the coordinator, host:port.
         timeout_s: of each call.
+        tls: None: without.
+        api_key: of an operator, where the coordinator asks for one.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 10.0,
+        tls: Tls | None = None,
+        api_key: ApiKey = "",
+    ) -> None:
         self.address = address
+        self._dial = dial(tls, api_key)
+        self._interceptors = interceptors(self._dial) if api_key else []
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = rpc.channel(self.address)
+        self._channel = rpc.channel(self.address, dial=self._dial, interceptors=self._interceptors)
         return self
 
     async def __aexit__(

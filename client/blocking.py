@@ -13,6 +13,7 @@ from google.rpc import code_pb2
 
 from baton.client import errors
 from baton.client.client import BatonClient
+from baton.client.credentials import ApiKey, Tls
 from baton.client.events import Completion, Event
 from baton.client.request import Prompt, RequestOptions
 from baton.client.stream import TokenStream
@@ -82,8 +83,8 @@ class BlockingClient:
     `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
 
     Args:
-        addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant: as
-            in BatonClient.
+        addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant,
+            tls, api_key: as in BatonClient.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class BlockingClient:
         resume_timeout_s: float = 30.0,
         retry_timeout_s: float = 0.0,
         tenant: str = "",
+        tls: Tls | None = None,
+        api_key: ApiKey = "",
     ) -> None:
         self._client = BatonClient(
             addresses,
@@ -103,6 +106,8 @@ class BlockingClient:
             resume_timeout_s=resume_timeout_s,
             retry_timeout_s=retry_timeout_s,
             tenant=tenant,
+            tls=tls,
+            api_key=api_key,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(

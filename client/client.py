@@ -13,11 +13,13 @@ from google.rpc import code_pb2
 
 from baton.client import errors, health
 from baton.client.connector import Connector
+from baton.client.credentials import ApiKey, Tls, dial
 from baton.client.events import Completion
 from baton.client.request import Prompt, RequestOptions, build
 from baton.client.request_state import RequestState
 from baton.client.stream import TokenStream
 from baton.runtime import rpc
+from baton.runtime.dial import AUTHORIZATION, Dial
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -42,6 +44,9 @@ class BatonClient:
             again, when the coordinator said when to (RetryInfo), within its own timeout_s; 0: it
             fails at once.
         tenant: who to account requests to that name none; empty: the coordinator's default.
+        tls: None: without.
+        api_key: of requests that bring no `authorization` of their own: an API key, a JWT, or what
+            gives one; empty: none.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class BatonClient:
         resume_timeout_s: float = 30.0,
         retry_timeout_s: float = 0.0,
         tenant: str = "",
+        tls: Tls | None = None,
+        api_key: ApiKey = "",
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
@@ -63,6 +70,7 @@ class BatonClient:
         self._max_buffered_events = max_buffered_events
         self._resume_timeout_s, self._retry_timeout_s = resume_timeout_s, retry_timeout_s
         self._tenant = tenant
+        self._dial = dial(tls, api_key)
         self._connector: Connector | None = None
 
     async def __aenter__(self) -> Self:
@@ -70,6 +78,7 @@ class BatonClient:
             self.addresses,
             max_requests=self._max_requests,
             resume_timeout_s=self._resume_timeout_s,
+            dial=self._dial,
         )
         return self
 
@@ -104,7 +113,10 @@ class BatonClient:
             ResourceExhaustedError: max_requests are running.
             TypeError: an unknown option.
         """
-        request = build(prompt, {"tenant": self._tenant, **options})
+        defaults: RequestOptions = {"tenant": self._tenant}
+        if credential := self._dial.credential():
+            defaults["authorization"] = credential
+        request = build(prompt, {**defaults, **options})
         connector = self._open()
         retry_timeout_s = options.get("retry_timeout_s")
         if retry_timeout_s is None:
@@ -140,7 +152,7 @@ class BatonClient:
         """
         connector = self._open()
         asking = [
-            asyncio.create_task(_wait_serving(address, timeout_s))
+            asyncio.create_task(_wait_serving(address, timeout_s, self._dial))
             for address in connector.addresses
         ]
         failures = []
@@ -157,19 +169,27 @@ class BatonClient:
             await asyncio.gather(*asking, return_exceptions=True)
         raise errors.of_all(failures)
 
-    async def model(self, timeout_s: float = 10.0) -> common_pb2.ModelDescription:
+    async def model(
+        self, timeout_s: float = 10.0, *, authorization: str = ""
+    ) -> common_pb2.ModelDescription:
         """The model that the coordinator serves; the first one's that can be reached.
+
+        Args:
+            timeout_s: of each coordinator.
+            authorization: credential, "Bearer ..."; empty: the client's.
 
         Raises:
             RemoteError: the call failed.
         """
         failures = []
+        metadata = ((AUTHORIZATION, authorization),) if authorization else self._dial.metadata()
+        request = inference_pb2.GetModelRequest()
         for address in self._open().addresses:
-            async with rpc.channel(address) as channel:
+            async with rpc.channel(address, dial=self._dial) as channel:
                 stub: inference_pb2_grpc.InferenceAsyncStub
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 try:
-                    return await stub.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
+                    return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
                     failures.append(errors.from_rpc_error(error, address))
             if failures[-1].code != code_pb2.UNAVAILABLE:
@@ -195,8 +215,8 @@ def _split(addresses: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-async def _wait_serving(address: str, timeout_s: float) -> str:
+async def _wait_serving(address: str, timeout_s: float, dial: Dial) -> str:
     """Returns the address once the coordinator there can serve."""
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, dial=dial) as channel:
         await health.wait_serving(channel, address, timeout_s)
     return address

@@ -13,6 +13,7 @@ from baton.client.request_state import RequestState
 from baton.client.resume import backoff_s, later_s, not_resumed, retry_delay_s
 from baton.client.session import Session, SessionEnd, check_size
 from baton.runtime import rpc
+from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.errors import RemoteError, ResourceExhausted
 
 # A coordinator that hangs is given up after their sum at most; a reader waits for that long.
@@ -32,12 +33,18 @@ class Connector:
         max_requests: live at a time.
         resume_timeout_s: in which a request that lost its session must be accepted again; 0: it
             fails instead.
+        dial: how; each session reads the files again.
     """
 
     def __init__(
-        self, addresses: Sequence[str], *, max_requests: int, resume_timeout_s: float
+        self,
+        addresses: Sequence[str],
+        *,
+        max_requests: int,
+        resume_timeout_s: float,
+        dial: Dial = PLAIN,
     ) -> None:
-        self._addresses = tuple(addresses)
+        self._addresses, self._dial = tuple(addresses), dial
         self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
         self._next_address = 0
         self._session: Session | None = None
@@ -162,7 +169,10 @@ class Connector:
         """One session, from the attempt to connect to its end."""
         self.prefer(address)
         async with rpc.channel(
-            address, ping_interval_s=_PING_INTERVAL_S, ping_timeout_s=_PING_TIMEOUT_S
+            address,
+            ping_interval_s=_PING_INTERVAL_S,
+            ping_timeout_s=_PING_TIMEOUT_S,
+            dial=self._dial,
         ) as channel:
             session = Session(channel, address, on_open=self._opened, on_refused=self._not_accepted)
             end: SessionEnd | None = None

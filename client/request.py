@@ -123,6 +123,9 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
         try:
             _set_option(request, name, value)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            if name == "authorization":
+                # Neither the value nor what is said of it: it is secret.
+                raise errors.invalid(path, "...", "must be text in UTF-8") from None
             raise errors.invalid(path, value, str(error)) from None
     chosen = [name for name in _STRUCTURED if options.get(name) is not None]
     if len(chosen) > 1:

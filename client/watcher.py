@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from baton.client import errors
 from baton.client.admin import AdminClient
+from baton.client.credentials import ApiKey, Tls
 from baton.client.doctor import Finding, diagnose
 from baton.runtime.errors import RemoteError
 from baton.v1 import admin_pb2
@@ -40,11 +41,21 @@ class Watcher:
 
     Args:
         addresses: host:port of each; at least one.
+        tls: as AdminClient's.
+        api_key: as AdminClient's; asked for with every question.
         timeout_s: of each call.
     """
 
-    def __init__(self, addresses: Sequence[str], *, timeout_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        tls: Tls | None = None,
+        api_key: ApiKey = "",
+        timeout_s: float = 3.0,
+    ) -> None:
         self._addresses, self._timeout_s = tuple(addresses), timeout_s
+        self._tls, self._api_key = tls, api_key
         self._admin: AdminClient | None = None
         # One question at a time: an answer that fails closes the connection.
         self._asking = asyncio.Lock()
@@ -102,7 +113,9 @@ class Watcher:
                 await self.aclose()
         failures = list[RemoteError]()
         for address in self._addresses:
-            admin = AdminClient(address, timeout_s=self._timeout_s)
+            admin = AdminClient(
+                address, timeout_s=self._timeout_s, tls=self._tls, api_key=self._api_key
+            )
             await admin.__aenter__()
             try:
                 answer = await question(admin)

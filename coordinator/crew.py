@@ -40,7 +40,7 @@ class Crew:
 
     def on_exit(self, worker_exit: WorkerExit) -> None:
         """A worker has ended by itself."""
-        if worker_exit.exit_code:
+        if worker_exit.exit_code != 0:
             _log.error("%s", worker_exit)
         else:
             _log.info("%s", worker_exit)

@@ -15,9 +15,21 @@ from baton.coordinator.request import StreamKey
 from baton.coordinator.session_events import generate_events
 from baton.coordinator.shell import ClientSession, Shell
 from baton.coordinator.stall import StallGuard, slow_reader
+from baton.runtime.access import ANYONE, Caller
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.errors import BatonError, Internal, InvalidArgument, ResourceExhausted, abort
+from baton.runtime.errors import (
+    BatonError,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    Unauthenticated,
+    abort,
+)
+from baton.runtime.guard import authorization
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+# A session's first valid credential has to come by then.
+_UNKNOWN_S = 10.0
 
 # Both write encoded messages.
 _GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
@@ -43,8 +55,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         guard = _guard(self._shell, session, context)
         try:
             deadline_s = context.time_remaining()
+            shown, peer = authorization(context), context.peer()
+            caller = self._intake.caller(request, shown, peer, arrived_at)
+            if (place := self._intake.enter(caller, request, arrived_at)) is not None:
+                session.places[0] = place
             submission = await self._intake.submission(
-                request, StreamKey(session.number, 0), arrived_at, deadline_s
+                request, StreamKey(session.number, 0), arrived_at, deadline_s, caller
             )
             session.live.add(0)
             self._shell.post(ev.Submitted(submission))
@@ -54,6 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             guard.close()
             self._shell.close_session(session)
+            session.release()
 
     async def Session(  # type: ignore[override]
         self, request_iterator: object, context: _SessionContext
@@ -124,6 +141,8 @@ class _SessionCall:
         self._session = session = shell.open_session()
         self._guard = _guard(shell, session, context)
         self._submitting: dict[int, asyncio.Task[None]] = {}
+        # Whether somebody was recognised, or need not be.
+        self._known, self._unknown = not intake.needs_credentials, False
 
     async def run(self) -> None:
         """Until the client has said and heard everything.
@@ -133,11 +152,23 @@ class _SessionCall:
         """
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._session.outbox.wake())
+        timer = None
+        if not self._known:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(_UNKNOWN_S, self._end_unknown, reader)
         try:
             await self._write(reader)
         finally:
+            if timer is not None:
+                timer.cancel()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    def _end_unknown(self, reader: asyncio.Task[None]) -> None:
+        """Nobody keeps a stream open without ever having been recognised."""
+        if not self._known and not reader.done():
+            self._unknown = True
+            reader.cancel()
 
     async def close(self) -> None:
         """Cancels whatever has not ended."""
@@ -147,6 +178,7 @@ class _SessionCall:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._guard.close()
         self._shell.close_session(self._session)
+        self._session.release()
 
     async def _read(self) -> None:
         while isinstance(message := await self._context.read(), inference_pb2.SessionRequest):
@@ -181,21 +213,40 @@ class _SessionCall:
         to, arrived_at = StreamKey(session.number, stream), self._shell.now()
         submission = None
         with self._refusing(stream):
-            submission = self._intake.submission_at_once(submit.request, to, arrived_at)
+            caller = self._caller(stream, submit.request, arrived_at)
+            submission = self._intake.submission_at_once(submit.request, to, arrived_at, caller)
             if submission is None:
-                admitting = self._admit(to, submit.request, arrived_at)
+                admitting = self._admit(to, submit.request, arrived_at, caller)
                 self._submitting[stream] = asyncio.create_task(admitting)
         if submission is not None:
             self._shell.post(ev.Submitted(submission))
 
+    def _caller(
+        self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
+    ) -> Caller:
+        """Who asks, with a place among their requests. Raises BatonError."""
+        if not self._intake.needs_credentials:
+            return ANYONE
+        context = self._context
+        shown, peer = authorization(context), context.peer()
+        caller = self._intake.caller(request, shown, peer, arrived_at)
+        self._known = True
+        if (place := self._intake.enter(caller, request, arrived_at)) is not None:
+            self._session.places[stream] = place
+        return caller
+
     async def _admit(
-        self, to: StreamKey, request: inference_pb2.GenerateRequest, arrived_at: float
+        self,
+        to: StreamKey,
+        request: inference_pb2.GenerateRequest,
+        arrived_at: float,
+        caller: Caller,
     ) -> None:
         """Tokenizes one request off the event loop and hands it to the core."""
         submission = None
         try:
             with self._refusing(to.stream):
-                submission = await self._intake.submission(request, to, arrived_at)
+                submission = await self._intake.submission(request, to, arrived_at, caller=caller)
             # Given up meanwhile, it has no end at which its requests would be cancelled.
             if submission is not None and self._shell.is_open(self._session):
                 self._shell.post(ev.Submitted(submission))
@@ -236,6 +287,8 @@ class _SessionCall:
             if session.left is not None and session.outbox.empty:
                 raise session.left
             if reader.done():
+                if self._unknown:
+                    raise Unauthenticated(f"no valid credential within {_UNKNOWN_S:g} s")
                 reader.result()
                 if not session.live and session.outbox.empty:
                     return

@@ -8,7 +8,7 @@ import re
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from google.rpc import code_pb2
 
@@ -24,6 +24,7 @@ from baton.coordinator.validation import (
     check_request,
     check_token_ids,
 )
+from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
@@ -38,12 +39,21 @@ class Intake:
 
     Limits of the model come from the workers; before the first one attaches, from the model's own
     configuration.
+
+    Args:
+        access: who may ask; None: anybody.
     """
 
     def __init__(
-        self, core: Core, tokenizer: Tokenizer, config: BatonConfig, model_path: str
+        self,
+        core: Core,
+        tokenizer: Tokenizer,
+        config: BatonConfig,
+        model_path: str,
+        access: Access | None = None,
     ) -> None:
         self._core, self._tokenizer, self._config = core, tokenizer, config
+        self._access = access
         self._model_path = model_path
         self._known: common_pb2.ModelDescription | None = None
         self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
@@ -60,12 +70,52 @@ class Intake:
             tokenizer=self._model_path,
         )
 
+    @property
+    def needs_credentials(self) -> bool:
+        return self._access is not None and self._access.needs_credentials
+
+    def caller(
+        self,
+        request: inference_pb2.GenerateRequest,
+        authorization: str,
+        peer: str,
+        now: float,
+    ) -> Caller:
+        """Who asks for a request, by its own credential or else its stream's.
+
+        Raises:
+            Unauthenticated, PermissionDenied.
+        """
+        if self._access is None or not self._access.needs_credentials:
+            return ANYONE
+        with self._counting(request, now):
+            caller = self._access.caller(request.authorization or authorization, peer=peer)
+            sampling = request.sampling
+            self._access.check_request(
+                caller,
+                tenant=request.tenant,
+                lane="batch" if request.lane == common_pb2.LANE_BATCH else "interactive",
+                num_output_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+                peer=peer,
+            )
+        return caller
+
+    def enter(
+        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None] | None:
+        """Takes one of the caller's places; see Access.enter."""
+        if self._access is None:
+            return None
+        with self._counting(request, now):
+            return self._access.enter(caller)
+
     async def submission(
         self,
         request: inference_pb2.GenerateRequest,
         to: StreamKey,
         arrived_at: float,
         deadline_s: float | None = None,
+        caller: Caller = ANYONE,
     ) -> Submission:
         """Checks and tokenizes one request.
 
@@ -74,6 +124,7 @@ class Intake:
             to: where its events go.
             arrived_at: by the core's clock.
             deadline_s: of the gRPC call, from now on; None for none.
+            caller: who asks.
 
         Raises:
             BatonError: it is wrong, or there is no room for it.
@@ -87,10 +138,14 @@ class Intake:
                     prompt = await self._tokenizer.prompt_token_ids(request)
                 finally:
                     self._num_pending[lane] -= 1
-            return self._submission(request, prompt, to, arrived_at, deadline_s)
+            return self._submission(request, prompt, to, arrived_at, deadline_s, caller)
 
     def submission_at_once(
-        self, request: inference_pb2.GenerateRequest, to: StreamKey, arrived_at: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        to: StreamKey,
+        arrived_at: float,
+        caller: Caller = ANYONE,
     ) -> Submission | None:
         """The same without waiting; None where a long text is to be tokenized off the event loop.
 
@@ -103,7 +158,7 @@ class Intake:
         with self._counting(request, arrived_at):
             self._checked(request)
             prompt = array("I", known) or self._tokenizer.prompt_at_once(request)
-            return self._submission(request, prompt, to, arrived_at, None)
+            return self._submission(request, prompt, to, arrived_at, None, caller)
 
     @contextlib.contextmanager
     def _counting(
@@ -158,8 +213,11 @@ class Intake:
         to: StreamKey,
         arrived_at: float,
         deadline_s: float | None,
+        caller: Caller,
     ) -> Submission:
-        limits = self._limits()
+        limits, grants = self._limits(), caller.grants
+        if self._access is not None:
+            self._access.check_prompt(caller, len(prompt))
         if not request.HasField("tokens") and not request.resume.prompt_token_ids:
             # A tokenizer may know tokens that the model does not.
             check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
@@ -173,9 +231,11 @@ class Intake:
         # A copy: the whole message, prompt and all, would live as long as a part of it.
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
-        if lane_limits.max_output_tokens is not None and not sampling.HasField("max_tokens"):
+        own_limit = grants.max_output_tokens if grants is not None else None
+        found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
+        if found and not sampling.HasField("max_tokens"):
             room = (limits.max_model_len or math.inf) - len(prompt)
-            sampling.max_tokens = int(min(lane_limits.max_output_tokens, room))
+            sampling.max_tokens = int(min(*found, room))
         known = array("I", request.resume.token_ids)
         tokenizer = self._tokenizer
         stop = known_stop(
@@ -201,7 +261,7 @@ class Intake:
             session_id=request.session_id,
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
-            tenant=request.tenant or DEFAULT_TENANT,
+            tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
         )
 
     def _limits(self) -> ModelLimits:

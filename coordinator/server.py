@@ -26,12 +26,14 @@ from baton.coordinator.load_index import Pool
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import SAMPLE_S
 from baton.coordinator.tokenization import Tokenizer
-from baton.runtime import demo_model, rpc, tracing
+from baton.runtime import demo_model, exposure, rpc, tracing
+from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
+from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
 from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc
 
@@ -66,7 +68,8 @@ class Coordinator:
         metrics_address: host:port of the Prometheus endpoint, once entered.
 
     Raises:
-        ConfigError: on entering: no such model, an address in use.
+        ConfigError: on entering: no such model, an address in use, a listener that is open to
+            anybody on other hosts, files of `security` that cannot be used.
     """
 
     address: str
@@ -79,15 +82,19 @@ class Coordinator:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Coordinator:
-        coordinator = self._config.coordinator
         tracing.require(self._config.tracing)
+        coordinator, security = self._config.coordinator, self._config.security
+        exposure.check_coordinator(coordinator.listen, security)
+        exposure.check_metrics("coordinator.metrics_listen", coordinator.metrics_listen, security)
+        refusals = Refusals()
+        self._access = Access(security, refusals)
         model = demo_model.ensure(self._config.model, weights=False)
         # A model that is not here yet is fetched: not on the event loop.
         self._tokenizer = await asyncio.to_thread(Tokenizer, model)
         try:
-            self._metrics = MetricsServer(
-                coordinator.metrics_listen, metrics.registry(self.shell.core, self._config)
-            )
+            registry = metrics.registry(self.shell.core, self._config)
+            registry.register(refusals)
+            self._metrics = MetricsServer(coordinator.metrics_listen, registry, security, refusals)
             try:
                 await self._start_server(model)
             except BaseException:
@@ -102,11 +109,13 @@ class Coordinator:
 
     async def _start_server(self, model: str) -> None:
         coordinator = self._config.coordinator
+        protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
         # Longer prompts than are allowed still arrive, so that the answer can name the limit.
         self._server = rpc.server(
-            max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20)
+            max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
+            protection=protection,
         )
-        intake = Intake(self.shell.core, self._tokenizer, self._config, model)
+        intake = Intake(self.shell.core, self._tokenizer, self._config, model, self._access)
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
         admin = AdminService(self.shell, intake, self._config)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
@@ -114,7 +123,7 @@ class Coordinator:
             ClusterService(self.shell, coordinator), self._server
         )
         self._health = rpc.add_health_and_reflection(self._server, _SERVICES)
-        self.address = rpc.bind(self._server, coordinator.listen, "coordinator.listen")
+        self.address = rpc.bind(self._server, coordinator.listen, "coordinator.listen", protection)
         self.metrics_address = self._metrics.address
         await self._server.start()
         for service in ("", "baton.v1.Admin", "baton.v1.Cluster"):

@@ -37,6 +37,7 @@ class ClientSession:
     Attributes:
         slow: it was given up, since more waited for its reader than may.
         left: why it ends once its reader has what waits, while its requests go on; None: it stays.
+        places: what gives back a stream's place among its caller's requests, where one is counted.
     """
 
     def __init__(self, number: int) -> None:
@@ -45,10 +46,19 @@ class ClientSession:
         self.live: set[int] = set()
         self.slow = False
         self.left: BatonError | None = None
+        self.places: dict[int, Callable[[], None]] = {}
+
+    def release(self) -> None:
+        """Gives back every place: nothing of it runs any more."""
+        places, self.places = self.places, {}
+        for give_back in places.values():
+            give_back()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
         """The stream's last event."""
         self.live.discard(stream)
+        if self.places and (give_back := self.places.pop(stream, None)) is not None:
+            give_back()
         self.outbox.push(stream, last)
 
 

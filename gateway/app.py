@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
@@ -23,9 +25,13 @@ from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as described
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
+from baton.gateway.operators import shown_by
 from baton.gateway.problems import Problem
+from baton.gateway.scrapers import Scrapers
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
 T = TypeVar("T")
@@ -43,6 +49,7 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
+_MAX_ANSWERS = 256
 _KINDS = {404: "not_found_error"}
 
 
@@ -72,6 +79,30 @@ class Answer(Generic[T]):
         return answer
 
 
+class PerCaller(Generic[T]):
+    """A question asked with each caller's own credential.
+
+    The latest callers' answers are kept for a while, by a hash of what they showed.
+
+    Args:
+        ask: gets the credential, as in `authorization`.
+    """
+
+    def __init__(self, ask: Callable[[str], Awaitable[T]], holds_s: float) -> None:
+        self._ask, self._holds_s = ask, holds_s
+        self._answers: OrderedDict[bytes, Answer[T]] = OrderedDict()
+
+    async def get(self, authorization: str) -> T:
+        """Raises Problem."""
+        key = hashlib.sha256(authorization.encode()).digest()
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = Answer(lambda: self._ask(authorization), self._holds_s)
+            if len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return await answer.get()
+
+
 class Gateway:
     """What is behind the routes, as an ASGI application.
 
@@ -79,11 +110,23 @@ class Gateway:
         client: open; its requests are the gateway's.
         watcher: open; what the dashboard shows.
         config: limits.
+        security: who may read metrics.
+
+    Attributes:
+        refusals: of this process.
     """
 
-    def __init__(self, client: BatonClient, watcher: Watcher, config: HttpConfig) -> None:
-        self.stats = GatewayStats((COMPLETIONS, CHAT))
+    def __init__(
+        self,
+        client: BatonClient,
+        watcher: Watcher,
+        config: HttpConfig,
+        security: SecurityConfig | None = None,
+    ) -> None:
+        self.stats, self.refusals = GatewayStats((COMPLETIONS, CHAT)), Refusals()
+        self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
+        self._registry.register(self.refusals)
         self._created = int(time.time())
 
         async def ready() -> bool:
@@ -91,9 +134,12 @@ class Gateway:
             return True
 
         self._ready = Answer(ready, _HOLDS_S)
-        self._model = Answer(lambda: client.model(_ASK_TIMEOUT_S), _MODELS_HOLD_S)
+        self._model = PerCaller(
+            lambda authorization: client.model(_ASK_TIMEOUT_S, authorization=authorization),
+            _MODELS_HOLD_S,
+        )
         self._watcher = watcher
-        self._overview = Answer(self._look, _HOLDS_S)
+        self._overview = PerCaller(self._look, _HOLDS_S)
         self._generations = {
             route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
@@ -140,11 +186,12 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get()
+        model = await self._model.get(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [self._described(model)]})
 
     async def _one_model(self, request: Request) -> Response:
-        model, name = await self._model.get(), request.path_params["name"]
+        model = await self._model.get(request.headers.get("authorization", ""))
+        name = request.path_params["name"]
         if name != model.name:
             message = f"model is {name!r}; this gateway serves {model.name!r}"
             kind = _KINDS[404]
@@ -167,6 +214,7 @@ class Gateway:
         return Response(status_code=200)
 
     async def _metrics(self, request: Request) -> Response:
+        self._scrapers.check(request.headers, request.client.host if request.client else "")
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     # ---- The dashboard: what it shows is the operators', not the clients'.
@@ -191,19 +239,22 @@ class Gateway:
             ),
         ]
 
-    async def _look(self) -> dict[str, object]:
-        view = await self._watcher.look(include_history=True)
-        return overview(view, await self._watcher.requests(_MAX_LISTED))
+    async def _look(self, authorization: str) -> dict[str, object]:
+        with shown_by(authorization):
+            view = await self._watcher.look(include_history=True)
+            return overview(view, await self._watcher.requests(_MAX_LISTED))
 
     async def _data(self, request: Request) -> Response:
-        # However many look at it, the coordinator is asked once per _HOLDS_S.
-        return JSONResponse(await self._overview.get(), headers=_DATA_HEADERS)
+        # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
+        shown = request.headers.get("authorization", "")
+        return JSONResponse(await self._overview.get(shown), headers=_DATA_HEADERS)
 
     async def _waterfall(self, request: Request) -> Response:
-        try:
-            found = await self._watcher.request(request.path_params["request_id"])
-        except RemoteError as error:
-            raise problems.of(error) from None
+        with shown_by(request.headers.get("authorization", "")):
+            try:
+                found = await self._watcher.request(request.path_params["request_id"])
+            except RemoteError as error:
+                raise problems.of(error) from None
         return JSONResponse(described(found), headers=_DATA_HEADERS)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:

@@ -14,16 +14,20 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.gateway.metrics import GatewayStats
 from baton.gateway.problems import Problem
 from baton.runtime.config import HttpConfig
+from baton.runtime.tls import Handshakes
 
 # How long a client that was refused may take to read why.
 LINGER_S = 1.0
 
 
-def protocol_factory(config: HttpConfig, stats: GatewayStats) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes its connections with."""
+def protocol_factory(
+    config: HttpConfig, stats: GatewayStats, handshakes: Handshakes | None = None
+) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes its connections with; `handshakes` hear of those that came over TLS."""
+    waiting: dict[Connection, None] = {}
 
     def make(**arguments: Any) -> asyncio.Protocol:
-        return Connection(config, stats, **arguments)
+        return Connection(config, stats, waiting, handshakes, **arguments)
 
     return make
 
@@ -33,11 +37,27 @@ class Connection(HttpToolsProtocol):
 
     uvicorn has none of these with httptools; its own keep-alive timeout ends what idles between
     two requests.
+
+    Args:
+        limits: of each, and of all.
+        stats: counts them.
+        waiting: all of the server's that have no whole request, those first that have waited
+            longest.
+        handshakes: None without TLS.
+        **arguments: uvicorn's.
     """
 
-    def __init__(self, limits: HttpConfig, stats: GatewayStats, **arguments: Any) -> None:
+    def __init__(
+        self,
+        limits: HttpConfig,
+        stats: GatewayStats,
+        waiting: dict[Connection, None],
+        handshakes: Handshakes | None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        self._limits, self._stats = limits, stats
+        self._limits, self._stats, self._waiting = limits, stats, waiting
+        self._handshakes = handshakes
         # Of the head that is being read: as it came, and what the parser has whole.
         self._num_raw_bytes = self._num_parsed_bytes = 0
         self._in_head, self._num_heads = True, 0
@@ -49,13 +69,15 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stats.num_connections = len(self.connections)
+        if self._handshakes is not None:
+            self._handshakes.used()
         connection = transport.get_extra_info("socket")
         if connection is not None:
             # Unix sockets have no such option. Without it a token that follows another closely
             # waits for the peer's delayed acknowledgement, 40 ms.
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self._limits.max_connections and not self._evict():
             message = f"{self._limits.max_connections} connections are open, the limit"
             self._refuse("connections", Problem(503, message, kind="service_unavailable_error"))
             return
@@ -64,6 +86,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stats.num_connections = len(self.connections)
+        self._waiting.pop(self, None)
         self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._reader_timer, self._linger_timer):
             if timer is not None:
@@ -107,7 +130,13 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        self._waiting.pop(self, None)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._answering and not self.transport.is_closing():
+            self._waiting[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -137,7 +166,21 @@ class Connection(HttpToolsProtocol):
         message = f"the request's head is longer than {self._limits.max_header_bytes} bytes"
         return Problem(431, message, code="headers_too_large")
 
+    def _evict(self) -> bool:
+        """Closes the connection that has gone longest without a whole request; False: none does.
+
+        So neither idle connections nor slow heads and bodies can keep others out.
+        """
+        if not self._waiting:
+            return False
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        self._stats.refused_connections["evicted"] += 1
+        oldest.transport.abort()
+        return True
+
     def _await_head(self) -> None:
+        self._waiting.setdefault(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.read_timeout_s, self._on_slow_head)
 
@@ -169,5 +212,6 @@ class Connection(HttpToolsProtocol):
             + body
         )
         # Closed at once, with something unread, it would be reset: the answer would be lost.
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)

@@ -86,6 +86,8 @@ class Problem(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         found = []
+        if self.status == 401:
+            found.append((b"www-authenticate", b"Bearer"))
         if self.retry_after_s is not None:
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
             # Whole seconds are coarse; OpenAI's clients read this one first.
@@ -119,6 +121,9 @@ def of(error: RemoteError) -> Problem:
         if code == "client_requests":
             retry_after_s = _RETRY_S
         hopeless = retry_after_s is None
+    elif error.code == code_pb2.UNAUTHENTICATED:
+        # As OpenAI's own.
+        code = "invalid_api_key"
     elif error.code == code_pb2.NOT_FOUND:
         param, code = "model", "model_not_found"
     elif status == 503 and retry_after_s is None:

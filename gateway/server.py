@@ -7,17 +7,21 @@ import gc
 import logging
 import math
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import uvicorn
 
-from baton.client import BatonClient
+from baton.client import BatonClient, Tls
 from baton.client.watcher import Watcher
+from baton.gateway import operators
 from baton.gateway.app import Gateway
 from baton.gateway.connections import protocol_factory
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import stop_requested
+from baton.runtime.security_config import SecurityConfig
+from baton.runtime.tls import Handshakes, TlsFiles
 
 _log = logging.getLogger(__name__)
 
@@ -33,15 +37,44 @@ class _Server(uvicorn.Server):
     Args:
         config: of uvicorn.
         ready: called once when connections are accepted.
+        tls: None: without.
+        handshake_timeout_s: of TLS.
     """
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float = 10.0,
+    ) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._tls = ready, tls
+        self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # uvicorn would wait for a minute for the end of a handshake.
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=self._tls,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=self._handshake_timeout_s if self._tls is not None else None,
+            )
+            self.servers.append(cast("Any", server))
         self._ready()
+
+    def _connection(self) -> asyncio.Protocol:
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=None,
+        )
 
     async def run_until(self, stop: asyncio.Event, listener: socket.socket) -> None:
         serving = asyncio.create_task(self._serve([listener]), name="http server")
@@ -63,6 +96,7 @@ async def serve(
     *,
     ready: Callable[[], None],
     stop: asyncio.Event | None = None,
+    security: SecurityConfig | None = None,
 ) -> int:
     """Serves until asked to stop; then drains, for a bounded time.
 
@@ -72,10 +106,24 @@ async def serve(
         listener: bound.
         ready: called once when connections are accepted.
         stop: set to stop it; None for SIGINT and SIGTERM.
+        security: TLS on both sides, and who may read metrics; None: as by default.
 
     Returns:
         The exit code: 0 after a stop that was asked for.
+
+    Raises:
+        ConfigError: a file of `security` cannot be used.
     """
+    security = security or SecurityConfig()
+    tls, context, handshakes = None, None, None
+    if security.dials_tls:
+        tls = Tls(security.ca_file, security.cert_file, security.key_file, security.server_name)
+    if security.serves_tls:
+        handshakes = Handshakes("http.listen", security.handshake_timeout_s)
+        files = TlsFiles(security.ca_file, security.cert_file, security.key_file)
+        context = files.server_context(
+            client_auth=security.http_client_auth == "require", handshakes=handshakes
+        )
     stop = stop if stop is not None else stop_requested()
     log = logging.getLogger("uvicorn")
     # Its warnings are of peers that send garbage: refusals are counted instead.
@@ -85,14 +133,15 @@ async def serve(
     gc.collect()
     gc.freeze()
     async with (
-        BatonClient(coordinators, max_requests=_MAX_STREAMS) as client,
-        Watcher(coordinators) as watcher,
+        BatonClient(coordinators, max_requests=_MAX_STREAMS, tls=tls) as client,
+        Watcher(coordinators, tls=tls, api_key=operators.credential) as watcher,
     ):
-        gateway = Gateway(client, watcher, config)
+        gateway = Gateway(client, watcher, config, security)
+        gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(
                 gateway,
-                http=cast("Any", protocol_factory(config, gateway.stats)),
+                http=cast("Any", protocol_factory(config, gateway.stats, handshakes)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -103,6 +152,8 @@ async def serve(
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CLOSE_GRACE_S),
             ),
             ready,
+            context,
+            security.handshake_timeout_s,
         )
         ending = asyncio.create_task(_end_in_time(stop, client, config.drain_timeout_s))
         try:

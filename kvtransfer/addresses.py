@@ -38,8 +38,15 @@ def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
     return config.model_copy(update={"listen": joined(local, 0)})
 
 
-def bind(server: grpc.aio.Server, config: KvTransferConfig) -> str:
+def bind(
+    server: grpc.aio.Server, config: KvTransferConfig, protection: rpc.Protection | None = None
+) -> str:
     """Binds the server's port and returns host:port, with the port that 0 became.
+
+    Args:
+        server: not started yet.
+        config: where.
+        protection: as the server's.
 
     Raises:
         ConfigError: the address is wrong, or every port of it is in use.
@@ -47,10 +54,11 @@ def bind(server: grpc.aio.Server, config: KvTransferConfig) -> str:
     listen = config.listen or "127.0.0.1:0"
     host, port = split_address(listen, "kv_transfer.listen")
     if port or not config.port_range:
-        return rpc.bind(server, listen, "kv_transfer.listen")
+        return rpc.bind(server, listen, "kv_transfer.listen", protection)
     for candidate in _ports(config.port_range):
         try:
-            return rpc.bind(server, f"{host}:{candidate}", "kv_transfer.port_range")
+            listen, key = f"{host}:{candidate}", "kv_transfer.port_range"
+            return rpc.bind(server, listen, key, protection)
         except ConfigError:
             continue
     raise ConfigError(

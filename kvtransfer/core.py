@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from baton.kvtransfer import receiver as receiving
@@ -68,12 +68,17 @@ class TransferCore:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._links: Links | None = None
+        self._refused: Callable[[], Mapping[str, int]] = dict
         self.configured = asyncio.Event()
 
     def use(self, links: Links) -> None:
         """The links that some transports need; before anything else."""
         self._links = links
         self._negotiator.use(links)
+
+    def use_refusals(self, refused: Callable[[], Mapping[str, int]]) -> None:
+        """Whom the gRPC port did not let in, by reason; a part of the statistics."""
+        self._refused = refused
 
     def fingerprint(self) -> pb.KvFingerprint | None:
         """Of the engine's KV cache, once it is known."""
@@ -461,6 +466,7 @@ class TransferCore:
                 for name in sorted({*sent.num_bytes, *received.num_bytes, *sent.num_fallbacks})
             ],
             peers=self._negotiator.peers(),
+            access_refusals=self._refused(),
         )
 
     def close_connections(self) -> None:

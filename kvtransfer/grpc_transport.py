@@ -15,6 +15,7 @@ from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.sender import Outgoing
 from baton.kvtransfer.transport import PushHandler, PushLost
 from baton.runtime import rpc
+from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ PUSH_METHOD = f"/{SERVICE}/Push"
 MAX_IDLE_CHANNELS = 64
 # For a client to read the last reply of a push and end its side.
 END_GRACE_S = 2.0
+# For the pushes of a connection that is replaced.
+RENEW_GRACE_S = 120.0
 
 
 class GrpcPush:
@@ -73,20 +76,22 @@ class GrpcTransport:
 
     Args:
         num_connections: to each target at most; a push takes the one with the fewest.
+        dial: how; pushes that begin after its files have changed go over new connections.
     """
 
-    def __init__(self, num_connections: int = 1) -> None:
-        self._num_connections = num_connections
+    def __init__(self, num_connections: int = 1, dial: Dial = PLAIN) -> None:
+        self._num_connections, self._dial, self._version = num_connections, dial, dial.version
         self._channels: OrderedDict[tuple[str, int], grpc.aio.Channel] = OrderedDict()
         self._num_pushes: Counter[tuple[str, int]] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
     def open_push(self, target: str) -> GrpcPush:
+        self._renew()
         keys = [(target, number) for number in range(self._num_connections)]
         key = min(keys, key=self._num_pushes.__getitem__)
         channel = self._channels.get(key)
         if channel is None:
-            channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES)
+            channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES, dial=self._dial)
             self._channels[key] = channel
         self._channels.move_to_end(key)
         self._num_pushes[key] += 1
@@ -94,7 +99,7 @@ class GrpcTransport:
             PUSH_METHOD,
             request_serializer=None,
             response_deserializer=kv_transfer_pb2.PushReply.FromString,
-        )()
+        )(metadata=self._dial.metadata())
         return GrpcPush(target, call, lambda: self._ended(key))
 
     async def close(self) -> None:
@@ -102,15 +107,30 @@ class GrpcTransport:
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
 
+    def _renew(self) -> None:
+        """Lets go of connections that were made with other files than those of now.
+
+        Their pushes go on: closing waits for them.
+        """
+        if self._version == (version := self._dial.version):
+            return
+        self._version = version
+        for channel in self._channels.values():
+            self._close(channel, grace_s=RENEW_GRACE_S)
+        self._channels.clear()
+
+    def _close(self, channel: grpc.aio.Channel, grace_s: float | None = None) -> None:
+        task = asyncio.ensure_future(channel.close(grace_s))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     def _ended(self, key: tuple[str, int]) -> None:
         self._num_pushes[key] -= 1
         if not self._num_pushes[key]:
             del self._num_pushes[key]
         idle = [each for each in self._channels if each not in self._num_pushes]
         for each in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
-            task = asyncio.ensure_future(self._channels.pop(each).close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close(self._channels.pop(each))
 
 
 class GrpcIncomingPush:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from baton.kvtransfer.sender import Outgoing
 from baton.runtime import rpc
 from baton.runtime.addresses import local_address
 from baton.runtime.config import split_address
+from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 
 LINK_METHOD = f"/{SERVICE}/Link"
@@ -35,6 +37,10 @@ LINK_METHOD = f"/{SERVICE}/Link"
 MAX_LINKS = 64
 # After a link could not be made.
 RETRY_S = 30.0
+
+_NOT_ENCRYPTED = (
+    "it has no TLS and would leave the host; security.allow_plain_links: true allows it"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +83,8 @@ class Links:
         fingerprint: of this service's KV cache; None before the engine's is known.
         open_timeout_s: until a link is joined.
         frame_timeout_s: for one frame's payload.
+        dial: how.
+        within_host: whether links to other hosts are refused: what they carry is not encrypted.
     """
 
     def __init__(
@@ -87,7 +95,10 @@ class Links:
         *,
         open_timeout_s: float,
         frame_timeout_s: float,
+        dial: Dial = PLAIN,
+        within_host: bool = False,
     ) -> None:
+        self._dial, self._within_host = dial, within_host
         self._backends, self._handler, self._fingerprint = tuple(backends), handler, fingerprint
         self._open_timeout_s, self._frame_timeout_s = open_timeout_s, frame_timeout_s
         self._to: dict[tuple[str, str], _Outgoing] = {}
@@ -190,13 +201,15 @@ class Links:
             raise TransferError("the engine is not ready yet")
         host, port = split_address(target, "target")
         local = await asyncio.to_thread(local_address, host.strip("[]"), port)
-        channel = rpc.channel(target)
+        if self._within_host and not await asyncio.to_thread(_is_here, host.strip("[]"), local):
+            raise TransferError(_NOT_ENCRYPTED)
+        channel = rpc.channel(target, dial=self._dial)
         try:
             call: Any = channel.stream_stream(
                 LINK_METHOD,
                 request_serializer=pb.LinkMessage.SerializeToString,
                 response_deserializer=pb.LinkMessage.FromString,
-            )()
+            )(metadata=self._dial.metadata())
             hello = pb.LinkHello(link_id=outgoing.link_id, backend=backend, fingerprint=fingerprint)
             async with asyncio.timeout(self._open_timeout_s):
                 answer = await _asked(call, hello)
@@ -258,11 +271,14 @@ class Links:
         async for message in messages:
             hello = message.hello
             break
+        peer = _peer(context.peer())
+        local = await asyncio.to_thread(local_address, *peer)
         refusal = self._refusal(hello)
+        if not refusal and self._within_host and local != peer[0]:
+            refusal = _NOT_ENCRYPTED
         await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
         if refusal:
             return
-        local = await asyncio.to_thread(local_address, *_peer(context.peer()))
         link_id, mailbox = hello.link_id, _Mailbox()
 
         def lost(detail: str) -> None:
@@ -361,6 +377,11 @@ async def _asked(call: Any, hello: pb.LinkHello) -> Any:
         return await answer
     finally:
         answer.cancel()
+
+
+def _is_here(host: str, local: str) -> bool:
+    """Whether a host is this one, which reaches itself from the address it dials."""
+    return local in {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
 
 
 def _peer(peer: str) -> tuple[str, int]:

@@ -37,7 +37,12 @@ from baton.kvtransfer.negotiation import LINKED, Negotiator
 from baton.kvtransfer.receiver import Receiver, ReceiverLimits
 from baton.kvtransfer.sender import Sender, SenderLimits
 from baton.runtime import affinity, lifecycle, logs, rpc
-from baton.runtime.config import ConfigError, KvTransferConfig, Section
+from baton.runtime.access import Access
+from baton.runtime.config import ConfigError, KvTransferConfig
+from baton.runtime.dial import within_cluster
+from baton.runtime.refusals import Refusals
+from baton.runtime.section import Section
+from baton.runtime.security_config import SecurityConfig
 
 if TYPE_CHECKING:
     from baton.kvtransfer.collective import Backend
@@ -54,6 +59,7 @@ class ServiceArguments(Section):
     socket_path: str
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
 
 
 def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
@@ -118,11 +124,16 @@ async def serve(arguments: ServiceArguments) -> int:
     # Ctrl-C in a terminal reaches every process: this one ends with its worker, which may drain.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = arguments.kv_transfer
+    config, security = arguments.kv_transfer, arguments.security
     _run_on(config.cpus)
-    server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
-    transport = GrpcTransport(config.grpc_connections)
-    address = advertised(bind(server, config), config.advertise_host)
+    refusals = Refusals()
+    access = Access.of_members(security, refusals)
+    protection = rpc.Protection.of(security, access, "kv_transfer.listen")
+    # Other workers serve as this one does.
+    dial = within_cluster(security, with_tls=security.serves_tls)
+    server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
+    transport = GrpcTransport(config.grpc_connections, dial)
+    address = advertised(bind(server, config, protection), config.advertise_host)
     listener = local_server.bind(arguments.socket_path)
     segment: Segment | None = None
     try:
@@ -139,6 +150,7 @@ async def serve(arguments: ServiceArguments) -> int:
             negotiator.choose,
         )
         core = TransferCore(sender, receiver, negotiator, transport, stop)
+        core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
         if backends:
@@ -151,6 +163,8 @@ async def serve(arguments: ServiceArguments) -> int:
                 open_timeout_s=config.open_timeout_s,
                 # What a link has lost must have the time to go another way.
                 frame_timeout_s=min(LINK_FRAME_TIMEOUT_S, config.idle_timeout_s / 2),
+                dial=dial,
+                within_host=security.serves_tls and not security.allow_plain_links,
             )
             links.add_to(server)
             core.use(links)

@@ -16,6 +16,7 @@ from baton.kvtransfer import local_wire
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.runtime.config import KvTransferConfig
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
 HandoffEvent = pb.LocalHandoffState | pb.LocalSendState
@@ -85,6 +86,7 @@ class TransferClient:
         config: KvTransferConfig,
         socket_path: str,
         *,
+        security: SecurityConfig | None = None,
         log_level: str = "info",
         timeout_s: float = 30.0,
     ) -> TransferClient:
@@ -94,6 +96,7 @@ class TransferClient:
             config: of the service.
             socket_path: where the service makes its control socket; a short path in a directory
                 that only this user can enter.
+            security: of the service's port and of what it dials; None: as by default.
             log_level: of the service; its log goes to this process's stderr.
             timeout_s: until it serves.
 
@@ -104,6 +107,7 @@ class TransferClient:
             "socket_path": socket_path,
             "log_level": log_level,
             "kv_transfer": config.model_dump(mode="json"),
+            "security": (security or SecurityConfig()).model_dump(mode="json"),
         }
         # In the worker's own process group, so that whoever kills that leaves nothing behind; it
         # ignores the SIGINT of a terminal. Never a session of its own: see coordinator/launcher.py.

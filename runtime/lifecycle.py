@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -11,7 +13,14 @@ import uvloop
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Runs a process's main coroutine on uvloop and returns its exit code."""
+    """Runs a process's main coroutine on uvloop and returns its exit code.
+
+    With as many open files as it may have: each connection is one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return int(uvloop.run(main))
 
 

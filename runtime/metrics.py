@@ -2,30 +2,164 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+import contextlib
+import hmac
+import socket
+import ssl
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.runtime.config import ConfigError, split_address
+from baton.runtime.dial import bearer
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
+from baton.runtime.tls import TlsFiles
+from baton.runtime.watched_file import WatchedFiles, read_secret
+
+# Each has a thread. Scrapes take milliseconds: whoever has been here for longest makes room.
+_MAX_CONNECTIONS = 32
+_TIMEOUT_S = 10.0
 
 
 class MetricsServer:
     """Serves a registry over HTTP from a thread of its own until `close`.
 
+    Args:
+        listen: host:port.
+        registry: what is shown.
+        security: TLS, and who may read; None: anybody.
+        refusals: gets whom it refuses.
+
     Attributes:
         address: host:port it is bound to.
 
     Raises:
-        ConfigError: when it cannot listen there.
+        ConfigError: when it cannot listen there, or a file cannot be used.
     """
 
-    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        listen: str,
+        registry: CollectorRegistry,
+        security: SecurityConfig | None = None,
+        refusals: Refusals | None = None,
+    ) -> None:
         host, port = split_address(listen, "metrics_listen")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        security, refusals = security or SecurityConfig(), refusals or Refusals()
+        app = make_wsgi_app(registry)
+        if path := security.metrics_token_file:
+            token = WatchedFiles([path], lambda: read_secret(path, "security.metrics_token_file"))
+            app = _guarded(app, token, refusals)
+
+        context = None
+        if security.serves_tls:
+            tls = TlsFiles(security.ca_file, security.cert_file, security.key_file)
+            context = tls.server_context(client_auth=security.needs_certificates)
+
+        class Server(_Server):
+            address_family = family
+
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = make_server(host.strip("[]"), port, app, Server, handler_class=_Handler)
         except OSError as error:
             raise ConfigError(f"metrics_listen: cannot listen on {listen}: {error}") from None
+        self._server.refusals, self._server.tls = refusals, context
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, and a bound on both."""
+
+    daemon_threads = True
+    request_queue_size = 64
+    tls: ssl.SSLContext | None = None
+    refusals: Refusals
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: OrderedDict[socket.socket, None] = OrderedDict()
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= _MAX_CONNECTIONS:
+                oldest, _ = self._open.popitem(last=False)
+                # Its thread wakes up, and closes it.
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+                self.refusals.count("metrics", "connections")
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_TIMEOUT_S)
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        peer = f"{client_address[0]}:{client_address[1]}"
+        with self._lock:
+            self._open.pop(request, None)
+            wrapped = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            self._open[wrapped] = None
+        try:
+            with wrapped:
+                try:
+                    wrapped.do_handshake()
+                except OSError as error:
+                    reason = getattr(error, "reason", None) or type(error).__name__
+                    self.refusals.count("metrics", f"tls_{reason.lower()}", peer=peer)
+                    return
+                super().finish_request(wrapped, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(wrapped, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: peers that leave or send garbage are everyday."""
+
+
+def _guarded(
+    app: Callable[..., Iterable[bytes]], token: WatchedFiles[str], refusals: Refusals
+) -> Callable[..., Iterable[bytes]]:
+    wanted = bearer(token.get)
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        shown = environ.get("HTTP_AUTHORIZATION", "")
+        if hmac.compare_digest(shown.encode(), wanted().encode()):
+            return app(environ, start)
+        reason = "unknown" if shown else "missing"
+        refusals.count("metrics", reason, peer=environ.get("REMOTE_ADDR", ""))
+        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"metrics need security.metrics_token_file's token as a bearer token\n"]
+
+    return guarded

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from baton.runtime.access import Access
 from baton.runtime.config import ConfigError, split_address
+from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.guard import Guard
+from baton.runtime.security_config import SecurityConfig
+from baton.runtime.tls import Handshakes, TlsFiles
 
 # One message at most: a submission of the longest prompt, or one step's outputs.
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -34,12 +41,25 @@ def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
     ]
 
 
+def _ms(seconds: float) -> int:
+    """As gRPC takes it: in 32 bits."""
+    return min(2**31 - 1, round(seconds * 1e3))
+
+
+def _most_connections(limits: SecurityConfig) -> int:
+    """Each is an open file, and others need some too."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(limits.max_connections, max(1, most_files * 3 // 4))
+
+
 def channel(
     address: str,
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     ping_interval_s: float = PING_INTERVAL_S,
     ping_timeout_s: float = PING_TIMEOUT_S,
+    dial: Dial = PLAIN,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
 ) -> grpc.aio.Channel:
     """A channel to host:port that keeps itself alive and reconnects within two seconds.
 
@@ -48,26 +68,81 @@ def channel(
         max_message_bytes: each way.
         ping_interval_s: at least a second, or the server takes them for abuse.
         ping_timeout_s: a peer that is silent for so long after a ping is gone.
+        dial: with TLS, its files as they are now; calls say `dial.metadata()` themselves.
+        interceptors: of its calls.
     """
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            *_keepalive(ping_interval_s, ping_timeout_s),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            # How long one attempt to connect may take, not a pause: a busy peer needs some time.
-            ("grpc.min_reconnect_backoff_ms", 2_000),
-            ("grpc.max_reconnect_backoff_ms", 2_000),
-            # One connection per channel object: transfers do not share one with tokens.
-            ("grpc.use_local_subchannel_pool", 1),
-        ],
-    )
+    options: list[tuple[str, str | int]] = [
+        *_keepalive(ping_interval_s, ping_timeout_s),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # How long one attempt to connect may take, not a pause: a busy peer needs some time.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # One connection per channel object: transfers do not share one with tokens.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if dial.tls is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if dial.server_name:
+        options.append(("grpc.ssl_target_name_override", dial.server_name))
+    credentials = dial.tls.channel_credentials()
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
-def server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A server with the project's limits; the caller adds services and a port."""
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """What a server asks of those who connect.
+
+    Attributes:
+        config: limits, and whether clients need certificates.
+        access: who may call what.
+        tls: None: without.
+        handshakes: of the port; None without TLS.
+    """
+
+    config: SecurityConfig
+    access: Access
+    tls: TlsFiles | None
+    handshakes: Handshakes | None
+
+    @classmethod
+    def of(cls, config: SecurityConfig, access: Access, listener: str) -> Protection:
+        """For one server.
+
+        Args:
+            config: of this process.
+            access: counts whom it refuses.
+            listener: the configuration's key of where it listens, for logs.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        if not config.serves_tls:
+            return cls(config, access, None, None)
+        tls = TlsFiles(config.ca_file, config.cert_file, config.key_file)
+        handshakes = Handshakes(listener, config.handshake_timeout_s)
+        access.refusals.handshakes = handshakes
+        return cls(config, access, tls, handshakes)
+
+
+def server(
+    *, max_message_bytes: int = MAX_MESSAGE_BYTES, protection: Protection | None = None
+) -> grpc.aio.Server:
+    """A server with the project's limits; the caller adds services and a port.
+
+    Args:
+        max_message_bytes: each way; a longer one is refused by its length, before it is there.
+        protection: None: anybody may call anything.
+    """
+    limits = protection.config if protection is not None else SecurityConfig()
+    guards = []
+    # Without anything to look at, calls do not pay for it.
+    if protection is not None and (limits.knows_clients or limits.knows_workers or protection.tls):
+        guards = [Guard(protection.access, protection.handshakes)]
     return grpc.aio.server(
+        interceptors=guards,
+        maximum_concurrent_rpcs=limits.max_calls,
         options=[
             *_keepalive(PING_INTERVAL_S, PING_TIMEOUT_S),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
@@ -75,12 +150,19 @@ def server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
             ("grpc.max_send_message_length", max_message_bytes),
             # A port in use is an error, not a second listener that steals half the calls.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_metadata_size", 16 * 2**10),
+            ("grpc.max_metadata_size", limits.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+            ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
+            ("grpc.max_concurrent_streams", limits.max_calls),
+            ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
+            ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
         ],
     )
 
 
-def bind(server: grpc.aio.Server, listen: str, key: str) -> str:
+def bind(
+    server: grpc.aio.Server, listen: str, key: str, protection: Protection | None = None
+) -> str:
     """Binds a server's port and returns host:port, with the port that 0 became.
 
     Raises:
@@ -88,7 +170,13 @@ def bind(server: grpc.aio.Server, listen: str, key: str) -> str:
     """
     host, _ = split_address(listen, key)
     try:
-        port = server.add_insecure_port(listen)
+        if protection is None or protection.tls is None or protection.handshakes is None:
+            port = server.add_insecure_port(listen)
+        else:
+            credentials = protection.tls.server_credentials(
+                protection.handshakes, client_auth=protection.config.needs_certificates
+            )
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError:
         port = 0
     if port == 0:

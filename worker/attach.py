@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import grpc
 
 from baton.runtime import rpc
+from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
@@ -121,15 +122,22 @@ class Attachment:
         host: answers for the worker.
         outbox: what is sent, beside load reports.
         attach_timeout_s: a coordinator that does not answer for so long is given up.
+        dial: how; each stream reads the files again.
 
     Attributes:
         detached: set while no stream is up.
     """
 
     def __init__(
-        self, address: str, host: Host, outbox: Outgoing, *, attach_timeout_s: float
+        self,
+        address: str,
+        host: Host,
+        outbox: Outgoing,
+        *,
+        attach_timeout_s: float,
+        dial: Dial = PLAIN,
     ) -> None:
-        self._address, self._host, self._outbox = address, host, outbox
+        self._address, self._host, self._outbox, self._dial = address, host, outbox, dial
         self._attach_timeout_s = attach_timeout_s
         self._generation = 0
         self._received = self._acknowledged = 0
@@ -160,7 +168,7 @@ class Attachment:
             attached = asyncio.Event()
             try:
                 # A channel of its own: one that has failed waits by itself before it tries again.
-                async with rpc.channel(self._address) as channel:
+                async with rpc.channel(self._address, dial=self._dial) as channel:
                     await self._stream(cluster_pb2_grpc.ClusterStub(channel), attached)
                 return
             except _StreamLost as lost:
@@ -185,7 +193,7 @@ class Attachment:
         self, stub: cluster_pb2_grpc.ClusterAsyncStub, attached: asyncio.Event
     ) -> None:
         """One stream, from Hello to its end; returns when it ended because of `leave`."""
-        call: _Call = stub.Attach()
+        call: _Call = stub.Attach(metadata=self._dial.metadata())
         try:
             await self._introduce(call)
             attached.set()

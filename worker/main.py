@@ -24,9 +24,11 @@ from baton.engine.simulated import SimulatedEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
-from baton.runtime import lifecycle, logs, tracing
+from baton.runtime import exposure, lifecycle, logs, tracing
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
+from baton.runtime.dial import within_cluster
 from baton.runtime.metrics import MetricsServer
+from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker import gpus
@@ -156,9 +158,11 @@ class _Worker:
     async def _start(
         self, stack: contextlib.AsyncExitStack
     ) -> tuple[WorkerHost, Runner, Attachment]:
-        config = self._config
+        config, security = self._config, self._config.security
         # Before anything that takes long.
         tracing.require(config.tracing)
+        exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
+        dial = within_cluster(security, with_tls=security.dials_tls)
         self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
 
         # 1. The transfer service: the engine connects to it while it starts.
@@ -166,11 +170,11 @@ class _Worker:
         directory = Path(tempfile.mkdtemp(prefix=WORKER_DIRECTORY_PREFIX))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         socket_path = str(directory / "kv.sock")
+        listening = towards(config.kv_transfer, self._coordinator)
+        exposure.check_transfer(listening.listen, security)
         try:
             transfer = await TransferClient.start(
-                towards(config.kv_transfer, self._coordinator),
-                socket_path,
-                log_level=config.log_level,
+                listening, socket_path, security=security, log_level=config.log_level
             )
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
@@ -199,7 +203,9 @@ class _Worker:
         registry = collector.registry()
         if (found := gpus.collector(info.device, info.layout.tp_size)) is not None:
             registry.register(found)
-        metrics = MetricsServer(config.worker.metrics_listen, registry)
+        refusals = Refusals(others=collector.transfer_refusals)
+        registry.register(refusals)
+        metrics = MetricsServer(config.worker.metrics_listen, registry, security, refusals)
         stack.push_async_callback(asyncio.to_thread, metrics.close)
         spans = Tracing(
             config.tracing,
@@ -236,7 +242,11 @@ class _Worker:
             labels={"host": socket.gethostname(), **config.worker.labels},
         )
         attachment = Attachment(
-            self._coordinator, host, outbox, attach_timeout_s=config.worker.attach_timeout_s
+            self._coordinator,
+            host,
+            outbox,
+            attach_timeout_s=config.worker.attach_timeout_s,
+            dial=dial,
         )
         _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
         return host, runner, attachment

@@ -64,6 +64,11 @@ class WorkerCollector(Collector):
         registry.register(self)
         return registry
 
+    def transfer_refusals(self) -> dict[tuple[str, str], int]:
+        """Whom the transfer service did not let in, by service and reason."""
+        found = self.snapshot.transfer.access_refusals
+        return {("KvTransfer", reason): count for reason, count in found.items()}
+
     def collect(self) -> Iterator[Metric]:
         load, transfer = self.snapshot.load, self.snapshot.transfer
         yield self._gauge("requests_running", "In the engine's steps.", load.num_running)

@@ -159,8 +159,14 @@ async function waterfall() {
   bars(chart, [...one.stages.map((stage) => ({ ...stage, label: stage.stage, kind: "bar" })), ...stalls], total);
 }
 
+// Of who looks; it stays in this tab and goes nowhere but to the gateway that gave the page.
+const KEY = "baton-key";
+
 async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store" });
+  const key = sessionStorage.getItem(KEY);
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const answer = await fetch(path, { cache: "no-store", headers });
+  by("key").hidden = answer.status !== 401 && answer.status !== 403;
   if (!answer.ok) {
     let words = `HTTP ${answer.status}`;
     try { words = (await answer.json()).error.message || words; } catch { /* not ours */ }
@@ -202,6 +208,12 @@ function choose() {
   waterfall();
 }
 
+by("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const field = by("key").querySelector("input");
+  sessionStorage.setItem(KEY, field.value);
+  field.value = "";
+});
 window.addEventListener("hashchange", choose);
 window.addEventListener("resize", () => { if (latest) { draw(); waterfall(); } });
 choose();

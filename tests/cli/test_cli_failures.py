@@ -113,6 +113,7 @@ def test_light_commands_do_not_import_grpc(baton, command):
 def test_a_worker_that_dies_while_loading_is_exit_1_and_the_last_line(baton):
     """An address of no interface here: the worker's transfer service cannot listen."""
     config = "engine: simulated\nkv_transfer: {listen: '192.0.2.1:0'}\n"
+    config += "security: {allow_insecure: true}\n"
     result = baton("up", "--listen", "127.0.0.1:0", "--no-http", "--config", "-", stdin=config)
     assert result.code == 1
     last = result.err.splitlines()[-1]

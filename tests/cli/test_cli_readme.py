@@ -12,6 +12,7 @@ from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.metrics import registry
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
+from baton.runtime.refusals import Refusals
 from baton.worker.metrics import WorkerCollector
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -38,6 +39,7 @@ def test_every_metric_it_names_exists():
         WorkerCollector("demo", "prefill").registry(),
         registry(core, config),
         GatewayCollector(GatewayStats(("/v1/completions",))).registry(),
+        Refusals(),
     )
     shown = "".join(generate_latest(one).decode() for one in registries)
     exist = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))

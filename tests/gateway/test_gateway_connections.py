@@ -1,6 +1,7 @@
 """What peers may take of the gateway, over plain sockets."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -187,16 +188,42 @@ async def test_too_many_connections_are_503_and_the_others_go_on(
     inference, coordinator, start_gateway
 ):
     async with start_gateway(coordinator, max_connections=2) as gateway:
+        busy = [await asyncio.open_connection(*gateway.address) for _ in range(2)]
+        for _, writer in busy:
+            writer.write(request())
+        connection = await inference.connection()
+        numbers = [(await connection.submitted()).stream for _ in busy]
+        assert (await answered(gateway))[0] == 503
+        for number in numbers:
+            connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+        for reader, writer in busy:
+            assert (await read_answer(reader))[0] == 200
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET /hea", request(b"{", length=100)],
+    ids=["idle", "half a head", "half a body"],
+)
+async def test_who_has_no_whole_request_makes_room(inference, coordinator, start_gateway, said):
+    async with start_gateway(coordinator, max_connections=2) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
-        _, idle = await asyncio.open_connection(*gateway.address)
         writer.write(request())
         connection = await inference.connection()
         number = (await connection.submitted()).stream
-        assert (await answered(gateway))[0] == 503
+        waiting = [await asyncio.open_connection(*gateway.address) for _ in range(3)]
+        for other_reader, other in waiting[:-1]:
+            other.write(said)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(other_reader.read(), WAIT_S) == b""
+        other_reader, other = waiting[-1]
+        other.write(b"GET /v1/nothing HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await read_answer(other_reader))[0] == 404
         connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
         assert (await read_answer(reader))[0] == 200
-        idle.close()
-        writer.close()
+        for each in (writer, *(one for _, one in waiting)):
+            each.close()
 
 
 async def test_too_many_requests_are_429_and_the_others_go_on(

@@ -1153,6 +1153,26 @@ class LocalStatistics(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class AccessRefusalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEND_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     SEND_BYTES_USED_FIELD_NUMBER: _builtins.int
     RECEIVE_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
@@ -1171,6 +1191,7 @@ class LocalStatistics(_message.Message):
     NUM_WAITING_RECEIVES_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    ACCESS_REFUSALS_FIELD_NUMBER: _builtins.int
     send_bytes_total: _builtins.int
     send_bytes_used: _builtins.int
     receive_bytes_total: _builtins.int
@@ -1196,6 +1217,10 @@ class LocalStatistics(_message.Message):
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatistics]: ...
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTransport]: ...
+    @_builtins.property
+    def access_refusals(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Calls and connections that were not let in, by reason: a word such as "unknown"."""
+
     def __init__(
         self,
         *,
@@ -1217,10 +1242,11 @@ class LocalStatistics(_message.Message):
         num_waiting_receives: _builtins.int = ...,
         transports: _abc.Iterable[Global___TransportStatistics] | None = ...,
         peers: _abc.Iterable[Global___PeerTransport] | None = ...,
+        access_refusals: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "expiries", b"expiries", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "num_receives", b"num_receives", "num_sends", b"num_sends", "num_waiting_receives", b"num_waiting_receives", "num_waiting_sends", b"num_waiting_sends", "peers", b"peers", "receive_bytes_total", b"receive_bytes_total", "receive_bytes_used", b"receive_bytes_used", "refusals", b"refusals", "send_bytes_total", b"send_bytes_total", "send_bytes_used", b"send_bytes_used", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_refusals", b"access_refusals", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "expiries", b"expiries", "frames_received", b"frames_received", "frames_sent", b"frames_sent", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "num_receives", b"num_receives", "num_sends", b"num_sends", "num_waiting_receives", b"num_waiting_receives", "num_waiting_sends", b"num_waiting_sends", "peers", b"peers", "receive_bytes_total", b"receive_bytes_total", "receive_bytes_used", b"receive_bytes_used", "refusals", b"refusals", "send_bytes_total", b"send_bytes_total", "send_bytes_used", b"send_bytes_used", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,83 @@
+"""The client of gateway_cost.py that speaks HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from urllib.parse import urlsplit
+
+from baton.bench.cost_client import Seen
+
+_TOKEN, _END = b" tok", b"0\r\n\r\n"
+
+
+class HttpClient:
+    """Completions over kept connections, one per slot; checks that every token comes.
+
+    Args:
+        url: of the gateway.
+        num_prompt_tokens: of each request.
+        num_tokens: of each answer.
+        tls: None: without.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.seen, self._tls = Seen(), tls
+        self._address = urlsplit(url)
+        self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
+        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def ask(self, slot: int) -> None:
+        if slot not in self._connections:
+            self._connections[slot] = await asyncio.open_connection(
+                self._address.hostname, self._address.port, ssl=self._tls
+            )
+        reader, writer = self._connections[slot]
+        num_tokens, last_at = 0, time.perf_counter()
+        writer.write(self._request(slot))
+        tail = b""
+        while not tail.endswith(_END):
+            data = await reader.read(2**16)
+            if not data:
+                raise ConnectionError(f"closed after {num_tokens} tokens: {tail!r}")
+            # A token's text may come in two parts, and so may the end.
+            found = (tail + data).count(_TOKEN) - tail.count(_TOKEN)
+            tail = (tail + data)[-8:]
+            if not found:
+                continue
+            now = time.perf_counter()
+            (self.seen.gaps_s if num_tokens else self.seen.ttfts_s).append(now - last_at)
+            num_tokens, last_at = num_tokens + found, now
+            self.seen.num_tokens += found
+        if num_tokens != self._num_tokens:
+            raise RuntimeError(f"{num_tokens} tokens of {self._num_tokens}")
+        self.seen.num_requests += 1
+
+    async def close(self) -> None:
+        for _, writer in self._connections.values():
+            writer.close()
+
+    def _request(self, slot: int) -> bytes:
+        prompt = [(slot * 31 + index * 17) % 50_000 for index in range(self._num_prompt_tokens)]
+        body = json.dumps(
+            {
+                "prompt": prompt,
+                "max_tokens": self._num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return (head + body).encode()

@@ -1,0 +1,36 @@
+"""`baton certs`: a CA and certificates for development."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def certs(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Made where it is not there.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="A name or address that servers are dialled by; repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option("--days", min=1, help="Until they expire.")] = 30,
+) -> None:
+    """Make a CA, a server's, a client's and an operator's certificate for development.
+
+    A CA that is in DIR already signs again, so that this renews the others. For production, use
+    your own CA: the key of this one lies beside the certificates.
+    """
+    import importlib.util
+
+    from baton.runtime.config import ConfigError
+
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError("baton certs needs cryptography (install baton[security])")
+    from baton.runtime import dev_certs
+
+    try:
+        files = dev_certs.make(directory, hosts=host or [], days=days)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    for file in files:
+        typer.echo(str(file))

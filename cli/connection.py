@@ -1,0 +1,117 @@
+"""How the command reaches a coordinator: the options before the subcommand, and their variables."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.client import AdminClient, Tls
+
+TlsCa = Annotated[
+    str,
+    typer.Option(
+        "--tls-ca",
+        envvar="BATON_TLS_CA",
+        metavar="FILE",
+        help="PEM: who signs the coordinator's certificate; turns TLS on.",
+    ),
+]
+TlsCert = Annotated[
+    str,
+    typer.Option(
+        "--tls-cert", envvar="BATON_TLS_CERT", metavar="FILE", help="PEM: this client's own."
+    ),
+]
+TlsKey = Annotated[
+    str, typer.Option("--tls-key", envvar="BATON_TLS_KEY", metavar="FILE", help="PEM: its key.")
+]
+TlsServerName = Annotated[
+    str,
+    typer.Option(
+        "--tls-server-name",
+        envvar="BATON_TLS_SERVER_NAME",
+        metavar="NAME",
+        help="What the coordinator's certificate names, where that is not its host.",
+    ),
+]
+ApiKeyFile = Annotated[
+    str,
+    typer.Option(
+        "--api-key-file",
+        envvar="BATON_API_KEY_FILE",
+        metavar="FILE",
+        help="Holds an API key or a JWT; BATON_API_KEY holds one itself.",
+    ),
+]
+# No option: arguments of processes can be read by others.
+ApiKeyVariable = Annotated[str, typer.Option("--api-key", envvar="BATON_API_KEY", hidden=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The values of those options."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+    api_key_file: str = ""
+    api_key: str = ""
+
+    def admin(self, address: str) -> AdminClient:
+        """Of the coordinator there; raises ConfigError as `tls` and `key` do."""
+        from baton.client import AdminClient
+
+        return AdminClient(address, tls=self.tls(), api_key=self.key())
+
+    def tls(self) -> Tls | None:
+        """None: without.
+
+        Raises:
+            ConfigError: options are missing.
+        """
+        from baton.client import Tls
+        from baton.runtime.config import ConfigError
+
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError("--tls-cert and --tls-key go together")
+        if not self.ca_file:
+            if self.cert_file or self.server_name:
+                raise ConfigError("--tls-cert and --tls-server-name need --tls-ca")
+            return None
+        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name)
+
+    def key(self) -> str:
+        """The API key or JWT; empty: none.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds something else.
+        """
+        from baton.runtime.config import ConfigError
+        from baton.runtime.watched_file import read_secret
+
+        if not self.api_key_file:
+            return self.api_key
+        try:
+            return read_secret(self.api_key_file, "--api-key-file")
+        except OSError as error:
+            raise ConfigError(
+                f"--api-key-file: {self.api_key_file} cannot be read: {error.strerror}"
+            ) from None
+
+
+_current: ContextVar[Connection | None] = ContextVar("connection", default=None)
+
+
+def use(connection: Connection) -> None:
+    """For the command that follows."""
+    _current.set(connection)
+
+
+def current() -> Connection:
+    """Of the command that runs."""
+    return _current.get() or Connection()

@@ -1,0 +1,116 @@
+"""`baton keys`: API keys for tenants and operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.generate import LaneChoice
+
+if TYPE_CHECKING:
+    from baton.runtime import api_keys
+
+app = typer.Typer(
+    help="API keys: add one, list them, remove one.", no_args_is_help=True, rich_markup_mode=None
+)
+
+KeysFile = Annotated[str, typer.Argument(metavar="FILE", help="security.api_keys_file.")]
+
+
+@app.command()
+def add(
+    file: KeysFile,
+    name: Annotated[str, typer.Option("--name", help="What logs and metrics call it.")],
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="Whom requests are accounted to; empty: no requests.")
+    ] = "",
+    lane: Annotated[
+        list[LaneChoice] | None, typer.Option("--lane", help="Repeatable; left out: both.")
+    ] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option("--max-output-tokens", min=1)] = None,
+    max_concurrent: Annotated[int | None, typer.Option("--max-concurrent", min=1)] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="May call the Admin service.")] = False,
+    days: Annotated[
+        int | None, typer.Option("--days", min=1, help="Until it expires; left out: never.")
+    ] = None,
+) -> None:
+    """Make a key, add its hash to FILE and print the key, this once."""
+    from datetime import UTC, datetime, timedelta
+
+    from baton.runtime import api_keys
+    from baton.runtime.config import ConfigError
+
+    grants = {
+        "tenant": tenant,
+        "lanes": [one.value for one in lane] if lane else None,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_output_tokens": max_output_tokens,
+        "max_concurrent": max_concurrent,
+        "admin": admin,
+        "expires": datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+        if days
+        else None,
+    }
+    known = list(_read(file).values()) if Path(file).exists() else []
+    if any(one.name == name for one in known):
+        raise ConfigError(f"--name: {name!r} is in {file} already")
+    key, entry = api_keys.make(name, **{k: v for k, v in grants.items() if v is not None})
+    _write(file, [*known, entry])
+    typer.echo(key)
+
+
+@app.command("list")
+def show(file: KeysFile) -> None:
+    """List the keys, without anything that is secret."""
+    from baton.cli.output import print_table
+
+    print_table(
+        ("NAME", "ID", "TENANT", "LANES", "ADMIN", "EXPIRES"),
+        [
+            (
+                key.name,
+                key.id,
+                key.tenant or "-",
+                ",".join(key.lanes) if key.tenant else "-",
+                "yes" if key.admin else "no",
+                key.expires.isoformat() if key.expires is not None else "never",
+            )
+            for key in _read(file).values()
+        ],
+        "no keys",
+    )
+
+
+@app.command()
+def remove(file: KeysFile, name: Annotated[str, typer.Option("--name")]) -> None:
+    """Remove a key: a coordinator that reads FILE refuses it within a second."""
+    from baton.runtime.config import ConfigError
+
+    known = list(_read(file).values())
+    kept = [key for key in known if key.name != name]
+    if len(kept) == len(known):
+        raise ConfigError(f"--name: {file} has no key {name!r}")
+    _write(file, kept)
+
+
+def _read(file: str) -> dict[str, api_keys.ApiKey]:
+    from baton.runtime import api_keys
+    from baton.runtime.config import ConfigError
+
+    try:
+        return api_keys.read(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _write(file: str, keys: list[api_keys.ApiKey]) -> None:
+    from baton.runtime import api_keys
+    from baton.runtime.config import ConfigError
+
+    try:
+        api_keys.write(file, keys)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None

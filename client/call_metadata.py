@@ -1,0 +1,43 @@
+"""The credential of calls that are one question and one answer, or one stream of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from baton.runtime.dial import Dial
+
+
+class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return await continuation(_with(self._dial, client_call_details), request)
+
+
+class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+
+    async def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return await continuation(_with(self._dial, client_call_details), request)
+
+
+def interceptors(dial: Dial) -> list[grpc.aio.ClientInterceptor]:
+    """Add a dial's metadata to every such call of a channel.
+
+    Not for streams in both directions, where they would cost with every message.
+    """
+    return [_UnaryUnary(dial), _UnaryStream(dial)]
+
+
+def _with(dial: Dial, details: Any) -> Any:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()), *dial.metadata())
+    return details._replace(metadata=metadata)

@@ -1,0 +1,41 @@
+"""How a client introduces itself, and whom it believes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.runtime.dial import Dial, bearer
+from baton.runtime.tls import TlsFiles
+
+# An API key or a JWT; what gives one is asked for every request, so that it may change.
+ApiKey: TypeAlias = str | Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS from files in PEM; those that change are used by the next connection.
+
+    Attributes:
+        ca_file: who signs the coordinator's certificate; empty: whom gRPC trusts by default.
+        cert_file, key_file: of this client, where the coordinator asks for a certificate.
+        server_name: what the coordinator's certificate must name; empty: the host that is dialled.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+
+
+def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
+    """What connections are made with.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    if tls is None:
+        return Dial(credential=bearer(api_key))
+    files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file)
+    return Dial(files, tls.server_name, bearer(api_key))

@@ -1,0 +1,251 @@
+"""Who calls, by the credential of a call or of one request, and what they may do."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from baton.runtime import api_keys
+from baton.runtime.api_keys import Grants, LaneName
+from baton.runtime.errors import (
+    BatonError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from baton.runtime.jwt_tokens import BadToken, JwtVerifier
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import JwtConfig, SecurityConfig
+from baton.runtime.watched_file import WatchedFiles, read_secret
+
+_log = logging.getLogger(__name__)
+
+_SCHEME = "bearer "
+_INFERENCE, _ADMIN = "Inference", "Admin"
+# What callers are told; the exact reason is in the log and the metrics, for operators.
+_UNKNOWN = "the credential is not valid here"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who was recognised.
+
+    Attributes:
+        name: of the key or the token's subject; empty: nobody was asked for one.
+        grants: None: no limits.
+    """
+
+    name: str = ""
+    grants: Grants | None = None
+
+
+ANYONE = Caller()
+
+
+class Access:
+    """Recognises callers, and counts whom it refuses.
+
+    Args:
+        config: names the files.
+        refusals: gets them.
+        wall_clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: SecurityConfig,
+        refusals: Refusals,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self.refusals, self._wall_clock = config, refusals, wall_clock
+        self._keys: WatchedFiles[dict[str, api_keys.ApiKey]] | None = None
+        if path := config.api_keys_file:
+            self._keys = WatchedFiles([path], lambda: api_keys.read(path))
+        self._jwt = JwtVerifier(config.jwt) if config.jwt.key_file else None
+        self._cluster_token: WatchedFiles[str] | None = None
+        if token := config.cluster_token_file:
+            self._cluster_token = WatchedFiles(
+                [token], lambda: read_secret(token, "security.cluster_token_file")
+            )
+        self._num_running: Counter[str] = Counter()
+
+    @classmethod
+    def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
+        """Where only workers come: the files of clients' keys need not be on this host."""
+        return cls(config.model_copy(update={"api_keys_file": "", "jwt": JwtConfig()}), refusals)
+
+    @property
+    def needs_credentials(self) -> bool:
+        """Whether requests need one."""
+        return self._config.has_keys
+
+    # ---- Requests.
+
+    def caller(self, authorization: str, *, peer: str = "") -> Caller:
+        """Who may submit requests with a credential.
+
+        Raises:
+            Unauthenticated: nobody.
+            PermissionDenied: it is for operators only.
+        """
+        if not self.needs_credentials:
+            return ANYONE
+        caller = self._recognised(authorization, _INFERENCE, peer)
+        if caller.grants is None or not caller.grants.tenant:
+            raise self._refused(
+                _INFERENCE,
+                "no_inference",
+                PermissionDenied("this credential has no right to requests, it names no tenant"),
+                peer,
+                caller.name,
+            )
+        return caller
+
+    def check_request(
+        self,
+        caller: Caller,
+        *,
+        tenant: str,
+        lane: LaneName,
+        num_output_tokens: int | None,
+        peer: str = "",
+    ) -> None:
+        """What a request says before its prompt is looked at.
+
+        Raises:
+            PermissionDenied: the tenant, the lane or the length is not the caller's to have.
+        """
+        grants = caller.grants
+        if grants is None:
+            return
+        refusal = ""
+        if tenant and tenant != grants.tenant:
+            reason, refusal = "tenant", f"tenant is not this credential's, {grants.tenant}"
+        elif lane not in grants.lanes:
+            allowed = ", ".join(grants.lanes)
+            reason, refusal = "lane", f"lane is {lane}; this credential may use {allowed}"
+        elif (limit := grants.max_output_tokens) is not None and (num_output_tokens or 0) > limit:
+            reason = "max_output_tokens"
+            refusal = (
+                f"sampling.max_tokens is {num_output_tokens}; at most {limit} with this credential"
+            )
+        if refusal:
+            raise self._refused(_INFERENCE, reason, PermissionDenied(refusal), peer, caller.name)
+
+    def check_prompt(self, caller: Caller, num_tokens: int) -> None:
+        """Raises PermissionDenied when a prompt is longer than the caller's may be."""
+        limit = caller.grants.max_prompt_tokens if caller.grants is not None else None
+        if limit is not None and num_tokens > limit:
+            message = f"the prompt has {num_tokens} tokens; at most {limit} with this credential"
+            raise self._refused(
+                _INFERENCE, "max_prompt_tokens", PermissionDenied(message), "", caller.name
+            )
+
+    def enter(self, caller: Caller) -> Callable[[], None] | None:
+        """Takes a place among the caller's running requests.
+
+        Returns:
+            What gives it back, to be called once; None: places are not counted.
+
+        Raises:
+            ResourceExhausted: all of them are taken.
+        """
+        limit = caller.grants.max_concurrent if caller.grants is not None else None
+        if limit is None:
+            return None
+        name = caller.name
+        if self._num_running[name] >= limit:
+            self.refusals.count(_INFERENCE, "max_concurrent", who=name)
+            raise ResourceExhausted(
+                f"{limit} requests of this credential are running, its limit",
+                reason="CREDENTIAL_CONCURRENCY",
+                retry_after_s=1.0,
+            )
+        self._num_running[name] += 1
+        return lambda: self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._num_running[name] -= 1
+        if not self._num_running[name]:
+            del self._num_running[name]
+
+    # ---- Operators and workers.
+
+    def check_admin(self, authorization: str, names: Collection[str], *, peer: str = "") -> None:
+        """Of a call of the Admin service.
+
+        Args:
+            authorization: its credential.
+            names: in the caller's certificate, which was verified.
+            peer: its address.
+
+        Raises:
+            Unauthenticated, PermissionDenied.
+        """
+        if not self._config.knows_clients or set(names) & set(self._config.admin_names):
+            return
+        if not self._config.has_keys:
+            refusal = PermissionDenied("the certificate names none of security.admin_names")
+            raise self._refused(_ADMIN, "certificate_name", refusal, peer)
+        caller = self._recognised(authorization, _ADMIN, peer)
+        if caller.grants is None or not caller.grants.admin:
+            refusal = PermissionDenied("this credential has no admin rights")
+            raise self._refused(_ADMIN, "not_admin", refusal, peer, caller.name)
+
+    def check_member(
+        self, authorization: str, names: Collection[str], service: str, *, peer: str = ""
+    ) -> None:
+        """Of a worker's call; arguments and errors as check_admin's."""
+        if self._cluster_token is not None:
+            token = self._cluster_token.get()
+            if not authorization:
+                missing = Unauthenticated("workers need the cluster token")
+                raise self._refused(service, "missing", missing, peer)
+            if not hmac.compare_digest(_secret(authorization).encode(), token.encode()):
+                raise self._refused(service, "unknown", Unauthenticated(_UNKNOWN), peer)
+        elif self._config.needs_certificates and not set(names) & set(self._config.cluster_names):
+            refusal = PermissionDenied("the certificate names none of security.cluster_names")
+            raise self._refused(service, "certificate_name", refusal, peer)
+
+    def _recognised(self, authorization: str, service: str, peer: str) -> Caller:
+        """Raises Unauthenticated."""
+        if not authorization:
+            missing = Unauthenticated("a credential is missing: authorization: Bearer KEY")
+            raise self._refused(service, "missing", missing, peer)
+        secret, reason, who = _secret(authorization), "unknown", ""
+        now = self._wall_clock()
+        key_id = api_keys.id_of(secret)
+        if key_id is not None and self._keys is not None:
+            key = self._keys.get().get(key_id)
+            if key is not None and key.fits(secret):
+                if key.expires is None or key.expires.timestamp() > now:
+                    return Caller(key.name, key)
+                reason, who = "expired", key.name
+        elif self._jwt is not None:
+            try:
+                token = self._jwt.token(secret, now)
+                return Caller(token.name, token.grants)
+            except BadToken as error:
+                reason = error.reason
+        told = "the credential has expired" if reason == "expired" else _UNKNOWN
+        raise self._refused(service, reason, Unauthenticated(told), peer, who)
+
+    def _refused(
+        self, service: str, reason: str, error: BatonError, peer: str, who: str = ""
+    ) -> BatonError:
+        self.refusals.count(service, reason, peer=peer, who=who)
+        return error
+
+
+def _secret(authorization: str) -> str:
+    """Behind "Bearer "; whatever it is where that is missing."""
+    if authorization[: len(_SCHEME)].lower() == _SCHEME:
+        return authorization[len(_SCHEME) :].strip()
+    return authorization

@@ -1,0 +1,148 @@
+"""API keys: `baton_ID_SECRET`, of which a file holds the id and a hash.
+
+The secret has 256 random bits, so that a plain SHA-256 of the whole key cannot be guessed at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from baton.runtime.config import ConfigError
+from baton.runtime.names import TENANT_NAMES, is_tenant
+from baton.runtime.section import PositiveInt, Section
+
+LaneName = Literal["interactive", "batch"]
+
+_KEY = re.compile(r"baton_([0-9a-f]{12})_[A-Za-z0-9_-]{43}", re.ASCII)
+
+
+class Grants(Section):
+    """What the holder of a key or a token may do.
+
+    Attributes:
+        tenant: whom requests are accounted to; empty: no requests.
+        admin: whether the Admin service may be called.
+    """
+
+    tenant: str = ""
+    lanes: list[LaneName] = Field(["interactive", "batch"], min_length=1)
+    max_prompt_tokens: PositiveInt | None = None
+    max_output_tokens: PositiveInt | None = None
+    max_concurrent: PositiveInt | None = None
+    admin: bool = False
+
+    @field_validator("tenant")
+    @classmethod
+    def _is_tenant(cls, tenant: str) -> str:
+        if tenant and not is_tenant(tenant):
+            raise ValueError(f"must be {TENANT_NAMES}")
+        return tenant
+
+
+class ApiKey(Grants):
+    """One entry of the file.
+
+    Attributes:
+        id: the key's second part, not secret.
+        name: what logs call it.
+        sha256: of the whole key.
+        expires: UTC unless it says otherwise; None: never.
+    """
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    expires: datetime | None = None
+
+    @field_validator("expires")
+    @classmethod
+    def _has_zone(cls, expires: datetime | None) -> datetime | None:
+        if expires is not None and expires.tzinfo is None:
+            raise ValueError("must say its zone: 2030-01-31T00:00:00Z")
+        return expires
+
+    @model_validator(mode="after")
+    def _may_something(self) -> ApiKey:
+        if not self.tenant and not self.admin:
+            raise ValueError("needs tenant, or admin: true")
+        return self
+
+    def fits(self, key: str) -> bool:
+        return hmac.compare_digest(digest(key), self.sha256)
+
+
+class _File(Section):
+    keys: list[ApiKey] = Field(default_factory=list)
+
+
+def digest(key: str) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def id_of(key: str) -> str | None:
+    """None: it is no key at all."""
+    found = _KEY.fullmatch(key)
+    return found[1] if found is not None else None
+
+
+def make(name: str, **grants: Any) -> tuple[str, ApiKey]:
+    """A new key, and its entry.
+
+    Raises:
+        ConfigError: a name or a grant is wrong.
+    """
+    key_id = secrets.token_hex(6)
+    key = f"baton_{key_id}_{secrets.token_urlsafe(32)}"
+    try:
+        return key, ApiKey(id=key_id, name=name, sha256=digest(key), **grants)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from None
+
+
+def read(path: str) -> dict[str, ApiKey]:
+    """The file's keys by id.
+
+    Raises:
+        ConfigError: it is wrong; the message names the entry and shows no value of it.
+        OSError: it cannot be read.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+        found = _File.model_validate(values).keys
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ConfigError(f"{path}: not YAML") from None
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+    by_id = {key.id: key for key in found}
+    if len(by_id) < len(found):
+        raise ConfigError(f"{path}: an id is there twice")
+    return by_id
+
+
+def write(path: str, keys: list[ApiKey]) -> None:
+    """Replaces the file, which only its owner can read then."""
+    kept = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
+    text = yaml.safe_dump({"keys": kept}, sort_keys=False)
+    beside = Path(f"{path}.new")
+    beside.unlink(missing_ok=True)
+    beside.touch(mode=0o600)
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """What is wrong where, without the values."""
+    return [
+        f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}"
+        for one in error.errors()
+    ]

@@ -1,0 +1,288 @@
+"""Who is recognised by a key or a token, and what each may do."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from baton.runtime.access import Access
+from baton.runtime.config import ConfigError
+from baton.runtime.errors import PermissionDenied, ResourceExhausted, Unauthenticated
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import JwtConfig, SecurityConfig
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+ISSUER, AUDIENCE = "https://idp.test", "baton"
+
+
+def access(**security) -> Access:
+    return Access(SecurityConfig(**security), Refusals(), NOW.timestamp)
+
+
+def refused(access: Access) -> dict[str, int]:
+    return {reason: count for (_, reason), count in access.refusals.counts.items()}
+
+
+def request(access, key, **said):
+    caller = access.caller(f"Bearer {key}")
+    fields = {"tenant": "", "lane": "interactive", "num_output_tokens": None, **said}
+    access.check_request(caller, **fields)
+    return caller
+
+
+def test_without_keys_anybody_may_ask():
+    assert access().caller("").grants is None
+
+
+def test_a_key_names_its_tenant(keys):
+    key = keys.add("one", tenant="search")
+    assert request(access(api_keys_file=keys.path), key).grants.tenant == "search"
+
+
+@pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", "BEARER  {} ", "{}"])
+def test_forms_of_a_credential(keys, form):
+    key = keys.add("one", tenant="search")
+    assert access(api_keys_file=keys.path).caller(form.format(key)).name == "one"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        "Basic eDp5",
+        "Bearer baton_0_x",
+        "Bearer \u00e9",
+        "\x00",
+    ],
+)
+def test_what_is_no_key_is_unauthenticated(keys, wrong):
+    keys.add("one", tenant="search")
+    with pytest.raises(Unauthenticated):
+        access(api_keys_file=keys.path).caller(wrong)
+
+
+def test_a_known_id_with_another_secret_is_unknown(keys):
+    key = keys.add("one", tenant="search")
+    last = "A" if key[-1] != "A" else "B"
+    found = access(api_keys_file=keys.path)
+    with pytest.raises(Unauthenticated) as caught:
+        found.caller(f"Bearer {key[:-1]}{last}")
+    assert refused(found) == {"unknown": 1}
+    assert key[-20:-1] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "reason"),
+    [
+        ("search", {"tenant": "other"}, "tenant"),
+        ("batch", {"lane": "interactive"}, "lane"),
+        ("short", {"num_output_tokens": 11}, "max_output_tokens"),
+        ("admin", {}, "no_inference"),
+    ],
+)
+def test_what_a_key_may_not_is_denied_and_counted(keys, log, key, said, reason):
+    made = {
+        "search": keys.add("search", tenant="search"),
+        "batch": keys.add("batch", tenant="search", lanes=["batch"]),
+        "short": keys.add("short", tenant="search", max_output_tokens=10),
+        "admin": keys.add("admin", admin=True),
+    }
+    found = access(api_keys_file=keys.path)
+    with pytest.raises(PermissionDenied) as caught:
+        request(found, made[key], **said)
+    assert refused(found) == {reason: 1}
+    assert log.reasons() == {reason}
+    # The log names the key, and shows none.
+    assert any(f"'key': '{key}'" in line for line in log.lines)
+    shown = "".join([*log.lines, str(caught.value)])
+    assert not any(secret[-40:] in shown for secret in keys.secrets)
+
+
+def test_an_expired_key_is_told_so(keys):
+    old = keys.add("old", tenant="search", expires=NOW - timedelta(seconds=1))
+    good = keys.add("good", tenant="search", expires=NOW + timedelta(seconds=1))
+    found = access(api_keys_file=keys.path)
+    with pytest.raises(Unauthenticated, match="has expired"):
+        found.caller(f"Bearer {old}")
+    assert found.caller(f"Bearer {good}").name == "good"
+    assert refused(found) == {"expired": 1}
+
+
+def test_a_removed_key_is_refused_and_a_broken_file_changes_nothing(keys, log):
+    key, other = keys.add("one", tenant="a"), keys.add("two", tenant="b")
+    found = access(api_keys_file=keys.path)
+    keys.remove("one")
+    with pytest.raises(Unauthenticated):
+        found.caller(f"Bearer {key}")
+    with open(keys.path, "w") as file:
+        file.write("keys: [{id: secret-that-somebody-put-there}]")
+    assert found.caller(f"Bearer {other}").name == "two"
+    assert any("cannot be used" in line for line in log.lines)
+    assert not any("secret-that-somebody-put-there" in line for line in log.lines)
+
+
+def test_prompts_and_running_requests_have_limits(keys):
+    key = keys.add("one", tenant="a", max_prompt_tokens=10, max_concurrent=1)
+    found = access(api_keys_file=keys.path)
+    caller = found.caller(f"Bearer {key}")
+    found.check_prompt(caller, 10)
+    with pytest.raises(PermissionDenied, match="11 tokens; at most 10"):
+        found.check_prompt(caller, 11)
+    leave = found.enter(caller)
+    with pytest.raises(ResourceExhausted) as caught:
+        found.enter(caller)
+    assert caught.value.reason == "CREDENTIAL_CONCURRENCY"
+    leave()
+    found.enter(caller)
+
+
+def test_admin_and_inference_are_different_rights(keys):
+    user, admin = keys.add("user", tenant="a"), keys.add("admin", admin=True)
+    both = keys.add("both", tenant="a", admin=True)
+    found = access(api_keys_file=keys.path)
+    for key in (admin, both):
+        found.check_admin(f"Bearer {key}", [])
+    with pytest.raises(PermissionDenied, match="no admin rights"):
+        found.check_admin(f"Bearer {user}", [])
+    with pytest.raises(Unauthenticated):
+        found.check_admin("", [])
+    found.caller(f"Bearer {both}")
+    assert refused(found) == {"not_admin": 1, "missing": 1}
+
+
+def test_the_cluster_token(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    found = access(cluster_token_file=str(file))
+    found.check_member("Bearer first", [], "Cluster")
+    for wrong in ("", "Bearer", "Bearer firs", "Bearer first2"):
+        with pytest.raises(Unauthenticated):
+            found.check_member(wrong, [], "Cluster")
+    file.write_text("second-one\n")
+    found.check_member("Bearer second-one", [], "Cluster")
+    assert refused(found) == {"missing": 1, "unknown": 3}
+
+
+def test_many_refusals_fill_no_log(log):
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    for _ in range(1000):
+        refusals.count("Inference", "unknown")
+    assert len(log.lines) == 20
+    now[0] = 5.0
+    refusals.count("Inference", "unknown")
+    assert "'not_logged': '980'" in log.lines[-1]
+    assert refusals.counts["Inference", "unknown"] == 1001
+
+
+# ---- JWTs.
+
+
+@pytest.fixture
+def issuer(tmp_path):
+    """Signs tokens; `file` is its public key."""
+
+    class Issuer:
+        key = ec.generate_private_key(ec.SECP256R1())
+        file = tmp_path / "issuer.pem"
+
+        def token(self, key=None, algorithm="ES256", headers=None, **changes):
+            claims = {
+                "iss": ISSUER,
+                "aud": AUDIENCE,
+                "exp": datetime.now(UTC) + timedelta(hours=1),
+                "sub": "svc",
+                "tenant": "search",
+                **changes,
+            }
+            claims = {name: value for name, value in claims.items() if value is not None}
+            return jwt.encode(claims, key or self.key, algorithm, headers)
+
+        def pem(self):
+            return self.key.public_key().public_bytes(
+                serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+            )
+
+        def access(self):
+            config = JwtConfig(key_file=str(self.file), issuer=ISSUER, audience=AUDIENCE)
+            return Access(SecurityConfig(jwt=config), Refusals())
+
+    found = Issuer()
+    found.file.write_bytes(found.pem())
+    return found
+
+
+def test_a_token_carries_the_same_grants(issuer):
+    found = issuer.access()
+    caller = request(found, issuer.token(lanes=["batch"], max_output_tokens=5), lane="batch")
+    assert (caller.name, caller.grants.tenant) == ("jwt:svc", "search")
+    with pytest.raises(PermissionDenied):
+        request(found, issuer.token(lanes=["batch"]))
+    found.check_admin(f"Bearer {issuer.token(admin=True)}", [])
+    with pytest.raises(PermissionDenied):
+        found.check_admin(f"Bearer {issuer.token()}", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"exp": 1000}, "expired"),
+        ({"exp": None}, "invalid"),
+        ({"iss": "https://other.test"}, "issuer"),
+        ({"aud": "other"}, "audience"),
+        ({"aud": None}, "invalid"),
+        ({"lanes": ["express"]}, "claims"),
+        ({"tenant": "a b"}, "claims"),
+        ({"tenant": None}, "no_inference"),
+    ],
+)
+def test_tokens_that_do_not_count(issuer, log, changes, reason):
+    found, token = issuer.access(), issuer.token(**changes)
+    with pytest.raises((Unauthenticated, PermissionDenied)) as caught:
+        found.caller(f"Bearer {token}")
+    assert refused(found) == {reason: 1}
+    assert token.split(".")[2] not in "".join([*log.lines, str(caught.value)])
+
+
+def test_signatures_of_others_do_not_count(issuer):
+    found = issuer.access()
+    for token in (
+        issuer.token(key=ec.generate_private_key(ec.SECP256R1())),
+        # The public key as a shared secret.
+        jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode() + ".e30.e30",
+        jwt.utils.base64url_encode(b'{"alg":"none"}').decode() + ".e30.",
+        "a.b.c",
+    ):
+        with pytest.raises(Unauthenticated, match="not valid here"):
+            found.caller(f"Bearer {token}")
+
+
+def test_a_key_set_goes_by_the_id_of_the_key(issuer):
+    second = ed25519.Ed25519PrivateKey.generate()
+    first_jwk = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(issuer.key.public_key()))
+    second_jwk = json.loads(jwt.algorithms.OKPAlgorithm.to_jwk(second.public_key()))
+    keys = [{**first_jwk, "kid": "a"}, {**second_jwk, "kid": "b", "alg": "EdDSA"}]
+    issuer.file.write_text(json.dumps({"keys": keys}))
+    found = issuer.access()
+    found.caller(f"Bearer {issuer.token(headers={'kid': 'a'})}")
+    found.caller(f"Bearer {issuer.token(key=second, algorithm='EdDSA', headers={'kid': 'b'})}")
+    with pytest.raises(Unauthenticated):
+        found.caller(f"Bearer {issuer.token(headers={'kid': 'c'})}")
+    # The issuer has withdrawn a key: tokens that were good are not any more.
+    good = issuer.token(headers={"kid": "a"})
+    found.caller(f"Bearer {good}")
+    issuer.file.write_text(json.dumps({"keys": keys[1:]}))
+    with pytest.raises(Unauthenticated):
+        found.caller(f"Bearer {good}")
+
+
+def test_a_file_that_is_no_key_is_refused_at_start(issuer):
+    issuer.file.write_text("nothing")
+    with pytest.raises(ConfigError, match="neither a public key in PEM nor a JWKS"):
+        issuer.access()

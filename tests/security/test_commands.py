@@ -1,0 +1,166 @@
+"""The commands that make certificates and keys, and those that use them."""
+
+import os
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from baton.runtime import api_keys
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def baton(tmp_path):
+    def run(*arguments, **env):
+        base = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        return subprocess.run(
+            [sys.executable, "-m", "baton.cli", *arguments],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=TIMEOUT_S,
+            cwd=tmp_path,
+            env=base | {"HOME": str(tmp_path)} | env,
+        )
+
+    return run
+
+
+def serial(file: Path) -> int:
+    return x509.load_pem_x509_certificate(file.read_bytes()).serial_number
+
+
+def test_what_certs_and_keys_make_is_what_the_commands_use(baton, tmp_path, coordinator_process):
+    made = baton("certs", "certs", "--host", "10.0.0.5", "--days", "3")
+    assert made.returncode == 0, made.stderr
+    certs = tmp_path / "certs"
+    assert set(made.stdout.split()) == {f"certs/{file.name}" for file in certs.iterdir()}
+    for file in certs.glob("*.key"):
+        assert file.stat().st_mode & 0o077 == 0
+    server = x509.load_pem_x509_certificate((certs / "server.pem").read_bytes())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "baton" in names.get_values_for_type(x509.DNSName)
+    assert "10.0.0.5" in map(str, names.get_values_for_type(x509.IPAddress))
+    ssl.create_default_context(cafile=certs / "ca.pem").load_cert_chain(
+        certs / "server.pem", certs / "server.key"
+    )
+
+    user = baton("keys", "add", "keys.yaml", "--name", "search", "--tenant", "search")
+    admin = baton("keys", "add", "keys.yaml", "--name", "ops", "--admin", "--days", "1")
+    entries = {key.name: key for key in api_keys.read(str(tmp_path / "keys.yaml")).values()}
+    assert entries["search"].fits(user.stdout.strip())
+    assert entries["ops"].admin
+    assert (tmp_path / "keys.yaml").stat().st_mode & 0o077 == 0
+
+    address = coordinator_process(
+        {
+            "ca_file": "certs/ca.pem",
+            "cert_file": "certs/server.pem",
+            "key_file": "certs/server.key",
+            "api_keys_file": "keys.yaml",
+        }
+    )
+    (tmp_path / "key").write_text(admin.stdout)
+    good = baton(
+        *("--tls-ca", "certs/ca.pem", "--api-key-file", "key", "pools", "--address", address)
+    )
+    assert good.returncode == 0, good.stderr
+    by_environment = {"BATON_TLS_CA": "certs/ca.pem", "BATON_API_KEY": user.stdout.strip()}
+    refused = baton("pools", "--address", address, **by_environment)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no admin rights" in refused.stderr
+    text = refused.stderr + good.stderr + good.stdout
+    assert user.stdout.strip() not in text
+    assert admin.stdout.strip() not in text
+
+
+@pytest.fixture
+def coordinator_process(baton, tmp_path, model):
+    started = []
+
+    def start(security):
+        import yaml
+
+        config = {"model": model, "engine": "simulated", "security": security}
+        (tmp_path / "baton.yaml").write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "baton.cli", "coordinator"),
+                *("--config", "baton.yaml", "--listen", "127.0.0.1:0"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=tmp_path,
+        )
+        started.append(process)
+        line = process.stdout.readline()
+        assert line.startswith("ready grpc="), line
+        return line.removeprefix("ready grpc=").strip()
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(TIMEOUT_S)
+        process.stdout.close()
+
+
+def test_certs_renews_and_keeps_its_ca(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from baton.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    assert runner.invoke(app, ["certs", "c"]).exit_code == 0
+    before = {file.name: file.read_bytes() for file in Path("c").iterdir()}
+    assert runner.invoke(app, ["certs", "c"]).exit_code == 0
+    changed = {file.name for file in Path("c").iterdir() if file.read_bytes() != before[file.name]}
+    assert changed == set(before) - {"ca.pem", "ca.key"}
+    assert serial(Path("c/server.pem"))
+
+
+def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from baton.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    key = runner.invoke(
+        app, ["keys", "add", "k", "--name", "one", "--tenant", "a", "--lane", "batch"]
+    ).output.strip()
+    assert api_keys.id_of(key)
+    twice = runner.invoke(app, ["keys", "add", "k", "--name", "one", "--tenant", "a"])
+    assert "is in k already" in str(twice.exception)
+    nothing = runner.invoke(app, ["keys", "add", "k", "--name", "none"])
+    assert "needs tenant, or admin: true" in str(nothing.exception)
+    listed = runner.invoke(app, ["keys", "list", "k"]).output
+    assert "one" in listed
+    assert key[-43:] not in listed
+    assert runner.invoke(app, ["keys", "remove", "k", "--name", "one"]).exit_code == 0
+    assert "no keys" in runner.invoke(app, ["keys", "list", "k"]).output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tls-cert", "a"], "--tls-cert and --tls-key go together"),
+        (["--tls-cert", "a", "--tls-key", "b"], "need --tls-ca"),
+        (["--tls-ca", "nowhere.pem"], "nowhere.pem: cannot be read"),
+        (["--api-key-file", "nowhere"], "--api-key-file: nowhere cannot be read"),
+    ],
+)
+def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, message):
+    from typer.testing import CliRunner
+
+    from baton.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*options, "pools", "--address", "127.0.0.1:1"])
+    assert message in str(result.exception)

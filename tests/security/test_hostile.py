@@ -1,0 +1,176 @@
+"""Garbage, half-open connections, lengths that lie, crowds: service goes on for others."""
+
+import asyncio
+import contextlib
+
+import grpc
+import psutil
+import pytest
+from hostile import (
+    GARBAGE,
+    PREFACE,
+    call_with_length,
+    dropped,
+    idle_connections,
+    stream_ended,
+)
+from http_gateway import gateway, metrics
+
+from baton.client import BatonClient
+from baton.client.errors import UnavailableError
+from baton.runtime import rpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+WAIT_S = 10.0
+NUM_IDLE = 1000
+GENERATE = "/baton.v1.Inference/Generate"
+
+
+@pytest.fixture(params=["plain", "tls"])
+def secured(request, pki):
+    """A `security` section that gives up on handshakes soon, and a client's TLS for it."""
+    quick = {"handshake_timeout_s": 1.0}
+    return (quick, None) if request.param == "plain" else (pki.server(**quick), pki.tls())
+
+
+async def is_served(address, tls):
+    """Whether somebody who means well is, soon: a handshake may be too slow for its limit."""
+    async with asyncio.timeout(WAIT_S), BatonClient(address, tls=tls) as client:
+        while True:
+            with contextlib.suppress(UnavailableError):
+                return (await client.model(WAIT_S)).name == "demo"
+
+
+# ---- The coordinator's gRPC port; workers' have the same server.
+
+
+async def test_garbage_and_half_open_connections_are_dropped(start_coordinator, secured):
+    security, tls = secured
+    async with start_coordinator(security) as running:
+        said = {**GARBAGE, "nothing": b"", "half a preface": PREFACE[:10]}
+        found = await asyncio.gather(
+            *(dropped(running.address, garbage, WAIT_S) for garbage in said.values()),
+            is_served(running.address, tls),
+        )
+        assert dict(zip([*said, "served"], found, strict=True)) == dict.fromkeys(
+            [*said, "served"], True
+        )
+
+
+@pytest.mark.parametrize("num_bytes", [2**31 - 1, 2**32 - 1, 64 * 2**20])
+async def test_a_message_that_says_it_is_huge_is_refused_unread(start_coordinator, num_bytes):
+    async with start_coordinator() as running:
+        before = psutil.Process().memory_info().rss
+        assert await stream_ended(running.address, call_with_length(GENERATE, num_bytes), WAIT_S)
+        assert psutil.Process().memory_info().rss - before < 50 * 2**20
+        assert await is_served(running.address, None)
+
+
+async def test_a_message_beyond_the_limit_is_resource_exhausted(start_coordinator):
+    async with start_coordinator() as running:
+        async with rpc.channel(running.address, max_message_bytes=2**30) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GenerateRequest(text="x" * (20 * 2**20))
+            call = stub.Generate(request, timeout=WAIT_S)
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await is_served(running.address, None)
+
+
+async def test_metadata_has_a_limit(start_coordinator):
+    async with start_coordinator({"max_metadata_bytes": 4096}) as running:
+        async with rpc.channel(running.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GetModelRequest()
+            await stub.GetModel(request, metadata=[("x", "y" * 2000)])
+            with pytest.raises(grpc.RpcError):
+                await stub.GetModel(request, metadata=[("x", "y" * 8000)], timeout=WAIT_S)
+        assert await is_served(running.address, None)
+
+
+async def test_calls_at_a_time_have_a_limit(start_coordinator):
+    async with (
+        start_coordinator({"max_calls": 2}) as running,
+        rpc.channel(running.address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        sessions = [stub.Session() for _ in range(2)]
+        submit = inference_pb2.Submit(stream=1, request=inference_pb2.GenerateRequest(text="a"))
+        for session in sessions:
+            await session.write(inference_pb2.SessionRequest(submit=submit))
+        async with rpc.channel(running.address) as other:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    call = inference_pb2_grpc.InferenceStub(other).Session()
+                    if await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        break
+            for session in sessions:
+                session.cancel()
+            # Their places are free again.
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    with contextlib.suppress(grpc.RpcError):
+                        await inference_pb2_grpc.InferenceStub(other).GetModel(
+                            inference_pb2.GetModelRequest()
+                        )
+                        break
+
+
+async def test_a_crowd_of_idle_connections_keeps_nobody_out(start_coordinator, secured):
+    security, tls = secured
+    async with start_coordinator({**security, "handshake_timeout_s": 60.0}) as running:
+        async with idle_connections(running.address, NUM_IDLE):
+            assert await is_served(running.address, tls)
+        assert await is_served(running.address, tls)
+
+
+async def test_a_crowd_beyond_the_limit_is_gone_with_its_handshakes(start_coordinator, secured):
+    security, tls = secured
+    async with (
+        start_coordinator({**security, "max_connections": 20}) as running,
+        idle_connections(running.address, 50),
+    ):
+        assert await is_served(running.address, tls)
+
+
+# ---- The HTTP gateway.
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_crowds_slow_heads_and_garbage_keep_nobody_from_http(start_coordinator, pki, tls):
+    used = pki if tls else None
+    async with (
+        start_coordinator(pki.server() if tls else None) as running,
+        # More come than there are places.
+        gateway(running.address, used, max_connections=NUM_IDLE // 2) as address,
+    ):
+        slow = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx: "
+        async with idle_connections(address, NUM_IDLE, b"" if tls else slow):
+            await asyncio.to_thread(metrics, address, used)
+            for garbage in GARBAGE.values():
+                assert await dropped(address, garbage, WAIT_S)
+            shown = await asyncio.to_thread(metrics, address, used)
+        if not tls:
+            assert 'baton_http_refusals_total{reason="evicted"}' in shown
+        assert "baton_http_connections" in await asyncio.to_thread(metrics, address, used)
+
+
+async def test_http_handshakes_that_do_not_end_are_cut(start_coordinator, pki):
+    async with (
+        start_coordinator(pki.server()) as running,
+        gateway(running.address, pki, {"handshake_timeout_s": 1.0}) as address,
+    ):
+        halves = (b"", GARBAGE["tls hello"][:5])
+        assert all(await asyncio.gather(*(dropped(address, half, WAIT_S) for half in halves)))
+        assert await asyncio.to_thread(metrics, address, pki)
+
+
+# ---- The metrics endpoint.
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_crowds_and_slow_heads_keep_nobody_from_metrics(start_coordinator, pki, tls):
+    async with start_coordinator(pki.server() if tls else None) as running:
+        address = running.metrics_address
+        async with idle_connections(address, 100, b"GET /metrics HT"):
+            shown = await asyncio.to_thread(metrics, address, pki if tls else None)
+            assert "baton_queue_depth" in shown

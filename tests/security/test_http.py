@@ -1,0 +1,69 @@
+"""Who is let in at the gateway's own port, and at links that have no TLS."""
+
+import asyncio
+import ssl
+import urllib.error
+
+import pytest
+from http_gateway import gateway, metrics
+
+from baton.kvtransfer import links as links_module
+from baton.kvtransfer.link_store import LinkLost
+from baton.kvtransfer.links import Links
+from baton.v1 import kv_transfer_pb2
+
+WAIT_S = 10.0
+
+
+async def test_http_may_ask_for_certificates(start_coordinator, pki, log):
+    required = {"http_client_auth": "require", "handshake_timeout_s": 1.0}
+    async with (
+        start_coordinator(pki.server()) as running,
+        gateway(running.address, pki, required) as address,
+    ):
+        for stem in ("", "wrong", "expired"):
+            with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
+                await asyncio.to_thread(metrics, address, pki, stem)
+        counted = 'baton_access_refusals_total{reason="handshake",service="TLS"} 3.0'
+        async with asyncio.timeout(WAIT_S):
+            while counted not in await asyncio.to_thread(metrics, address, pki, "client"):
+                await asyncio.sleep(0.1)
+        assert any("TLS handshakes that nothing followed" in line for line in log.lines)
+
+
+async def test_metrics_of_the_gateway_are_not_for_everybody_where_requests_are_not(
+    start_coordinator, keys, tmp_path
+):
+    keys.add("one", tenant="a")
+    file = tmp_path / "token"
+    file.write_text("scraper")
+    known = {"api_keys_file": keys.path}
+    async with start_coordinator(known) as running:
+        async with gateway(running.address, security=known) as address:
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                await asyncio.to_thread(metrics, address)
+        known["metrics_token_file"] = str(file)
+        async with gateway(running.address, security=known) as address:
+            for token in ("", "guess"):
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    await asyncio.to_thread(metrics, address, token=token)
+            shown = await asyncio.to_thread(metrics, address, token="scraper")
+            assert 'baton_access_refusals_total{reason="unknown",service="metrics"} 1.0' in shown
+
+
+async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
+    fingerprint = kv_transfer_pb2.KvFingerprint(block_bytes=64)
+    limits = {"open_timeout_s": 1.0, "frame_timeout_s": 1.0}
+    inside = Links(["gloo"], None, lambda: fingerprint, **limits, within_host=True)
+    # As if the way to the target led out of an interface.
+    monkeypatch.setattr(links_module, "local_address", lambda host, port: "192.0.2.9")
+    await asyncio.wait_for(inside.decided("gloo", "127.0.0.1:1"), WAIT_S)
+    with pytest.raises(LinkLost, match=r"no TLS.*security.allow_plain_links: true"):
+        inside.to("gloo", "127.0.0.1:1")
+    monkeypatch.setattr(links_module, "local_address", lambda host, port: "127.0.0.1")
+    await asyncio.wait_for(inside.decided("gloo", "127.0.0.1:2"), WAIT_S)
+    with pytest.raises(LinkLost) as caught:
+        inside.to("gloo", "127.0.0.1:2")
+    # Nobody is there: it was dialled.
+    assert "no TLS" not in str(caught.value)
+    await inside.close()

@@ -1,0 +1,142 @@
+"""Certificates on real connections: whom servers let in, and that new files are used."""
+
+import asyncio
+import math
+import socket
+import ssl
+
+import grpc
+import pytest
+from cryptography import x509
+
+from baton.client import AdminClient, BatonClient, Tls
+from baton.client.errors import PermissionDeniedError, UnavailableError
+from baton.runtime import rpc
+from baton.runtime.dev_certs import CLUSTER_NAME
+from baton.runtime.dial import Dial
+from baton.runtime.tls import TlsFiles
+from baton.v1 import cluster_pb2, cluster_pb2_grpc
+
+WAIT_S = 10.0
+
+
+def mtls(pki, **options):
+    return pki.server(client_auth="require", **options)
+
+
+async def model(address, tls):
+    async with BatonClient(address, tls=tls) as client:
+        return (await client.model(WAIT_S)).name
+
+
+def shown_certificate(address: str, pki, stem: str = "client") -> x509.Certificate:
+    host, port = address.rsplit(":", 1)
+    context = ssl.create_default_context(cafile=pki.file("ca.pem"))
+    context.load_cert_chain(pki.file(f"{stem}.pem"), pki.file(f"{stem}.key"))
+    with (
+        socket.create_connection((host, int(port)), timeout=WAIT_S) as plain,
+        context.wrap_socket(plain, server_hostname=host) as wrapped,
+    ):
+        return x509.load_der_x509_certificate(wrapped.getpeercert(binary_form=True))
+
+
+def attach(channel):
+    return cluster_pb2_grpc.ClusterStub(channel).Attach(
+        iter([cluster_pb2.WorkerMessage(hello=cluster_pb2.Hello(worker_id="w"))])
+    )
+
+
+async def test_a_server_with_tls_serves_who_trusts_its_ca(start_coordinator, pki):
+    async with start_coordinator(pki.server()) as running:
+        assert await model(running.address, pki.tls()) == "demo"
+        assert await model(running.address, pki.tls("client")) == "demo"
+
+
+@pytest.mark.parametrize("stem", ["", "wrong", "expired", "plain"])
+async def test_who_has_no_good_certificate_is_refused_logged_and_counted(
+    start_coordinator, count_refusals, pki, log, stem
+):
+    async with start_coordinator(mtls(pki)) as running:
+        tls = None if stem == "plain" else pki.tls(stem)
+        with pytest.raises(UnavailableError):
+            await model(running.address, tls)
+        # Others are served.
+        assert await model(running.address, pki.tls("client")) == "demo"
+        handshakes = running._access.refusals.handshakes
+        async with asyncio.timeout(WAIT_S):
+            # As if the time for its first call had passed.
+            while handshakes.num_refused < 1:
+                handshakes.expire(math.inf)
+                await asyncio.sleep(0.01)
+        assert (await count_refusals(running))["TLS", "handshake"] >= 1
+        assert any("TLS handshakes that nothing followed" in line for line in log.lines)
+
+
+async def test_a_client_that_calls_is_not_counted(start_coordinator, count_refusals, pki):
+    async with start_coordinator(mtls(pki)) as running:
+        for _ in range(3):
+            await model(running.address, pki.tls("client"))
+        running._access.refusals.handshakes.expire(math.inf)
+        assert (await count_refusals(running))["TLS", "handshake"] == 0
+
+
+async def test_a_client_refuses_servers_of_others(start_coordinator, pki, fresh_pki):
+    async with start_coordinator(pki.server()) as running:
+        with pytest.raises(UnavailableError):
+            await model(running.address, fresh_pki.tls())
+        named = Tls(pki.file("ca.pem"), server_name="somebody.else")
+        with pytest.raises(UnavailableError):
+            await model(running.address, named)
+        named = Tls(pki.file("ca.pem"), server_name=CLUSTER_NAME)
+        assert await model(running.address, named) == "demo"
+
+
+async def test_rights_go_by_the_name_in_the_certificate(
+    start_coordinator, count_refusals, pki, log
+):
+    async with start_coordinator(mtls(pki)) as running:
+        async with AdminClient(running.address, tls=pki.tls("client")) as admin:
+            with pytest.raises(PermissionDeniedError, match="admin_names"):
+                await admin.list_pools()
+        async with AdminClient(running.address, tls=pki.tls("admin")) as admin:
+            assert (await admin.list_pools()).model.name == "demo"
+        for stem, code in (
+            ("client", grpc.StatusCode.PERMISSION_DENIED),
+            # Known as a worker, whose hello then is not right.
+            ("server", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            files = pki.tls(stem)
+            dial = Dial(TlsFiles(files.ca_file, files.cert_file, files.key_file))
+            async with rpc.channel(running.address, dial=dial) as channel:
+                assert await attach(channel).code() is code
+        found = await count_refusals(running)
+        assert found["Admin", "certificate_name"] == found["Cluster", "certificate_name"] == 1
+        assert log.reasons() == {"certificate_name"}
+
+
+async def test_renewed_certificates_are_used(start_coordinator, fresh_pki, log):
+    pki = fresh_pki
+    async with start_coordinator(mtls(pki)) as running:
+        tls = pki.tls("client")
+        async with BatonClient(running.address, tls=tls) as client:
+            before = await asyncio.to_thread(shown_certificate, running.address, pki)
+            await client.model()
+            # The server's own, and the client's, under both.
+            pki.issue("server", CLUSTER_NAME, serves=True)
+            pki.issue("client", "baton-client")
+            after = await asyncio.to_thread(shown_certificate, running.address, pki)
+            assert before.serial_number != after.serial_number
+            assert (await client.model()).name == "demo"
+        assert any("have changed and are used" in line for line in log.lines)
+
+
+async def test_files_that_do_not_fit_together_change_nothing(start_coordinator, fresh_pki, log):
+    pki = fresh_pki
+    async with start_coordinator(pki.server()) as running:
+        before = await asyncio.to_thread(shown_certificate, running.address, pki)
+        # A certificate whose key has not come yet.
+        (pki.directory / "server.pem").write_text((pki.directory / "admin.pem").read_text())
+        after = await asyncio.to_thread(shown_certificate, running.address, pki)
+        assert before.serial_number == after.serial_number
+        assert any("cannot be used" in line for line in log.lines)
+        assert not any("PRIVATE" in line for line in log.lines)
