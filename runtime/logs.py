@@ -23,7 +23,7 @@ class _Formatter(logging.Formatter):
         fields = "".join(
             f" {key}={value}"
             for key, value in vars(record).items()
-            if key not in self._STANDARD and not key.startswith("vllm_")
+            if key not in self._STANDARD and not key.startswith(("vllm_", "_ray_"))
         )
         line = (
             f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d} "

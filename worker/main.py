@@ -185,8 +185,10 @@ class _Worker:
         begun_at = monotonic()
         engine = self._engine_factory(config, self._pool, socket_path)
         stack.push_async_callback(engine.stop)
+        # Importing the engine may take as long as the model.
+        starting_at = monotonic()
         info = await self._start_engine(engine, transfer)
-        kv_at = begun_at + info.weights_s
+        kv_at = starting_at + info.weights_s
         self._mark("weights", begun_at, kv_at)
         self._mark("kv", kv_at, kv_at + info.kv_s)
         self._mark("warm_up", kv_at + info.kv_s)

@@ -250,7 +250,9 @@ class RayWorkers:
                     async with asyncio.timeout(patience_s + 2 * KILL_TIMEOUT_S):
                         await result(worker.actor.stop.remote(patience_s))
             with contextlib.suppress(Exception):
-                await in_thread(lambda: ray.kill(worker.actor, no_restart=True))
+                # A Ray that is gone is not waited for.
+                timeout_s = _PROBE_S if self._silent_s else CALL_TIMEOUT_S
+                await in_thread(lambda: ray.kill(worker.actor, no_restart=True), timeout_s)
                 # Its calls fail once it is gone.
                 await asyncio.wait([worker.watch], timeout=CALL_TIMEOUT_S)
             worker.watch.cancel()
