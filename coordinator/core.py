@@ -391,7 +391,8 @@ class Core:
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
             self.workers.add(worker)
-            if not event.returns:
+            if not hello.generation:
+                # It has served no coordinator before.
                 self.stats.came_up(worker, now)
             self.scaler.launches.attached(worker.id, now)
         else:

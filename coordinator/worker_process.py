@@ -171,9 +171,14 @@ class WorkerProcess:
         return cls(worker_id, process, output, errors, config.encode(), on_exit)
 
     async def stop(self, patience_s: float) -> None:
-        """SIGTERM, then SIGKILL for whatever is left of its process group."""
+        """SIGTERM, then SIGKILL for whatever is left of its process group.
+
+        What one that ended by itself has left is let free what it holds, for a bounded time.
+        """
         asked, self._stopping = self._stopping, True
-        if self._process.returncode is None:
+        if self._process.returncode is not None:
+            await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
+        else:
             # A second SIGTERM would cut its draining short.
             if not asked:
                 with contextlib.suppress(ProcessLookupError):

@@ -63,7 +63,7 @@ class Launched:
             if worker_id not in self.there | self.gone and worker_id not in self.ended:
                 self.there.add(worker_id)
                 role = ROLES[self.pool_of(worker_id)]
-                self.world.attach(worker_id, role, startup_ms={"process": 100, "engine": 2000})
+                self.world.attach(worker_id, role, startup_ms={"process": 100, "weights": 2000})
 
     def wait(self, seconds: float) -> None:
         """Time passes; workers give signs of life, and those that are to leave do."""

@@ -8,6 +8,7 @@ from baton.coordinator import events as ev
 from baton.coordinator.metrics import registry
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
+from baton.runtime.config import BatonConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -46,12 +47,13 @@ def test_cold_starts_are_counted_and_timed_by_stage(world):
     world.handle(ev.WorkerDetached(("new", 1)))
     world.attach("new", DECODE, startup_ms=stages)
     world.attach("old", DECODE, startup_ms=stages, generation=7)
-    shown = generate_latest(registry(world.core)).decode()
+    shown = generate_latest(registry(world.core, BatonConfig())).decode()
     # The world has begun with one of each.
     assert 'baton_cold_starts_total{pool="prefill"} 1.0' in shown
     assert 'baton_cold_starts_total{pool="decode"} 2.0' in shown
     assert 'baton_cold_start_seconds_count{stage="weights"} 1.0' in shown
     assert 'baton_cold_start_seconds_sum{stage="weights"} 30.0' in shown
+    assert 'baton_cold_start_seconds_count{stage="other"} 1.0' in shown
     assert "unheard_of" not in shown
 
 

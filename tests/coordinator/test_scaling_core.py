@@ -122,8 +122,8 @@ def test_cold_starts_are_counted_and_timed(new_world):
     made.come_up()
     stats = made.core.stats
     assert stats.cold_starts == {"prefill": 1, "decode": 1}
-    assert (stats.cold_start_s["engine"].total, stats.cold_start_s["process"].total) == (4.0, 0.2)
-    assert dict(stats.cold_start_s["engine"].buckets())["2.5"] == 2
+    assert (stats.cold_start_s["weights"].total, stats.cold_start_s["process"].total) == (4.0, 0.2)
+    assert dict(stats.cold_start_s["weights"].buckets())["2.5"] == 2
     assert stats.cold_start_s["total"].total == pytest.approx(8.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import grpc
 import pytest
@@ -351,13 +352,19 @@ async def test_session_cancel_and_loss(coordinator, pair, inference):
     assert coordinator.shell.core.num_requests == 0
 
 
-async def test_cancel_while_a_long_prompt_is_tokenized(pair, inference):
+async def test_cancel_while_a_long_prompt_is_tokenized(pair, coordinator, inference):
+    cancelled = threading.Event()
     async with pair(auto=False):
         client = Client(inference)
+        # It is not done before the cancel is here.
+        threads = coordinator._tokenizer._threads
+        for _ in range(threads._max_workers):
+            threads.submit(cancelled.wait, WAIT_S)
         await client.submit(1, generate("the fox " * 600))
         await client.cancel(1)
         last = (await client.until(1, "finished"))[-1].finished
         assert last.reason == common_pb2.FINISH_REASON_CANCELLED
+        cancelled.set()
         client.call.cancel()
 
 
