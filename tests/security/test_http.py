@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import urllib.error
+import urllib.request
 
 import pytest
 from http_gateway import gateway, metrics
@@ -49,6 +50,35 @@ async def test_metrics_of_the_gateway_are_not_for_everybody_where_requests_are_n
                     await asyncio.to_thread(metrics, address, token=token)
             shown = await asyncio.to_thread(metrics, address, token="scraper")
             assert 'baton_access_refusals_total{reason="unknown",service="metrics"} 1.0' in shown
+
+
+@pytest.mark.parametrize("path", ["/dashboard/data", "/dashboard/requests/r1"])
+async def test_the_dashboard_shows_operators_what_is_theirs(start_coordinator, keys, path):
+    """What the last one was shown is nobody else's."""
+    user, operator = keys.add("search", tenant="a"), keys.add("ops", admin=True)
+    known = {"api_keys_file": keys.path}
+    async with (
+        start_coordinator(known) as running,
+        gateway(running.address, security=known) as address,
+    ):
+
+        def status(key: str) -> int:
+            request = urllib.request.Request(f"http://{address}{path}")
+            if key:
+                request.add_header("authorization", f"Bearer {key}")
+            try:
+                with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        there = 200 if path.endswith("data") else 404
+        shown = [await asyncio.to_thread(status, key) for key in (operator, "", user, operator)]
+        assert shown == [there, 401, 403, there]
+        page = urllib.request.Request(f"http://{address}/dashboard")
+        with await asyncio.to_thread(urllib.request.urlopen, page, timeout=WAIT_S) as answer:
+            # The page itself says nothing of the cell.
+            assert answer.status == 200
 
 
 async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
