@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.coordinator.cpu_cores import CorePlaces
+from baton.coordinator.gpu_places import GpuPlaces, visible_gpus
 from baton.coordinator.worker_process import BATON, WorkerExit, WorkerProcess
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.errors import BatonError
@@ -63,12 +64,20 @@ class LocalLauncher:
     ) -> None:
         self._coordinator, self._on_exit, self._command = coordinator, on_exit, command
         self._places = CorePlaces(config)
+        self._gpus = GpuPlaces(visible_gpus() if config.engine == "vllm" else [])
+        self._gpus_each = {
+            role: config.tensor_parallel_size(pool)
+            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
+        }
         self._children: dict[str, WorkerProcess] = {}
         # Its own time to drain, and what comes after it.
         self._patience_s = config.worker.drain_timeout_s + STOP_MARGIN_S
 
     async def start(self, worker_id: str, role: str) -> None:
+        num_gpus = self._gpus_each[role]
         environment = self._places.take(worker_id)
+        # What is wrong with another size vLLM says.
+        environment |= self._gpus.take(worker_id, num_gpus if isinstance(num_gpus, int) else 0)
         try:
             self._children[worker_id] = await WorkerProcess.start(
                 worker_id,
@@ -80,7 +89,7 @@ class LocalLauncher:
                 environment=environment,
             )
         except BaseException:
-            self._places.give_back(worker_id)
+            self._give_back(worker_id)
             raise
 
     async def end(self, worker_id: str) -> None:
@@ -88,9 +97,13 @@ class LocalLauncher:
         if child is not None:
             await child.stop(self._patience_s)
             self._children.pop(worker_id, None)
-            self._places.give_back(worker_id)
+            self._give_back(worker_id)
 
     async def stop(self) -> None:
         async with asyncio.TaskGroup() as group:
             for worker_id in list(self._children):
                 group.create_task(self.end(worker_id))
+
+    def _give_back(self, worker_id: str) -> None:
+        self._places.give_back(worker_id)
+        self._gpus.give_back(worker_id)

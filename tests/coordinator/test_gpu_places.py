@@ -1,0 +1,34 @@
+"""Which GPUs the workers of one host get."""
+
+import pytest
+
+from baton.coordinator.gpu_places import VISIBLE, GpuPlaces, visible_gpus
+
+
+def test_each_worker_has_gpus_of_its_own_while_there_are_enough():
+    places = GpuPlaces([str(index) for index in range(8)])
+    taken = [places.take(f"w{number}", 2)[VISIBLE] for number in range(4)]
+    assert taken == ["0,1", "2,3", "4,5", "6,7"]
+    places.give_back("w1")
+    assert places.take("w4", 2) == {VISIBLE: "2,3"}
+
+
+def test_with_too_few_the_least_used_are_shared():
+    places = GpuPlaces(["0", "1"])
+    assert [places.take(name, 1)[VISIBLE] for name in "abcd"] == ["0", "1", "0", "1"]
+    places.give_back("b")
+    places.give_back("nobody")
+    assert places.take("e", 1) == {VISIBLE: "1"}
+
+
+@pytest.mark.parametrize(("gpus", "number"), [([], 1), (["0"], 2), (["0"], 0)])
+def test_what_cannot_be_is_left_to_the_engine(gpus, number):
+    assert GpuPlaces(gpus).take("a", number) == {}
+
+
+def test_which_are_there(tmp_path):
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["2", "10"]
+    assert visible_gpus({VISIBLE: "GPU-a, 3"}, tmp_path) == ["GPU-a", "3"]
+    assert visible_gpus({VISIBLE: ""}, tmp_path) == []
