@@ -332,7 +332,7 @@ def unused_port():
         return probe.getsockname()[1]
 
 
-async def test_ray_that_stops_is_reported_and_nobody_waits_for_it(ray, model, caplog):
+async def test_an_actor_is_replaced_and_ray_that_stops_is_not_waited_for(ray, model, caplog):
     """The last one: the cluster is gone after it."""
     caplog.set_level("INFO")
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -342,7 +342,17 @@ async def test_ray_that_stops_is_reported_and_nobody_waits_for_it(ray, model, ca
     await asyncio.wait({serving, ready}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
     try:
         async with BatonClient(ready.result()) as client, AdminClient(ready.result()) as admin:
-            await client.complete("hello", max_tokens=2)
+            told = await client.complete("hello", max_tokens=4)
+            (actor,) = (name for name in ray.actors() if ".decode-0." in name)
+            ray.kill_actor(actor)
+            async with asyncio.timeout(WAIT_S):
+                while {one.worker_id for one in await admin.list_workers()} != {
+                    "prefill-0",
+                    "decode-1",
+                }:
+                    await asyncio.sleep(0.1)
+            again = await client.complete("hello", max_tokens=4)
+            assert again.token_ids == told.token_ids
             ray.stop()
             deadline = time.monotonic() + 15.0
             while await admin.list_workers():
