@@ -24,6 +24,7 @@ from baton.coordinator.autoscale.types import (
     PoolDecision,
     Targets,
     Want,
+    WorkerView,
 )
 from baton.coordinator.launches import Launches
 from baton.coordinator.load_index import Pool
@@ -307,7 +308,18 @@ class Scaler:
         self._timers.set(SCALING, at)
 
     def _observe(self, now: float) -> Observation:
-        return self._observer.observe(self._policy.config, now, self.launches.views())
+        """Workers that were started elsewhere count where the load or an operator sizes a pool.
+
+        They are nobody's to drain; a pool that keeps its configured size has them beside it.
+        """
+        observation = self._observer.observe(self._policy.config, now, self.launches.views())
+        ours, found = set(self.launches.worker_ids), list[WorkerView]()
+        for view in observation.workers:
+            if view.worker_id in ours:
+                found.append(view)
+            elif self.autoscale or view.pool in self._by_hand:
+                found.append(replace(view, stays=True))
+        return replace(observation, workers=tuple(found))
 
     def _start(self, pool: Pool, number: int, now: float) -> None:
         """Starts workers; after starts that failed, when it is time to."""

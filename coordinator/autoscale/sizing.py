@@ -169,4 +169,5 @@ def leaving(members: Members, number: int) -> list[WorkerView]:
     """Who goes first: those that do not serve yet, the youngest of them, then the least loaded."""
     starting = sorted(members.starting, key=lambda one: (-one.since, one.worker_id))
     serving = sorted(members.serving, key=lambda one: (one.num_tokens, -one.since, one.worker_id))
-    return [*starting, *serving][: max(0, number)]
+    ours = [one for one in (*starting, *serving) if not one.stays]
+    return ours[: max(0, number)]

@@ -118,6 +118,7 @@ class WorkerView:
     Attributes:
         since: when it entered its phase, by the core's clock.
         num_tokens: assigned to it: who has least is drained first.
+        stays: it was started elsewhere, and is neither drained nor moved to another pool.
     """
 
     worker_id: str
@@ -125,6 +126,7 @@ class WorkerView:
     phase: Phase
     since: float
     num_tokens: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,22 @@ def test_one_that_dies_again_and_again_is_not_started_in_a_loop(launched):
     assert len(made.started) <= 6
 
 
+def test_a_worker_that_was_started_elsewhere_is_nobodys_to_drain(launched):
+    made = launched()
+    made.world.attach("guest", common_pb2.ROLE_DECODE)
+    made.wait(10)
+
+    # A pool of the configured size has it beside its own.
+    assert (len(made.started), made.ids(DECODE)) == (2, {"decode-0", "guest"})
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(10)
+    assert len(made.started) == 3
+    made.come_up()
+    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.wait(10)
+    assert made.ids(DECODE) == {"guest"}
+
+
 def test_a_worker_that_another_incarnation_replaces_is_not_ended(launched):
     made = launched()
     made.world.attach("prefill-0", common_pb2.ROLE_PREFILL, incarnation=2)
