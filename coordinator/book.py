@@ -25,6 +25,7 @@ from baton.coordinator.request import (
 )
 from baton.coordinator.stalls import Stall, stalls
 from baton.coordinator.stats import CoreStats
+from baton.coordinator.tail_sampling import TailSampler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
@@ -99,6 +100,7 @@ class RequestBook:
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats(config.targets)
+        self._tail = TailSampler(config.tail_share, self.stats.recent)
         self.out: list[ev.Effect] = []
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, bytes]] = []
@@ -466,8 +468,9 @@ class RequestBook:
             itl_target_s=self.stats.itl_target_s(request),
             stalls=self.stalls(request),
         )
-        if request.submission.traceparent:
-            self.out.append(ev.TellTrace(record, request.submission.traceparent))
+        kept = self._tail.reason(record, now)
+        if kept or request.submission.traceparent:
+            self.out.append(ev.TellTrace(record, request.submission.traceparent, kept))
         self.ended.pop(request.id, None)
         self.ended[request.id] = record
         while len(self.ended) > self._config.max_ended_requests:

@@ -42,6 +42,8 @@ class CoreConfig:
     # What requests that name none hope for.
     targets: LaneTargetsConfig = field(default_factory=LaneTargetsConfig)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    # Of requests that no caller traces and that were not remarkable; None: nothing is traced so.
+    tail_share: float | None = None
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -65,4 +67,5 @@ class CoreConfig:
             tenants=config.tenants,
             targets=config.scaling.targets,
             scaling=ScalingSettings.of(config),
+            tail_share=config.tracing.tail_share if config.tracing.otlp_endpoint else None,
         )

@@ -338,10 +338,16 @@ class FenceWorker:
 
 @dataclass(frozen=True, slots=True)
 class TellTrace:
-    """A request has ended whose client sent a traceparent."""
+    """A request has ended that its caller traces, or that is worth a trace.
+
+    Attributes:
+        traceparent: that the client sent; empty: none.
+        kept: why it is traced whatever the caller wants; empty: it is not.
+    """
 
     record: EndedRequest
     traceparent: str
+    kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,10 +303,17 @@ class Shell:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 
     def _tell_trace(self, effect: ev.TellTrace) -> None:
-        if self.tracing is not None and self.tracing.wants(effect.traceparent):
-            age_s = self.now() - effect.record.arrived_at
-            arrived_ns = round((time.time() - age_s) * 1e9)
-            self.tracing.record(effect.traceparent, request_span(effect.record, arrived_ns))
+        if self.tracing is None:
+            return
+        wanted = self.tracing.wants(effect.traceparent)
+        if not wanted and not effect.kept:
+            return
+        age_s = self.now() - effect.record.arrived_at
+        span = request_span(effect.record, round((time.time() - age_s) * 1e9), effect.kept)
+        if wanted:
+            self.tracing.record(effect.traceparent, span)
+        else:
+            self.tracing.keep(effect.traceparent, span)
 
     def _start_worker(self, effect: ev.StartWorker) -> None:
         if self.crew is not None:

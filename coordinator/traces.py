@@ -10,12 +10,13 @@ from baton.runtime.tracing import Span
 from baton.v1 import admin_pb2, common_pb2
 
 
-def request_span(record: EndedRequest, arrived_ns: int) -> Span:
+def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
     """The whole request, with one child per stage of its budget and one per stall.
 
     Args:
         record: of a request that has ended.
         arrived_ns: when it came, nanoseconds since 1970.
+        kept: why it is traced whatever the caller wants; empty: it is not.
     """
     budget = record.budget
     attributes: dict[str, str | int] = {
@@ -27,6 +28,8 @@ def request_span(record: EndedRequest, arrived_ns: int) -> Span:
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "baton.ttft_us": budget.ttft_us,
     }
+    if kept:
+        attributes["baton.sampled"] = kept
     if record.finish_reason:
         name = common_pb2.FinishReason.Name(record.finish_reason)
         attributes["baton.finish_reason"] = name.removeprefix("FINISH_REASON_").lower()

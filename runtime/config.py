@@ -281,6 +281,13 @@ class TracingConfig(Section):
         description="http://host:port (or https) of an OpenTelemetry collector, OTLP over gRPC; "
         "gets the stages of requests whose traceparent is sampled; empty: nobody does",
     )
+    tail_share: float | None = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="of other requests, beside all that failed and all that were slower than 99 % "
+        "lately; null: none of them",
+    )
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -1,8 +1,8 @@
 """Spans in the requests' traces, sent to an OpenTelemetry collector.
 
-A request whose client sent a sampled traceparent gets spans under it; others get none: traces begin
-at the caller, who also decides which are kept. Without `tracing.otlp_endpoint` nothing of
-OpenTelemetry is imported.
+A request whose client sent a sampled traceparent gets spans under it, from every process that has
+to do with it. Of the others the coordinator keeps some when they are over (tail sampling), each as
+one trace with what it knows. Without `tracing.otlp_endpoint` nothing of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tracing:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
         self._exporter = OTLPSpanExporter(
             endpoint=config.otlp_endpoint,
@@ -94,8 +94,8 @@ class Tracing:
             timeout=_EXPORT_TIMEOUT_S,
         )
         self._provider = TracerProvider(
-            # The caller decides: no parent, no span.
-            sampler=ParentBased(root=ALWAYS_OFF),
+            # The caller decides; what has none is only recorded to be kept.
+            sampler=ParentBased(root=ALWAYS_ON),
             resource=Resource({"service.name": "baton", **resource}),
             shutdown_on_exit=False,
         )
@@ -119,10 +119,19 @@ class Tracing:
         return parent.is_valid and parent.trace_flags.sampled
 
     def record(self, traceparent: str, *spans: Span) -> None:
-        """Queues spans under a request's traceparent, their children under them."""
-        if self._tracer is not None:
+        """Queues spans under a request's traceparent that is wanted, their children under them."""
+        if self._tracer is not None and self.wants(traceparent):
             for span in spans:
                 _record(self._tracer, span, _context(traceparent))
+
+    def keep(self, traceparent: str, span: Span) -> None:
+        """Queues a span that nobody asked for beforehand, and its children.
+
+        It belongs to the caller's trace, where that named one it did not sample; else to its own.
+        """
+        if self._tracer is not None:
+            sampled = f"{traceparent[:-2]}01" if traceparent else ""
+            _record(self._tracer, span, _context(sampled))
 
     def close(self) -> None:
         """Sends what is queued, for at most FLUSH_TIMEOUT_S; blocks. Idempotent."""

@@ -54,6 +54,19 @@ async def test_only_sampled_requests_have_spans(collector, traceparent):
     assert set(await collector.wait_for("wanted")) == {"wanted"}
 
 
+async def test_what_is_kept_at_its_end_has_its_callers_trace_or_its_own(collector):
+    spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
+    spans.keep(NOT_SAMPLED, span("callers", children=[span("part")]))
+    spans.keep("", span("own"))
+    spans.keep("no traceparent", span("odd"))
+    await close(spans)
+    found = await collector.wait_for("callers", "part", "own", "odd")
+    assert (found["callers"].trace_id, found["callers"].parent_id) == (TRACE, PARENT)
+    assert found["part"].parent_id == found["callers"].span_id
+    assert not found["own"].parent_id
+    assert len({TRACE, found["own"].trace_id, found["odd"].trace_id}) == 3
+
+
 async def test_a_collector_that_is_away_or_silent_delays_nothing(collector):
     collector.answers.clear()
     with socket.socket() as unused:
