@@ -119,10 +119,11 @@ def read(path: str) -> dict[str, ApiKey]:
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
         found = _File.model_validate(values).keys
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise ConfigError(f"{path}: not YAML") from None
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+    except (yaml.YAMLError, ValueError):
+        # Of bytes that are no text, and of dates that there are none of.
+        raise ConfigError(f"{path}: not YAML, or with a date that does not exist") from None
     by_id = {key.id: key for key in found}
     if len(by_id) < len(found):
         raise ConfigError(f"{path}: an id is there twice")
