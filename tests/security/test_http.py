@@ -104,6 +104,17 @@ async def test_a_credential_that_cannot_be_sent_is_refused(start_coordinator, ke
     assert not any("failed" in line for line in log.lines)
 
 
+async def test_files_that_are_wrong_before_the_first_handshake_change_nothing(
+    start_coordinator, fresh_pki
+):
+    async with (
+        start_coordinator(fresh_pki.server()) as running,
+        gateway(running.address, fresh_pki) as address,
+    ):
+        (fresh_pki.directory / "server.pem").write_text("half a certificate")
+        assert "baton_http" in await asyncio.to_thread(metrics, address, fresh_pki)
+
+
 async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
     fingerprint = kv_transfer_pb2.KvFingerprint(block_bytes=64)
     limits = {"open_timeout_s": 1.0, "frame_timeout_s": 1.0}
