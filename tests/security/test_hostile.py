@@ -163,12 +163,18 @@ async def test_who_is_unknown_keeps_nobody_from_calling(start_coordinator, keys,
 async def test_some_may_watch_without_a_credential(start_coordinator, keys):
     keys.add("one", tenant="a")
     async with (
-        start_coordinator({"api_keys_file": keys.path}) as running,
+        start_coordinator({"max_calls": 8, "api_keys_file": keys.path}) as running,
         rpc.channel(running.address) as channel,
+        asyncio.timeout(WAIT_S),
     ):
-        watch = _watch_health(channel)
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        watch.cancel()
+        num_served = 0
+        while num_served < 3:
+            # The place of the one before is free soon.
+            with contextlib.suppress(grpc.RpcError):
+                watch = _watch_health(channel)
+                found = await watch.read()
+                num_served += found.status == health_pb2.HealthCheckResponse.SERVING
+                watch.cancel()
 
 
 async def test_a_crowd_of_idle_connections_keeps_nobody_out(start_coordinator, secured):
