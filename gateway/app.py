@@ -50,6 +50,8 @@ _PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _MAX_ANSWERS = 256
+# Less than gRPC's metadata may have by default.
+_MAX_CREDENTIAL_CHARS = 12 * 2**10
 _KINDS = {404: "not_found_error"}
 
 
@@ -186,11 +188,11 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get(request.headers.get("authorization", ""))
+        model = await self._model.get(_credential(request))
         return JSONResponse({"object": "list", "data": [self._described(model)]})
 
     async def _one_model(self, request: Request) -> Response:
-        model = await self._model.get(request.headers.get("authorization", ""))
+        model = await self._model.get(_credential(request))
         name = request.path_params["name"]
         if name != model.name:
             message = f"model is {name!r}; this gateway serves {model.name!r}"
@@ -246,11 +248,10 @@ class Gateway:
 
     async def _data(self, request: Request) -> Response:
         # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
-        shown = request.headers.get("authorization", "")
-        return JSONResponse(await self._overview.get(shown), headers=_DATA_HEADERS)
+        return JSONResponse(await self._overview.get(_credential(request)), headers=_DATA_HEADERS)
 
     async def _waterfall(self, request: Request) -> Response:
-        with shown_by(request.headers.get("authorization", "")):
+        with shown_by(_credential(request)):
             try:
                 found = await self._watcher.request(request.path_params["request_id"])
             except RemoteError as error:
@@ -264,6 +265,15 @@ class Gateway:
         kind = _KINDS.get(error.status_code, problems.INVALID)
         problem = Problem(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
+
+
+def _credential(request: Request) -> str:
+    """As it was shown; empty: none. Raises Problem where the coordinator could not be shown it."""
+    shown = request.headers.get("authorization", "")
+    if len(shown) > _MAX_CREDENTIAL_CHARS or not (shown.isascii() and shown.isprintable()):
+        message = "the credential is not valid here"
+        raise Problem(401, message, kind="authentication_error", code="invalid_api_key")
+    return shown
 
 
 def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:

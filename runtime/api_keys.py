@@ -5,8 +5,10 @@ The secret has 256 random bits, so that a plain SHA-256 of the whole key cannot 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from datetime import datetime
@@ -119,10 +121,11 @@ def read(path: str) -> dict[str, ApiKey]:
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
         found = _File.model_validate(values).keys
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise ConfigError(f"{path}: not YAML") from None
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+    except (yaml.YAMLError, ValueError):
+        # Of bytes that are no text, and of dates that there are none of.
+        raise ConfigError(f"{path}: not YAML, or with a date that does not exist") from None
     by_id = {key.id: key for key in found}
     if len(by_id) < len(found):
         raise ConfigError(f"{path}: an id is there twice")
@@ -130,13 +133,21 @@ def read(path: str) -> dict[str, ApiKey]:
 
 
 def write(path: str, keys: list[ApiKey]) -> None:
-    """Replaces the file, which only its owner can read then."""
+    """Replaces the file; a new one only its owner can read.
+
+    One that is there keeps its owner and its mode: whoever reads it still has to be able to.
+    """
     kept = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
     text = yaml.safe_dump({"keys": kept}, sort_keys=False)
     beside = Path(f"{path}.new")
     beside.unlink(missing_ok=True)
     beside.touch(mode=0o600)
     beside.write_text(text)
+    with contextlib.suppress(FileNotFoundError):
+        before = os.stat(path)
+        with contextlib.suppress(PermissionError):
+            os.chown(beside, before.st_uid, before.st_gid)
+        beside.chmod(before.st_mode & 0o777)
     beside.replace(path)
 
 

@@ -25,7 +25,10 @@ from baton.runtime.names import TENANT_NAMES, did_you_mean, is_tenant
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 from baton.runtime.security_config import SecurityConfig
 
-_SECRET_KEY = re.compile(r"(^|[_-])(token|secret|password|credentials?|api[_-]?keys?)$", re.I)
+_SECRET_KEY = re.compile(
+    r"(^|[_-])(token|secret|passw(or)?d|passphrase|credentials?|(api|access|private|secret)[_-]?keys?)$",
+    re.I,
+)
 _PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
@@ -606,7 +609,7 @@ def split_address(address: str, key: str) -> tuple[str, int]:
 
 
 def _without_secrets(value: Any, key: str = "") -> Any:
-    """Engine arguments may hold some (hf_token), and addresses a user's password."""
+    """Engine arguments and Ray's env_vars may hold some (hf_token), and addresses a password."""
     if isinstance(value, dict):
         return {name: _without_secrets(one, str(name)) for name, one in value.items()}
     if isinstance(value, list):

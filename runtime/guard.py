@@ -15,26 +15,42 @@ import grpc
 
 from baton.runtime.access import Access
 from baton.runtime.dial import AUTHORIZATION
-from baton.runtime.errors import BatonError, abort
+from baton.runtime.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    abort,
+)
 from baton.runtime.tls import Handshakes
 
 _ADMIN = "baton.v1.Admin"
 _MEMBERS = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})
 _TRANSFER = "/baton.v1.KvTransfer/"
 _HEAR_TIMEOUT_S = 2.0
+# For the one message of a call that has one: gRPC itself would wait for ever.
+_MESSAGE_TIMEOUT_S = 30.0
+# Of health and reflection, which need no credential.
+_OPEN_PACKAGE = "/grpc."
 _GET_MODEL = "/baton.v1.Inference/GetModel"
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Refuses calls of Admin, Cluster, KvTransfer and GetModel that may not be made.
 
+    Nor does who is unknown hold more than a part of the server's calls for long.
+
     Args:
         access: knows who may.
+        max_open_streams: that need no credential, at a time.
         handshakes: told of each call's peer; None without TLS.
     """
 
-    def __init__(self, access: Access, handshakes: Handshakes | None = None) -> None:
+    def __init__(
+        self, access: Access, max_open_streams: int, handshakes: Handshakes | None = None
+    ) -> None:
         self._access, self._handshakes = access, handshakes
+        self._max_open_streams, self._num_open_streams = max_open_streams, 0
 
     async def intercept_service(
         self,
@@ -44,13 +60,17 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        check = self._check_of(details.method)
+        method, check = details.method, self._check_of(details.method)
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             inner = getattr(handler, kind)
             if inner is not None:
                 # What transfers push is large, and nobody waits to hear why it is refused.
-                hears = kind.startswith("stream") and not details.method.startswith(_TRANSFER)
-                return handler._replace(**{kind: self._guarded(inner, check, hears)})
+                hears = kind.startswith("stream") and not method.startswith(_TRANSFER)
+                guarded = self._guarded(inner, check, hears, reads=kind.startswith("unary"))
+                if method.startswith(_OPEN_PACKAGE) and kind.endswith("stream"):
+                    guarded = self._counted(guarded)
+                streaming = {kind: None, kind.replace("unary_", "stream_"): guarded}
+                return handler._replace(request_streaming=True, **streaming)
         return handler
 
     def _check_of(self, method: str) -> Callable[[Any], None] | None:
@@ -71,7 +91,9 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         return None
 
-    def _guarded(self, inner: Any, check: Callable[[Any], None] | None, hears: bool) -> Any:
+    def _guarded(
+        self, inner: Any, check: Callable[[Any], None] | None, hears: bool, *, reads: bool
+    ) -> Any:
         """A handler that checks first.
 
         Args:
@@ -79,20 +101,23 @@ class Guard(grpc.aio.ServerInterceptor):
             check: raises BatonError.
             hears: whether a refusal comes after the first message. Before it, it would reach a
                 client that still writes as an internal error.
+            reads: whether `inner` takes one message, which is waited for here.
         """
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._handshakes is not None:
                 self._handshakes.called(context.peer())
-            if check is not None:
-                try:
+            try:
+                if reads:
+                    request = await _message(context)
+                if check is not None:
                     check(context)
-                except BatonError as error:
-                    if hears:
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(_HEAR_TIMEOUT_S):
-                                await context.read()
-                    await abort(context, error)
+            except BatonError as error:
+                if hears:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_HEAR_TIMEOUT_S):
+                            await context.read()
+                await abort(context, error)
             if inspect.isasyncgenfunction(inner):
                 async for response in inner(request, context):
                     await context.write(response)
@@ -100,6 +125,35 @@ class Guard(grpc.aio.ServerInterceptor):
             return await inner(request, context)
 
         return guarded
+
+    def _counted(self, inner: Any) -> Any:
+        """A stream that needs no credential: so many at a time."""
+
+        async def counted(request: Any, context: Any) -> None:
+            if self._num_open_streams >= self._max_open_streams:
+                what = f"{self._max_open_streams} streams of health and reflection are open"
+                reason = "OPEN_STREAMS"
+                await abort(context, ResourceExhausted(what, reason=reason, retry_after_s=1.0))
+            self._num_open_streams += 1
+            try:
+                await inner(request, context)
+            finally:
+                self._num_open_streams -= 1
+
+        return counted
+
+
+async def _message(context: Any) -> Any:
+    """The one message of a call. Raises BatonError when it does not come."""
+    try:
+        async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
+            found = await context.read()
+    except TimeoutError:
+        late = f"the request has not come within {_MESSAGE_TIMEOUT_S:g} s"
+        raise DeadlineExceeded(late) from None
+    if found is grpc.aio.EOF:
+        raise InvalidArgument("request", None, "must be one message")
+    return found
 
 
 def authorization(context: Any) -> str:

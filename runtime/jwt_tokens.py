@@ -116,16 +116,18 @@ class JwtVerifier:
         return Token(f"jwt:{claims.get('sub', '-')}"[:80], grants, float(claims["exp"]))
 
     def _read(self) -> dict[str, Any]:
+        from cryptography.exceptions import UnsupportedAlgorithm
+
         path = self._config.key_file
-        text = Path(path).read_text()
         try:
+            text = Path(path).read_text()
             if text.lstrip().startswith("{"):
                 keys = self._jwt.PyJWKSet.from_dict(json.loads(text)).keys
                 return {key.key_id or str(number): key.key for number, key in enumerate(keys)}
             from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
             return {"": load_pem_public_key(text.encode())}
-        except (ValueError, TypeError, self._jwt.exceptions.PyJWTError):
+        except (ValueError, TypeError, UnsupportedAlgorithm, self._jwt.exceptions.PyJWTError):
             raise ConfigError(
                 f"security.jwt.key_file: {path} is neither a public key in PEM nor a JWKS"
             ) from None

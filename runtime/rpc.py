@@ -27,6 +27,8 @@ MAX_FRAME_BYTES = 64 * 2**20
 PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
 # Pings that come faster than this are cut off, so it is below every interval in use.
 _MIN_PING_INTERVAL_MS = 1_000
+# Of the calls at a time, what streams that need no credential may be.
+_OPEN_PART = 8
 
 
 def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
@@ -139,7 +141,8 @@ def server(
     guards = []
     # Without anything to look at, calls do not pay for it.
     if protection is not None and (limits.knows_clients or limits.knows_workers or protection.tls):
-        guards = [Guard(protection.access, protection.handshakes)]
+        max_open_streams = max(1, limits.max_calls // _OPEN_PART)
+        guards = [Guard(protection.access, max_open_streams, protection.handshakes)]
     return grpc.aio.server(
         interceptors=guards,
         maximum_concurrent_rpcs=limits.max_calls,

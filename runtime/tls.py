@@ -99,7 +99,9 @@ class TlsFiles:
         self, *, client_auth: bool, handshakes: Handshakes | None = None
     ) -> ssl.SSLContext:
         """For a listening socket: each handshake takes the files of the moment."""
-        current: dict[int, ssl.SSLContext] = {}
+        context = self._server_context(client_auth)
+        # Of the version that is read already: the files may be wrong by the first handshake.
+        current = {self._pems.version: context}
 
         def at_handshake(socket: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
             if handshakes is not None:
@@ -110,7 +112,6 @@ class TlsFiles:
                 current[version] = self._server_context(client_auth)
             socket.context = current[version]
 
-        context = self._server_context(client_auth)
         context.sni_callback = at_handshake
         return context
 

@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import jwt
 import pytest
@@ -125,6 +126,19 @@ def test_a_removed_key_is_refused_and_a_broken_file_changes_nothing(keys, log):
     assert found.caller(f"Bearer {other}").name == "two"
     assert any("cannot be used" in line for line in log.lines)
     assert not any("secret-that-somebody-put-there" in line for line in log.lines)
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"keys: [{expires: 2030-13-45T00:00:00Z}]", b"\xff\xfe", b"keys: [{", b"[1]"]
+)
+def test_whatever_is_wrong_with_a_file_changes_nothing(keys, log, wrong):
+    key = keys.add("one", tenant="a")
+    found = access(api_keys_file=keys.path)
+    Path(keys.path).write_bytes(wrong)
+    assert found.caller(f"Bearer {key}").name == "one"
+    assert any("cannot be used" in line for line in log.lines)
+    with pytest.raises(ConfigError):
+        access(api_keys_file=keys.path)
 
 
 def test_prompts_and_running_requests_have_limits(keys):
@@ -282,7 +296,8 @@ def test_a_key_set_goes_by_the_id_of_the_key(issuer):
         found.caller(f"Bearer {good}")
 
 
-def test_a_file_that_is_no_key_is_refused_at_start(issuer):
-    issuer.file.write_text("nothing")
+@pytest.mark.parametrize("wrong", [b"nothing", b"\xff\xfe"])
+def test_a_file_that_is_no_key_is_refused_at_start(issuer, wrong):
+    issuer.file.write_bytes(wrong)
     with pytest.raises(ConfigError, match="neither a public key in PEM nor a JWKS"):
         issuer.access()

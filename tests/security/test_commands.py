@@ -147,6 +147,20 @@ def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
     assert "no keys" in runner.invoke(app, ["keys", "list", "k"]).output
 
 
+def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
+    file = tmp_path / "keys.yaml"
+    _, entry = api_keys.make("one", tenant="a")
+    api_keys.write(str(file), [entry])
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    owner = 12345 if os.geteuid() == 0 else os.geteuid()
+    os.chown(file, owner, -1)
+    api_keys.write(str(file), [])
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert file.stat().st_uid == owner
+    assert api_keys.read(str(file)) == {}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

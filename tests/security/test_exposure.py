@@ -116,6 +116,7 @@ def test_config_show_has_no_secrets():
         {
             "engine_args": {"hf_token": secret, "api_key": secret, "max_num_batched_tokens": 512},
             "decode": {"engine_args": {"nested": {"password": secret}}},
+            "ray": {"runtime_env": {"env_vars": {"AWS_SECRET_ACCESS_KEY": secret}}},
             "tracing": {"otlp_endpoint": f"http://user:{secret}@collector.test:4317"},
             "security": {"cluster_token_file": "/run/token"},
         },
@@ -126,4 +127,4 @@ def test_config_show_has_no_secrets():
     assert "max_num_batched_tokens: 512" in seen
     assert "cluster_token_file: /run/token" in seen
     # What child processes are given is whole.
-    assert dump(given).count(secret) == 4
+    assert dump(given).count(secret) == 5

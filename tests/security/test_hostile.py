@@ -6,6 +6,8 @@ import contextlib
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 from hostile import (
     GARBAGE,
     PREFACE,
@@ -18,7 +20,7 @@ from http_gateway import gateway, metrics
 
 from baton.client import BatonClient
 from baton.client.errors import UnavailableError
-from baton.runtime import rpc
+from baton.runtime import guard, rpc
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 WAIT_S = 10.0
@@ -113,6 +115,66 @@ async def test_calls_at_a_time_have_a_limit(start_coordinator):
                             inference_pb2.GetModelRequest()
                         )
                         break
+
+
+def _watch_health(channel):
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+
+def _reflect(channel):
+    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+
+
+def _say_nothing(method):
+    """A call whose one message never comes."""
+
+    def call(channel):
+        return channel.stream_unary(method)()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        _watch_health,
+        _reflect,
+        _say_nothing("/grpc.health.v1.Health/Check"),
+        _say_nothing("/baton.v1.Admin/ListPools"),
+        _say_nothing(GENERATE),
+    ],
+    ids=["health", "reflection", "check", "admin", "generate"],
+)
+async def test_who_is_unknown_keeps_nobody_from_calling(start_coordinator, keys, monkeypatch, call):
+    monkeypatch.setattr(guard, "_MESSAGE_TIMEOUT_S", 0.2)
+    key = keys.add("one", tenant="a")
+    async with (
+        start_coordinator({"max_calls": 8, "api_keys_file": keys.path}) as running,
+        rpc.channel(running.address) as channel,
+        BatonClient(running.address, api_key=key) as client,
+    ):
+        calls = [call(channel) for _ in range(16)]
+        await asyncio.wait([asyncio.create_task(one.code()) for one in calls], timeout=1.0)
+        assert (await client.model(WAIT_S)).name == "demo"
+        for one in calls:
+            one.cancel()
+
+
+async def test_some_may_watch_without_a_credential(start_coordinator, keys):
+    keys.add("one", tenant="a")
+    async with (
+        start_coordinator({"max_calls": 8, "api_keys_file": keys.path}) as running,
+        rpc.channel(running.address) as channel,
+        asyncio.timeout(WAIT_S),
+    ):
+        num_served = 0
+        while num_served < 3:
+            # The place of the one before is free soon.
+            with contextlib.suppress(grpc.RpcError):
+                watch = _watch_health(channel)
+                found = await watch.read()
+                num_served += found.status == health_pb2.HealthCheckResponse.SERVING
+                watch.cancel()
 
 
 async def test_a_crowd_of_idle_connections_keeps_nobody_out(start_coordinator, secured):

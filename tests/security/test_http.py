@@ -1,6 +1,8 @@
 """Who is let in at the gateway's own port, and at links that have no TLS."""
 
 import asyncio
+import contextlib
+import http.client
 import ssl
 import urllib.error
 import urllib.request
@@ -79,6 +81,38 @@ async def test_the_dashboard_shows_operators_what_is_theirs(start_coordinator, k
         with await asyncio.to_thread(urllib.request.urlopen, page, timeout=WAIT_S) as answer:
             # The page itself says nothing of the cell.
             assert answer.status == 200
+
+
+async def test_a_credential_that_cannot_be_sent_is_refused(start_coordinator, keys, log):
+    keys.add("search", tenant="a")
+    known = {"api_keys_file": keys.path}
+
+    def ask(address, path, credential) -> int:
+        connection = http.client.HTTPConnection(address, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", path, headers={"authorization": credential})
+            return connection.getresponse().status
+
+    async with (
+        start_coordinator(known) as running,
+        gateway(running.address, security=known) as address,
+    ):
+        for path in ("/v1/models", "/v1/models/m", "/dashboard/data", "/dashboard/requests/r"):
+            for credential in ("Bearer \xe9", "\x80", "Bearer a\tb", "x" * 20_000):
+                assert await asyncio.to_thread(ask, address, path, credential) == 401
+    # Nobody fills the log with it.
+    assert not any("failed" in line for line in log.lines)
+
+
+async def test_files_that_are_wrong_before_the_first_handshake_change_nothing(
+    start_coordinator, fresh_pki
+):
+    async with (
+        start_coordinator(fresh_pki.server()) as running,
+        gateway(running.address, fresh_pki) as address,
+    ):
+        (fresh_pki.directory / "server.pem").write_text("half a certificate")
+        assert "baton_http" in await asyncio.to_thread(metrics, address, fresh_pki)
 
 
 async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
