@@ -394,7 +394,8 @@ class Core:
             if not hello.generation:
                 # It has served no coordinator before.
                 self.stats.came_up(worker, now)
-            self.scaler.launches.attached(worker.id, now)
+            if not event.returns:
+                self.scaler.launches.attached(worker.id, now)
         else:
             # Nothing leads out of draining; the worker may not have heard of it yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
@@ -544,6 +545,9 @@ class Core:
 
     def _worker_exited(self, event: ev.WorkerExited, now: float) -> None:
         worker = self.workers.by_id(event.worker_id)
+        if self.scaler.launches.is_starting(event.worker_id):
+            # Who is attached under its id is another.
+            worker = None
         leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if worker is not None and not leaves:
             self.scaler.exited(event, now)

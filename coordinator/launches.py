@@ -126,7 +126,7 @@ class Launches:
     # ---- What happens.
 
     def attached(self, worker_id: str, now: float) -> None:
-        """A worker is there for the first time."""
+        """A worker is there for the first time, and has served no other coordinator."""
         one = self._all.get(worker_id)
         if one is not None and one.attached_at is None:
             one.attached_at = now
@@ -144,7 +144,8 @@ class Launches:
             Whether it was started here and was not to leave.
         """
         one = self._all.get(worker_id)
-        if one is None or one.ends:
+        # Of one that still starts it was a namesake, which an earlier coordinator had started.
+        if one is None or one.ends or one.starting:
             return False
         self._end(one)
         if not wanted:

@@ -85,7 +85,8 @@ def prefill_need(
         works = tuple(work * correction for work in lane.works_s)
         number = queueing.prefill_workers(offered, works, within_s, target.may_miss, bursts)
         ahead_s = _backlog_s(lane, target, num_serving, within_s)
-        cleared = math.ceil(offered + ahead_s / config.drain_backlog_s) if ahead_s > 0 else 0
+        wanted = offered + ahead_s / config.drain_backlog_s if ahead_s > 0 else 0.0
+        cleared = math.ceil(min(wanted, queueing.MOST))
         if max(number, cleared) > most:
             most = max(number, cleared)
             late = queueing.share_late(most, offered, works, within_s, bursts)

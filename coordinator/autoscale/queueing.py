@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from baton.runtime.latency import LatencyModel
 
-_MOST = 4096
+# Workers: no more are ever counted with, whatever the load is said to be.
+MOST = 4096
 
 
 def erlang_c(num_workers: int, load: float) -> float:
@@ -73,8 +74,8 @@ def prefill_workers(
     """The fewest workers with which at most `may_miss` of the requests are late."""
     if not load > 0 or not works_s:
         return 0
-    number = max(1, math.ceil(load))
-    while number < _MOST and share_late(number, load, works_s, target_s, burstiness) > may_miss:
+    number = max(1, math.ceil(min(load, MOST)))
+    while number < MOST and share_late(number, load, works_s, target_s, burstiness) > may_miss:
         number += 1
     return number
 

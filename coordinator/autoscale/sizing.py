@@ -112,9 +112,8 @@ def flips(
 ) -> tuple[int, Pool] | None:
     """How many workers change pools, and into which; None for none.
 
-    Only what the short pool lacks and the other has not needed for half a window, with one spare
-    worker left there unless both together have too few. A pool that has just got a worker so does
-    not give one back: it must first have been quiet.
+    Only what the short pool lacks and the other has not needed for half a window. A pool that has
+    just got a worker so does not give one back: it must first have been quiet.
     """
     if not config.flip or config.prefill.gpus != config.decode.gpus:
         return None
@@ -128,10 +127,8 @@ def flips(
             (number for at, number in states[giver].wanted if at >= since), default=needed[giver]
         )
         keep = max(config.limits(giver).floor, needed[giver], lately)
-        spare = min(
-            len(members[giver].serving) - keep, len(members[giver].serving) - 1 if keep else 10**9
-        )
-        number = min(short, spare)
+        # The last one stays, as one that serves must: what it has could not move to another.
+        number = min(short, len(members[giver].serving) - max(1, keep))
         if number > 0:
             return number, pool
     return None

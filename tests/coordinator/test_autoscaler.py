@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.coordinator.autoscale import queueing
 from baton.coordinator.autoscale.autoscaler import decide
+from baton.coordinator.autoscale.needs import prefill_need
 from baton.coordinator.autoscale.types import (
     DecodeLoad,
     Drain,
@@ -259,3 +261,10 @@ def test_targets_change_live():
     tight = replace(days.config, targets=(("interactive", Targets(0.3, 0.05)),))
     days.config = tight
     assert days.passes(5, rate=12, work_s=0.2).prefill.needed > loose
+
+
+def test_a_backlog_beyond_all_measure_is_decided_on_at_once():
+    lane = LaneLoad(num_arrived=10, work_s=1.0, works_s=(0.1,) * 10, queued_s=1e12)
+    observation = Observation(1000.0, (), MODEL, (("interactive", lane),))
+    need = prefill_need(observation, ScalingConfig(), (), 1.0, 1, 1000.0)
+    assert need.workers == queueing.MOST

@@ -132,6 +132,37 @@ def test_a_worker_that_another_incarnation_replaces_is_not_ended(launched):
     assert len(made.started) == 2
 
 
+def test_a_worker_of_the_coordinator_before_is_not_taken_for_its_namesake(new_world, say_hello):
+    """`baton up` was killed and started again: what it had drains, and looks for it meanwhile."""
+    made = Launched(new_world)
+    attached = say_hello(
+        "decode-0",
+        common_pb2.ROLE_DECODE,
+        incarnation := 7,
+        generation=77,
+        state=cluster_pb2.WORKER_STATE_DRAINING,
+    )
+    made.world.handle(ev.WorkerAttached(attached, returns=True))
+    assert made.core.scaler.launches.num_starting(DECODE) == 1
+    stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
+    made.world.handle(ev.WorkerChanged(("decode-0", incarnation), stopped))
+    made.wait(6)
+    assert made.ended == []
+    assert made.started == ["prefill-0", "decode-0"]
+    made.come_up()
+    assert made.core.can_serve
+    assert made.core.stats.cold_starts == {"prefill": 1, "decode": 1}
+
+
+def test_a_start_that_fails_does_not_take_its_namesake_with_it(new_world, say_hello):
+    made = Launched(new_world)
+    attached = say_hello("decode-0", common_pb2.ROLE_DECODE, 7, generation=77)
+    made.world.handle(ev.WorkerAttached(attached, returns=True))
+    made.world.handle(ev.WorkerExited("decode-0", "exited with code 1"))
+    assert made.ended == ["decode-0"]
+    assert made.ids(DECODE) == {"decode-0"}
+
+
 def test_cold_starts_are_counted_and_timed(new_world):
     made = Launched(new_world)
     made.wait(4)

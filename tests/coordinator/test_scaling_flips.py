@@ -174,3 +174,18 @@ def test_a_lost_worker_that_flips_is_forgotten(launched):
     assert made.core.request("r1").attempt == 2
     made.wait(30)
     assert made.core.workers.by_id(worker_id) is None
+
+
+def test_the_last_worker_of_a_sleepy_pool_is_not_waited_for(new_world):
+    """It stays where it is, so that another must be started for the pool that is short."""
+    limits = {"prefill": PoolLimits(0, 4), "decode": PoolLimits(1, 4)}
+    made = Launched(new_world, autoscale=True, limits=limits, idle_s=30.0)
+    made.come_up()
+    made.wait(80)
+    assert (made.ids(Pool.PREFILL), made.ids(Pool.DECODE)) == ({"prefill-0"}, {"decode-0"})
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.wait(10)
+    assert made.started[2:] == ["decode-1"]
+    made.come_up()
+    made.wait(100)
+    assert (made.ids(Pool.PREFILL), made.ids(Pool.DECODE)) == (set(), {"decode-1"})
