@@ -6,7 +6,8 @@ yet will be there soon, which keeps a burst of equal prompts together.
 
 Whoever holds a block is taken to hold those before it too, as every engine does that evicts a
 prefix from its end: so depths are found by halving, not by walking. Where a cache has a hole all
-the same, its worker counts as holding more than it does, and computes a little more.
+the same, its worker counts as holding more than it does, and computes what it lacks: the whole
+prompt, where a handoff has left out what was thought to be there.
 
 Sets of workers are bit masks, one bit per worker.
 """
