@@ -148,6 +148,11 @@ class Adoption:
 
     # ---- Clients.
 
+    def is_anothers(self, submission: Submission) -> bool:
+        """Whether a worker goes on with a request of this id for another tenant."""
+        orphan = self._orphans.get(submission.request_id)
+        return orphan is not None and orphan.tenant != submission.tenant
+
     def admitted(self, request: Request, now: float) -> None:
         """A request has joined its lane: it leaves it again where a worker goes on with it."""
         orphan = self._orphans.pop(request.id, None)

@@ -163,9 +163,19 @@ class RequestBook:
             )
         return None
 
-    def admit(self, submission: Submission, now: float) -> Request | None:
-        """Queues a submission; None: it was refused."""
+    def admit(
+        self, submission: Submission, now: float, *, is_taken: bool = False
+    ) -> Request | None:
+        """Queues a submission; None: it was refused.
+
+        Args:
+            submission: checked.
+            now: by the core's clock.
+            is_taken: a worker goes on with somebody else's request of this id.
+        """
         refused = self.admission_error(submission.lane)
+        if is_taken:
+            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
         older = self._requests.get(submission.request_id)
         if refused is None and older is not None:
             refused = self._succeed(older, submission, now)

@@ -235,7 +235,8 @@ class Core:
     # ---- Clients
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
-        request = self._book.admit(event.submission, now)
+        is_taken = self._adoption.is_anothers(event.submission)
+        request = self._book.admit(event.submission, now, is_taken=is_taken)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
+from baton.runtime.errors import AlreadyExists
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
@@ -102,13 +103,16 @@ def test_a_client_gets_what_it_lacks_and_the_worker_goes_on(restarted, out, firs
     assert world.core.stats.num_adopted == 1
 
 
-def test_nobody_gets_another_tenants_output(restarted):
+def test_nobody_gets_another_tenants_output_or_its_place(restarted):
     restarted.comes_back(running(tenant="somebody"))
     to = restarted.resumes(num_tokens=0)
+    assert isinstance(restarted.world.last(to).error, AlreadyExists)
     assert restarted.world.tokens(to) == []
-    assert restarted.world.core.stats.num_adopted == 0
-    (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
-    assert cancel.attempt == 3
+    # Whose it is finds it as it was.
+    restarted.resumes(num_tokens=3, tenant="somebody")
+    assert restarted.world.tokens(restarted.to) == OUTPUT[3:5]
+    assert restarted.world.core.stats.num_adopted == 1
+    assert not restarted.commands(cluster_pb2.CancelCommand, "d")
 
 
 def test_an_output_that_ended_meanwhile_is_handed_out(restarted, out):
