@@ -25,10 +25,14 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
     async def asking() -> T:
         failures = []
         for one in options.resolve_addresses(address):
+            admin = connection.current().admin(one)
             try:
-                async with connection.current().admin(one) as admin:
+                async with admin:
                     return await question(admin)
             except errors.UnavailableError as error:
+                if admin.has_answered:
+                    # It has done something: the next one is another cell, or its successor.
+                    raise
                 failures.append(error)
         raise errors.of_all(failures)
 

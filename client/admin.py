@@ -28,6 +28,9 @@ class AdminClient:
         timeout_s: of each call.
         tls: None: without.
         api_key: of an operator, where the coordinator asks for one.
+
+    Attributes:
+        has_answered: whether a call has succeeded: something may have been done there.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class AdminClient:
         self._interceptors = interceptors(self._dial) if api_key else []
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
+        self.has_answered = False
 
     async def __aenter__(self) -> Self:
         self._channel = rpc.channel(self.address, dial=self._dial, interceptors=self._interceptors)
@@ -178,6 +182,8 @@ class AdminClient:
 
     async def _answer(self, call: Awaitable[T]) -> T:
         try:
-            return await call
+            answer = await call
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self.address) from None
+        self.has_answered = True
+        return answer
