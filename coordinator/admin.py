@@ -12,12 +12,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
 from baton.coordinator.admin_scaling import ScalingCalls
-from baton.coordinator.autoscale.observer import POOL_OF
 from baton.coordinator.budget import latency_budget
 from baton.coordinator.core import Core
 from baton.coordinator.intake import Intake
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import KindLatency, WorkerKind
+from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import MAX_SAMPLES, sample, status

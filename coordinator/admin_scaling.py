@@ -11,10 +11,9 @@ from typing import TypeAlias
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
-from baton.coordinator.autoscale.observer import POOL_OF
 from baton.coordinator.autoscale.types import Targets
 from baton.coordinator.lanes import LANES, lane_name
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.scaling import Remembered, Scaler
 from baton.coordinator.shell import Shell
 from baton.coordinator.workers import Worker
@@ -28,7 +27,6 @@ from baton.runtime.errors import (
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 _Role: TypeAlias = "common_pb2.Role.ValueType"
-ROLE_OF = {pool: role for role, pool in POOL_OF.items()}
 _ROLES = "ROLE_PREFILL (1) or ROLE_DECODE (2)"
 _MAX_WATCHERS = 64
 _INTERVAL_S, _SHORTEST_INTERVAL_S = 1.0, 0.1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.adoption import SETTLED, Adoption
-from baton.coordinator.autoscale.observer import POOL_OF, Observer
+from baton.coordinator.autoscale.observer import Observer
 from baton.coordinator.autoscale.policy import Policy
 from baton.coordinator.autoscale.settings import in_config
 from baton.coordinator.autoscale.types import Drain
@@ -22,6 +22,7 @@ from baton.coordinator.drains import Drains
 from baton.coordinator.flips import Flips
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
+from baton.coordinator.load_index import POOL_OF, ROLE_OF
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placement, Placer
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
@@ -34,7 +35,6 @@ from baton.runtime import errors
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
-_POOLS = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _MAX_REMEMBERED_HANDOFFS = 4096
 # A worker that is stuck for so many times the limit is fenced, so that another can take its place.
 _STUCK_FOR_GOOD = 3
@@ -161,8 +161,7 @@ class Core:
     def can_serve(self) -> bool:
         """Whether requests are admitted, and both pools have a serving worker, or will get one."""
         return self._book.closing is None and all(
-            self.workers.serving(role) or self.scaler.wakes(POOL_OF[role])
-            for role in _POOLS.values()
+            self.workers.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
         )
 
     def flip_error(
@@ -365,10 +364,10 @@ class Core:
         waited = f"waited {waited_s:g} s"
         if request.losses:
             waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
-        empty = [name for name, role in _POOLS.items() if not self.workers.pool(role)]
+        empty = [pool.value for pool, role in ROLE_OF.items() if not self.workers.pool(role)]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
-        idle = [name for name, role in _POOLS.items() if not self.workers.serving(role)]
+        idle = [pool.value for pool, role in ROLE_OF.items() if not self.workers.serving(role)]
         if idle:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
         return errors.ResourceExhausted(
@@ -567,7 +566,7 @@ class Core:
             if isinstance(action, Drain):
                 self._drain(worker, self._config.scaling.drain_s, action.reason, now)
             else:
-                role = _POOLS[action.to.value]
+                role = ROLE_OF[action.to]
                 if self._flips.error(worker, role) is None:
                     self._flips.begin(worker, role, now, by_hand=False)
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
-from baton.coordinator.autoscale.observer import POOL_OF
 from baton.coordinator.book import RequestBook
+from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.placement import Placer
 from baton.coordinator.request import Request, RequestState, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.workers import Flipping, Worker, WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition
 from baton.v1 import cluster_pb2, common_pb2
-
-_ROLE_NAMES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 
 class Flips:
@@ -53,7 +51,7 @@ class Flips:
         """Why a worker cannot change to this role now; None when it can, or has it already."""
         if worker.role == role or (worker.flip is not None and worker.flip.into == role):
             return None
-        name, serves = f"worker {worker.id}", _ROLE_NAMES[worker.role]
+        name, serves = f"worker {worker.id}", POOL_OF[worker.role].value
         if worker.flip is not None:
             return FailedPrecondition(f"{name} is changing its role; wait until it serves")
         if not worker.serving:

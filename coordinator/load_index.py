@@ -7,6 +7,7 @@ from enum import Enum
 from baton.coordinator.least_loaded import LeastLoaded
 from baton.coordinator.request import WorkerKey
 from baton.coordinator.worker_load import WorkerLoad
+from baton.v1 import common_pb2
 
 
 class Pool(Enum):
@@ -14,6 +15,10 @@ class Pool(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+ROLE_OF = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
+POOL_OF = {role: pool for pool, role in ROLE_OF.items()}
 
 
 class LoadIndex:

@@ -14,12 +14,11 @@ from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
 from baton.coordinator.lanes import lane_name
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import ROLE_OF, Pool
 from baton.runtime.config import BatonConfig
 from baton.runtime.histogram import Histogram
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2
 
-_ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 # Of LaneStats: attribute, metric name, what it says.
 _LANE_HISTOGRAMS = (
     ("ttft", "gen_ai_server_time_to_first_token_seconds", "Time to first token, from arrival."),
@@ -138,13 +137,13 @@ class CoreCollector(Collector):
 
     def _workers(self) -> Metric:
         family = GaugeMetricFamily("baton_workers", "Attached.", labels=["pool", "state"])
-        for pool, role in _ROLES.items():
+        for pool, role in ROLE_OF.items():
             workers = [worker for worker in self._core.workers if worker.role == role]
             serving = sum(worker.serving for worker in workers)
             draining = sum(worker.state == cluster_pb2.WORKER_STATE_DRAINING for worker in workers)
-            family.add_metric([pool, "serving"], serving)
-            family.add_metric([pool, "draining"], draining)
-            family.add_metric([pool, "other"], len(workers) - serving - draining)
+            family.add_metric([pool.value, "serving"], serving)
+            family.add_metric([pool.value, "draining"], draining)
+            family.add_metric([pool.value, "other"], len(workers) - serving - draining)
         return family
 
     def _scaling(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.prefix_index import PrefixMatch
 from baton.coordinator.request import Request, Submission, WorkerKey
@@ -32,7 +32,6 @@ from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
-_POOLS = {common_pb2.ROLE_PREFILL: Pool.PREFILL, common_pb2.ROLE_DECODE: Pool.DECODE}
 # Steps of prefill work on one worker, by lane, that let no other prompt of the lane join. The
 # second keeps an engine busy while its answer to the first is on its way; batch goes without, so
 # that an interactive prompt never finds more than one of its steps ahead of it.
@@ -158,7 +157,7 @@ class Placer:
         """Whether it takes work, and which, may have changed."""
         if self.router.load(worker.key) is not None:
             open_to = worker.serving and not worker.alone
-            self.router.set_pool(worker.key, _POOLS.get(worker.role) if open_to else None)
+            self.router.set_pool(worker.key, POOL_OF.get(worker.role) if open_to else None)
 
     def detach(self, worker: Worker) -> None:
         self.router.remove_worker(worker.key)

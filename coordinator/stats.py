@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.coordinator.lanes import LANES
+from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.recent import STAGES, Recent, Stage
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.sketch import Sketch
@@ -143,7 +144,7 @@ class CoreStats:
     def came_up(self, worker: Worker, now: float) -> None:
         """A worker has attached for the first time, and may say how long its stages took."""
         startup_ms = worker.hello.startup_ms
-        self.cold_starts[common_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower()] += 1
+        self.cold_starts[POOL_OF[worker.role].value] += 1
         if startup_ms:
             lasted_s = sum(startup_ms.values()) / 1e3
             self.latest_cold_starts.append(ColdStart(now, worker.id, worker.role, lasted_s))

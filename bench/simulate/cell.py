@@ -23,12 +23,10 @@ from baton.coordinator.autoscale.settings import ScalingSettings
 from baton.coordinator.autoscale.types import Flip, Want
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.request import StreamKey, Submission, WorkerKey
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
-ROLES = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
-_POOLS = {role: pool for pool, role in ROLES.items()}
 _START_S = 1000.0
 # For workers that leave, and those that change roles.
 _DRAIN_S = 600.0
@@ -178,8 +176,8 @@ class SimulatedCell:
         if member.gone:
             return
         key, shape = (member.worker_id, 1), self._shapes[member.pool]
-        member.engine = self._engines[key] = Engine(self, key, ROLES[member.pool], shape)
-        self._post(ev.WorkerAttached(_hello(key, ROLES[member.pool], shape)))
+        member.engine = self._engines[key] = Engine(self, key, ROLE_OF[member.pool], shape)
+        self._post(ev.WorkerAttached(_hello(key, ROLE_OF[member.pool], shape)))
         self._beat(member.engine)
 
     def _beat(self, engine: Engine) -> None:
@@ -216,7 +214,7 @@ class SimulatedCell:
             else:
                 what = f"{action.worker_id} drains"
             self.record.event(self.now, what)
-        sizes = {pool: len(self.core.workers.serving(role)) for pool, role in ROLES.items()}
+        sizes = {pool: len(self.core.workers.serving(role)) for pool, role in ROLE_OF.items()}
         self.record.decided(self.now, effect.decision, self.tally.latest(95), sizes)
 
     def _command(self, effect: ev.SendCommand) -> None:
@@ -225,7 +223,7 @@ class SimulatedCell:
             return
         wait_s = engine.shape.delay_s
         if isinstance(effect.command, cluster_pb2.SetRoleCommand):
-            self.record.worker_moved(effect.worker[0], _POOLS[effect.command.role])
+            self.record.worker_moved(effect.worker[0], POOL_OF[effect.command.role])
             wait_s += self._flip_s
         self.at(self.now + wait_s, engine.take, effect.command)
 

@@ -14,7 +14,7 @@ from baton.coordinator.autoscale.types import (
 )
 from baton.coordinator.lanes import LANES, Lanes, lane_name
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.placement import Placer
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.worker_load import WorkerLoad
@@ -22,7 +22,6 @@ from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 
-POOL_OF = {common_pb2.ROLE_PREFILL: Pool.PREFILL, common_pb2.ROLE_DECODE: Pool.DECODE}
 _INTERACTIVE = common_pb2.LANE_INTERACTIVE
 
 
