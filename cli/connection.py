@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from baton.client import AdminClient, Tls
 
 TlsCa = Annotated[
@@ -107,9 +110,14 @@ class Connection:
 _current: ContextVar[Connection | None] = ContextVar("connection", default=None)
 
 
-def use(connection: Connection) -> None:
-    """For the command that follows."""
-    _current.set(connection)
+@contextmanager
+def used(connection: Connection) -> Iterator[None]:
+    """`current` gives it until this ends: one process may run several commands."""
+    before = _current.set(connection)
+    try:
+        yield
+    finally:
+        _current.reset(before)
 
 
 def current() -> Connection:

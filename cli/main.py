@@ -75,6 +75,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -88,9 +89,10 @@ def root(
     api_key_file: connection.ApiKeyFile = "",
     api_key: connection.ApiKeyVariable = "",
 ) -> None:
-    connection.use(
-        connection.Connection(tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key)
+    options = connection.Connection(
+        tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key
     )
+    context.with_resource(connection.used(options))
 
 
 def main() -> None:

@@ -173,8 +173,10 @@ def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
 def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, message):
     from typer.testing import CliRunner
 
+    from baton.cli import connection
     from baton.cli.main import app
 
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, [*options, "pools", "--address", "127.0.0.1:1"])
     assert message in str(result.exception)
+    assert connection.current() == connection.Connection(), "options outlived their command"
