@@ -1,4 +1,4 @@
-"""The README says what the code does."""
+"""The README and docs/ say what the code does."""
 
 import re
 from pathlib import Path
@@ -15,8 +15,13 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.refusals import Refusals
 from baton.worker.metrics import WorkerCollector
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-KEY_ROWS = re.findall(r"^\| (`[a-z_.]+`(?:, `[a-z_.]+`)*) \| (`[^`]*`|) \| ", README, re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+TEXT = "\n".join(PAGES.values())
+KEY_ROWS = re.findall(r"^\| (`[a-z_.]+`(?:, `[a-z_.]+`)*) \| (`[^`]*`|) \| ", TEXT, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("keys", "default"), KEY_ROWS, ids=[row[0] for row in KEY_ROWS])
@@ -43,13 +48,32 @@ def test_every_metric_it_names_exists():
     )
     shown = "".join(generate_latest(one).decode() for one in registries)
     exist = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))
-    named = set(re.findall(r"`(baton_\w+)`", README))
+    named = set(re.findall(r"`(baton_\w+)`", TEXT))
     assert named <= exist
     assert len(named) >= 10
 
 
 def test_every_command_it_names_exists(baton):
-    named = set(re.findall(r"(?:^|`)baton ([a-z]+)", README, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)baton ([a-z]+)", TEXT, re.MULTILINE))
     commands = set(re.findall(r"^  ([a-z]+)  ", baton("--help").out, re.MULTILINE))
     assert named <= commands
     assert {"up", "generate", "pools", "workers", "requests", "config"} <= named
+
+
+def anchors(page: str) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_links_lead_somewhere(name):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", PAGES[name]):
+        file = (ROOT / name).parent / target if target else ROOT / name
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text()), f"{target}#{anchor}"
+
+
+def test_every_page_is_found_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/[^)#]*)", PAGES["README.md"]))
+    assert linked == {name for name in PAGES if name.startswith("docs/")}
