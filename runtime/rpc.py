@@ -157,6 +157,10 @@ def server(
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
             ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
             ("grpc.max_concurrent_streams", limits.max_calls),
+            # gRPC cancels calls at random while a thousand wait to be taken up. What is too much is
+            # for `maximum_concurrent_rpcs` to say, with a status that means it.
+            ("grpc.server.max_pending_requests", limits.max_calls),
+            ("grpc.server.max_pending_requests_hard_limit", limits.max_calls),
             ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
         ],
