@@ -176,7 +176,7 @@ class Adoption:
 
     def _keep(self, request_id: str, orphan: _Orphan, now: float) -> bool:
         """Whether the worker goes on with it."""
-        request = self._book.get(request_id)
+        request = self._book.requests.get(request_id)
         if request is not None and request.state is RequestState.QUEUED:
             return self._join(request, orphan, now)
         if request is not None:
@@ -184,7 +184,9 @@ class Adoption:
             served = (request.decode, request.attempt_number) == (orphan.worker, orphan.attempt)
             return served and self._deliver(request, orphan, now)
         other = self._orphans.get(request_id)
-        if request_id in self._book.ended or (other is not None and other.attempt > orphan.attempt):
+        if request_id in self._book.requests.ended or (
+            other is not None and other.attempt > orphan.attempt
+        ):
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(request_id, other)

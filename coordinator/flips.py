@@ -91,7 +91,7 @@ class Flips:
         if not elsewhere:
             return
         for request_id in tuple(worker.assigned):
-            request = self._book.get(request_id)
+            request = self._book.requests.get(request_id)
             if request is not None and self._moves(request, worker, late=late):
                 self._book.move(request, now)
 

@@ -52,7 +52,8 @@ class _Step:
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
         """Sends on what is one token each. All that a token costs the core is here."""
-        find, decoding, worker = self.book.by_handle.get, RequestState.DECODING, self.worker
+        find, worker = self.book.requests.by_handle.get, self.worker
+        decoding = RequestState.DECODING
         deltas: list[tuple[StreamKey, bytes]] = []
         for handle, offset, token_id, num_chars, encoded in zip(
             tokens.handles,
@@ -175,7 +176,7 @@ class _Step:
                 break
             cause, by = Cause.JOINED, request
         if by is None and worker.local:
-            cause, by = Cause.PREFILL, self.book.get(next(iter(worker.local)))
+            cause, by = Cause.PREFILL, self.book.requests.get(next(iter(worker.local)))
         worker.slow_steps.append(
             SlowStep(
                 self.now,
@@ -207,7 +208,7 @@ def apply_step(
     if outputs.HasField("tokens"):
         step.take(outputs.tokens)
     for output in outputs.outputs:
-        request = book.get(output.request_id)
+        request = book.requests.get(output.request_id)
         if request is not None and output.attempt == request.attempt_number:
             _apply_output(step, request, output)
     step.count()
