@@ -173,10 +173,22 @@ def requests(
     if as_json:
         return print_json([plain(request) for request in found])
     return print_table(
-        ("REQUEST", "STATE", "LANE", ">PROMPT", ">OUTPUT", ">AGE", "PREFILL", "DECODE", "ERROR"),
+        (
+            "REQUEST",
+            "TENANT",
+            "STATE",
+            "LANE",
+            ">PROMPT",
+            ">OUTPUT",
+            ">AGE",
+            "PREFILL",
+            "DECODE",
+            "ERROR",
+        ),
         [
             (
                 request.request_id,
+                request.tenant,
                 enum_name(admin_pb2.RequestState.DESCRIPTOR, request.state),
                 enum_name(common_pb2.Lane.DESCRIPTOR, request.lane),
                 str(request.prompt_tokens),

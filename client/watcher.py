@@ -85,13 +85,13 @@ class Watcher:
         """
         return await self._ask(lambda admin: self._look(admin, include_history))
 
-    async def request(self, request_id: str) -> admin_pb2.RequestInfo:
-        """One request, running or recently ended.
+    async def request(self, request_id: str, tenant: str = "") -> admin_pb2.RequestInfo:
+        """One request, running or recently ended; as AdminClient.get_request.
 
         Raises:
             RemoteError: as above; NotFoundError when there is none.
         """
-        return await self._ask(lambda admin: admin.get_request(request_id))
+        return await self._ask(lambda admin: admin.get_request(request_id, tenant=tenant))
 
     async def requests(self, limit: int) -> list[admin_pb2.RequestInfo]:
         """Those that run, and then those that ended last.

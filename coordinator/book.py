@@ -16,6 +16,7 @@ from baton.coordinator.register import Register
 from baton.coordinator.request import (
     Interruption,
     Request,
+    RequestKey,
     RequestState,
     StateLimits,
     StreamKey,
@@ -54,7 +55,7 @@ class RequestBook:
         config: CoreConfig,
         workers: WorkerRegistry,
         placer: Placer,
-        timers: Timers[str | WorkerKey],
+        timers: Timers[RequestKey | WorkerKey],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
@@ -88,20 +89,10 @@ class RequestBook:
 
     # ---- In
 
-    def admit(
-        self, submission: Submission, now: float, *, is_taken: bool = False
-    ) -> Request | None:
-        """Queues a submission; None: it was refused.
-
-        Args:
-            submission: checked.
-            now: by the core's clock.
-            is_taken: a worker goes on with somebody else's request of this id.
-        """
+    def admit(self, submission: Submission, now: float) -> Request | None:
+        """Queues a submission that was checked; None: it was refused."""
         refused = self.admission.error(submission.lane, len(self.requests))
-        if is_taken:
-            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
-        older = self.requests.get(submission.request_id)
+        older = self.requests.get(submission.key)
         if refused is None and older is not None:
             refused = self._succeed(older, submission, now)
         model = self._workers.model
@@ -131,7 +122,7 @@ class RequestBook:
             text_chars=submission.known_text_chars,
             hashes=hashes if len(self._workers) else None,
         )
-        before = self.requests.ended.get(request.id)
+        before = self.requests.ended.get(request.key)
         if before is not None:
             request.attempts_before = before.attempt_number
         self.requests.add(request)
@@ -154,7 +145,7 @@ class RequestBook:
         self.lanes.dispatched(request, 0)
         self._placer.leaves(request)
         self._placer.adopt(request, worker.key)
-        worker.assign(request.id, request.num_prompt_tokens + len(request.token_ids))
+        worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
@@ -177,14 +168,14 @@ class RequestBook:
         self._placer.assign(request, placement)
         for worker in map(self._workers.get, (request.prefill, request.decode)):
             if worker is not None:
-                worker.assign(request.id, num_tokens)
+                worker.assign(request.key, num_tokens)
         prefiller = self._workers.get(request.prefill)
         if prefiller is None:
             self._send_decode(request, now)
             return
         self._sent(request, prefiller)
         if placement.handoff:
-            prefiller.sending.add(request.id)
+            prefiller.sending.add(request.key)
         self._commands.prefill(request, prefiller.key, now)
         self._commands.announce(request, now)
 
@@ -228,7 +219,7 @@ class RequestBook:
         found = self._workers.get(worker)
         if found is not None:
             was_alone = found.alone
-            found.answered(request.id)
+            found.answered(request.key)
             if was_alone:
                 self._placer.refresh(found)
                 self.room_made = True
@@ -237,7 +228,7 @@ class RequestBook:
         """The prefill worker's end of the handoff does not matter any more."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
-            worker.sending.discard(request.id)
+            worker.sending.discard(request.key)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
@@ -354,7 +345,7 @@ class RequestBook:
     def _set_timer(self, request: Request) -> float:
         """When something must be done about the request, by the core's clock."""
         due = request.due(self._limits[request.submission.lane])
-        self._timers.set(request.id, due)
+        self._timers.set(request.key, due)
         return due
 
     def _end(
@@ -371,7 +362,7 @@ class RequestBook:
         self._placer.leaves(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placer.ended(request)
-        self._timers.cancel(request.id)
+        self._timers.cancel(request.key)
         self._let_go(request)
         self.requests.remove(request)
         self.room_made = True
@@ -408,7 +399,6 @@ class RequestBook:
         """A resumed request replaces its older self, whose session is not known to be lost yet."""
         if (
             not len(submission.known_token_ids)
-            or older.submission.tenant != submission.tenant
             or older.submission.to.session == submission.to.session
         ):
             return errors.AlreadyExists(f"request {submission.request_id} is running")
@@ -446,9 +436,9 @@ class RequestBook:
 
     def _sent(self, request: Request, worker: Worker) -> None:
         """A worker is told to begin with a request."""
-        worker.sent(request.id, alone=request.suspect)
+        worker.sent(request.key, alone=request.suspect)
         if request.prefill is None:
-            worker.local.add(request.id)
+            worker.local.add(request.key)
         if request.suspect:
             self._placer.refresh(worker)
 
@@ -461,5 +451,5 @@ class RequestBook:
 
     def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)
-        if worker is not None and worker.release(request.id):
+        if worker is not None and worker.release(request.key):
             self.room_made = True

@@ -15,7 +15,7 @@ from baton.v1 import cluster_pb2, common_pb2
 def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
     """What is the same in all of a request's commands, but its prompt."""
     return cluster_pb2.RequestSpec(
-        request_id=submission.request_id,
+        request_id=submission.key,
         sampling=submission.sampling,
         lane=submission.lane,
         # Smaller first: when KV runs out, the engine's victim is a batch request.
@@ -101,14 +101,14 @@ class Commands:
         if key is None or self._workers.get(key) is None:
             return
         command = cluster_pb2.CancelCommand(
-            request_id=request.id, attempt=request.attempt_number, handoff_id=request.handoff_id
+            request_id=request.key, attempt=request.attempt_number, handoff_id=request.handoff_id
         )
         self._send(key, command)
 
     def lost_baton(self, request: Request) -> None:
         """The handoff will not come: its decode worker need not wait for it."""
         assert request.decode is not None
-        command = cluster_pb2.CancelCommand(request_id=request.id, handoff_id=request.handoff_id)
+        command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=request.handoff_id)
         self._send(request.decode, command)
 
     # ---- Inside

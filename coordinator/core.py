@@ -23,7 +23,7 @@ from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.members import Members
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placer
-from baton.coordinator.request import EndedRequest, Request, WorkerKey
+from baton.coordinator.request import EndedRequest, Request, RequestKey, WorkerKey
 from baton.coordinator.scaling import SCALING, Scaler
 from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
@@ -55,7 +55,7 @@ class Core:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._timers: Timers[str | WorkerKey] = Timers()
+        self._timers: Timers[RequestKey | WorkerKey] = Timers()
         self.workers = WorkerRegistry(config.model_name)
         self.latency = LatencyRegistry(config.latency)
         self.placer = Placer(config, self.workers, self.latency)
@@ -167,9 +167,21 @@ class Core:
         """Why no request of this lane would be admitted now; None when one would."""
         return self._book.admission.error(lane, len(self._book.requests))
 
-    def request(self, request_id: str) -> Request | EndedRequest | None:
-        """One request: running, or recently ended."""
-        return self._book.requests.get(request_id) or self._book.requests.ended.get(request_id)
+    def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
+        """One request: running, or recently ended; None when there is none.
+
+        Args:
+            request_id: as its client calls it.
+            tenant: empty: whoever's it is.
+
+        Raises:
+            InvalidArgument: several tenants have one.
+        """
+        return self._book.requests.find(request_id, tenant)
+
+    def running_request(self, request_id: str, tenant: str = "") -> Request | None:
+        """The same of those that have not ended."""
+        return self._book.requests.find_running(request_id, tenant)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """A running request's longest gaps over its target, up to now."""
@@ -201,15 +213,15 @@ class Core:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a resource has no owner, or two."""
-        requests = {request.id: request for request in self._book.requests.all()}
+        requests = {request.key: request for request in self._book.requests.all()}
         for worker in self.workers:
             assert worker.assigned_tokens == sum(worker.assigned.values())
-            for request_id in worker.assigned:
-                request = requests[request_id]
+            for key in worker.assigned:
+                request = requests[key]
                 assert worker.key in (request.prefill, request.decode)
             assert worker.unanswered.keys() <= worker.assigned.keys()
             assert not worker.alone or worker.alone in worker.unanswered
-            assert all(requests[request_id].prefill == worker.key for request_id in worker.sending)
+            assert all(requests[key].prefill == worker.key for key in worker.sending)
         attempts = [request for request in requests.values() if not request.waits]
         assert self._book.requests.by_handle == {request.handle: request for request in attempts}
         queued = sum(request.waits for request in requests.values())
@@ -224,8 +236,7 @@ class Core:
     # ---- Clients
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
-        is_taken = self._adoption.is_anothers(event.submission)
-        request = self._book.admit(event.submission, now, is_taken=is_taken)
+        request = self._book.admit(event.submission, now)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)
@@ -236,7 +247,7 @@ class Core:
             self._book.cancel(request, now)
 
     def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
-        request = self._book.requests.get(event.request_id)
+        request = self._book.requests.get(event.key)
         if request is not None:
             self._book.cancel(request, now)
 

@@ -82,20 +82,20 @@ class Dispatcher:
     def _park(self, now: float) -> None:
         """Lets batch outputs make room where interactive ones have just been added."""
         while self._placer.crowded:
-            key, _ = self._placer.crowded.popitem()
-            worker = self._workers.get(key)
-            while worker is not None and self._placer.must_yield(key):
+            crowded, _ = self._placer.crowded.popitem()
+            worker = self._workers.get(crowded)
+            while worker is not None and self._placer.must_yield(crowded):
                 batch = [
                     request
-                    for request_id in worker.assigned
-                    if (request := self._book.requests.get(request_id)) is not None
+                    for key in worker.assigned
+                    if (request := self._book.requests.get(key)) is not None
                     and request.submission.lane == common_pb2.LANE_BATCH
                     and request.state is RequestState.DECODING
                 ]
                 if not batch:
                     break
                 # The one that is computed again most cheaply.
-                self._book.park(min(batch, key=lambda one: worker.assigned[one.id]), now)
+                self._book.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
 
     def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
         """Why a request cannot go on after its known tokens; None when it can, or has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from baton.coordinator.book import RequestBook
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import RequestKey, WorkerKey
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 _MAX_REMEMBERED = 4096
@@ -23,7 +23,7 @@ class HandoffReports:
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         if not committed and report.state != kv_transfer_pb2.HANDOFF_STATE_FAILED:
             return
-        request, stats = self._book.requests.get(report.request_id), self._book.stats
+        request, stats = self._book.requests.get(RequestKey(report.request_id)), self._book.stats
         if request is not None and request.handoff_id == report.handoff_id:
             request.exposed_us = report.exposed_us or request.exposed_us
             if committed:

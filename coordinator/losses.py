@@ -9,7 +9,7 @@ from baton.coordinator.adoption import Adoption
 from baton.coordinator.book import RequestBook
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.placement import Placer
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -32,7 +32,7 @@ class Losses:
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers[str | WorkerKey],
+        timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._book, self._workers, self._placer, self._latency = book, workers, placer, latency
@@ -94,18 +94,20 @@ class Losses:
 
     # ---- Inside
 
-    def _recover_all(self, worker: Worker, reason: str, suspects: list[str], now: float) -> None:
+    def _recover_all(
+        self, worker: Worker, reason: str, suspects: list[RequestKey], now: float
+    ) -> None:
         lost = f"worker {worker.id} {reason}"
-        for request_id in [*worker.assigned, *worker.sending]:
-            request = self._book.requests.get(request_id)
+        for key in [*worker.assigned, *worker.sending]:
+            request = self._book.requests.get(key)
             if request is None or worker.key not in (request.prefill, request.decode):
                 continue
-            if request.suspect and suspects == [request_id]:
+            if request.suspect and suspects == [key]:
                 error = errors.Internal(
-                    f"request {request_id} was what two workers computed when they died; the last, "
+                    f"request {request.id} was what two workers computed when they died; the last, "
                     f"worker {worker.id}, {reason}"
                 )
                 self._book.fail(request, error, now)
                 continue
-            request.suspect |= request_id in suspects
+            request.suspect |= key in suspects
             self._book.recover(request, worker.key, errors.Unavailable(lost), now)

@@ -15,7 +15,7 @@ from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF, ROLE_OF
 from baton.coordinator.losses import Losses
 from baton.coordinator.placement import Placer
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -44,7 +44,7 @@ class Members:
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers[str | WorkerKey],
+        timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._config, self._book, self._workers, self._placer = config, book, workers, placer

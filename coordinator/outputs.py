@@ -6,7 +6,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.book import RequestBook
 from baton.coordinator.budget import ttft_stages
-from baton.coordinator.request import Request, RequestState, StreamKey, WorkerKey
+from baton.coordinator.request import Request, RequestKey, RequestState, StreamKey, WorkerKey
 from baton.coordinator.stalls import Cause, SlowStep
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
@@ -181,7 +181,7 @@ class _Step:
             SlowStep(
                 self.now,
                 cause,
-                by.id if by is not None else "",
+                by.key if by is not None else None,
                 by.num_prompt_tokens if by is not None else 0,
                 self._num_tokens,
             )
@@ -208,7 +208,7 @@ def apply_step(
     if outputs.HasField("tokens"):
         step.take(outputs.tokens)
     for output in outputs.outputs:
-        request = book.requests.get(output.request_id)
+        request = book.requests.get(RequestKey(output.request_id))
         if request is not None and output.attempt == request.attempt_number:
             _apply_output(step, request, output)
     step.count()

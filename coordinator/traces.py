@@ -55,6 +55,7 @@ def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
                 .lower(),
                 "baton.worker.id": stall.worker_id,
                 "baton.stall.by_request_id": stall.by_request_id,
+                "baton.stall.by_tenant": stall.by_tenant,
             },
         )
         for stall in record.stalls

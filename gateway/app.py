@@ -253,7 +253,9 @@ class Gateway:
     async def _waterfall(self, request: Request) -> Response:
         with shown_by(_credential(request)):
             try:
-                found = await self._watcher.request(request.path_params["request_id"])
+                request_id = request.path_params["request_id"]
+                tenant = request.query_params.get("tenant", "")
+                found = await self._watcher.request(request_id, tenant)
             except RemoteError as error:
                 raise problems.of(error) from None
         return JSONResponse(described(found), headers=_DATA_HEADERS)

@@ -82,6 +82,7 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
                 "cause": admin_pb2.StallCause.Name(one.cause).removeprefix("STALL_CAUSE_").lower(),
                 "worker": one.worker_id,
                 "by": one.by_request_id,
+                "by_tenant": one.by_tenant,
             }
             for one in info.stalls
         ],
