@@ -100,6 +100,15 @@ class Intake:
             )
         return caller
 
+    def hold_call(
+        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None] | None:
+        """Counts the call that the request came with to its caller; see Access.hold_call."""
+        if self._access is None or caller.grants is None:
+            return None
+        with self._counting(request, now):
+            return self._access.hold_call(caller)
+
     def enter(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None] | None:

@@ -75,6 +75,8 @@ class Access:
                 [token], lambda: read_secret(token, "security.cluster_token_file")
             )
         self._num_running: Counter[str] = Counter()
+        # By tenant.
+        self._num_calls: Counter[str] = Counter()
 
     @classmethod
     def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
@@ -170,6 +172,37 @@ class Access:
             )
         self._num_running[name] += 1
         return lambda: self._leave(name)
+
+    def hold_call(self, caller: Caller) -> Callable[[], None]:
+        """Counts one of the server's calls to the caller's tenant.
+
+        Args:
+            caller: with grants.
+
+        Returns:
+            What gives it back, to be called once.
+
+        Raises:
+            ResourceExhausted: the tenant holds as many as one may.
+        """
+        assert caller.grants is not None
+        tenant, limit = caller.grants.tenant, self._config.tenant_calls
+        if self._num_calls[tenant] >= limit:
+            self.refusals.count(_INFERENCE, "tenant_calls", who=caller.name)
+            raise ResourceExhausted(
+                f"{limit} sessions and single requests of tenant {tenant} are open, the most that "
+                "one tenant may hold (security.max_calls_per_tenant); a session takes any number "
+                "of requests",
+                reason="TENANT_CALLS",
+                retry_after_s=1.0,
+            )
+        self._num_calls[tenant] += 1
+        return lambda: self._let_go(tenant)
+
+    def _let_go(self, tenant: str) -> None:
+        self._num_calls[tenant] -= 1
+        if not self._num_calls[tenant]:
+            del self._num_calls[tenant]
 
     def _leave(self, name: str) -> None:
         self._num_running[name] -= 1
