@@ -48,6 +48,19 @@ class AdminClient:
         self._channel: grpc.aio.Channel | None = None
         self.has_answered = False
 
+    @classmethod
+    def over(cls, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Self:
+        """For one who is not entered: the channel is somebody else's, and stays open.
+
+        Args:
+            channel: adds the credential to its calls.
+            address: where it leads, for errors.
+            timeout_s: of each call.
+        """
+        client = cls(address, timeout_s=timeout_s)
+        client._channel = channel
+        return client
+
     async def __aenter__(self) -> Self:
         self._channel = rpc.channel(self.address, dial=self._dial, interceptors=self._interceptors)
         return self
