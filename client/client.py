@@ -13,7 +13,7 @@ from google.rpc import code_pb2
 
 from baton.client import errors, health
 from baton.client.connector import Connector
-from baton.client.credentials import ApiKey, Tls, dial
+from baton.client.credentials import ApiKey, Tls, dial, sendable
 from baton.client.events import Completion
 from baton.client.request import Prompt, RequestOptions, build
 from baton.client.request_state import RequestState
@@ -185,7 +185,9 @@ class BatonClient:
             RemoteError: the call failed.
         """
         failures = []
-        metadata = ((AUTHORIZATION, authorization),) if authorization else self._dial.metadata()
+        metadata = self._dial.metadata()
+        if authorization:
+            metadata = ((AUTHORIZATION, sendable(authorization, "authorization")),)
         request = inference_pb2.GetModelRequest()
         for address in self._open().addresses:
             async with self._channels.to(address) as channel:

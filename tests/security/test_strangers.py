@@ -7,6 +7,8 @@ import httpx
 import pytest
 from http_gateway import gateway
 
+from baton.client import AdminClient, BatonClient
+from baton.client.errors import UnauthenticatedError
 from baton.gateway import questions
 from baton.gateway.problems import Problem
 from baton.gateway.questions import Turns
@@ -85,6 +87,19 @@ async def test_keys_that_are_none_open_no_connections(front):
     assert relay.num_connections <= 3
 
 
+async def test_what_no_header_may_have_is_no_credential(front):
+    client, *_ = front
+    headers = [(b"authorization", "Bearer schlüssel".encode("latin-1"))]
+    body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 1}
+    answers = [await client.get("/v1/models", headers=headers)]
+    answers.append(await client.get("/dashboard/data", headers=headers))
+    answers.append(await client.post("/v1/completions", headers=headers, json=body))
+    for answer in answers:
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert "schl" not in answer.text
+
+
 async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
     monkeypatch.setattr(questions, "_TURN_TIMEOUT_S", 0.05)
     turns, answered = Turns(), asyncio.Event()
@@ -104,3 +119,28 @@ async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
     answered.set()
     assert set(await asyncio.gather(*asking[:num_asked])) == {"answer"}
     assert await turns.take(ask) == "answer"
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "key\n", "a\x00b"])
+async def test_a_key_that_cannot_be_sent_is_a_clear_error(start_coordinator, keys, key):
+    keys.add("one", tenant="a")
+    async with (
+        start_coordinator({"api_keys_file": keys.path}) as running,
+        BatonClient(running.address, api_key=key) as client,
+        AdminClient(running.address, api_key=lambda: key) as admin,
+    ):
+
+        async def watch():
+            async for _ in admin.watch():
+                pass
+
+        for ask in (
+            client.model,
+            lambda: client.complete([1], max_tokens=1),
+            lambda: client.model(authorization=f"Bearer {key}"),
+            admin.list_workers,
+            watch,
+        ):
+            with pytest.raises(UnauthenticatedError, match="must be printable ASCII") as caught:
+                await ask()
+            assert key not in str(caught.value)
