@@ -61,7 +61,8 @@ def explain(
 
 def values(info: RequestInfo) -> dict[str, Any]:
     """For programs: the request, and its stages' sums in ms."""
-    from baton.cli.output import enum_name, plain
+    from baton.cli.output import plain
+    from baton.runtime.enum_names import enum_name
     from baton.v1 import common_pb2
 
     found, sums_ms = plain(info), dict[str, float]()
@@ -99,11 +100,11 @@ def why(stall: Stall, tenant: str) -> str:
 
 
 def _head(info: RequestInfo) -> list[str]:
-    from baton.cli.output import enum_name
+    from baton.runtime.enum_names import enum_name, lane_name
     from baton.v1 import admin_pb2, common_pb2
 
     state = enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state)
-    lane = enum_name(common_pb2.Lane.DESCRIPTOR, info.lane)
+    lane = lane_name(info.lane)
     ended = ""
     if info.finish_reason:
         ended = f" ({enum_name(common_pb2.FinishReason.DESCRIPTOR, info.finish_reason)})"

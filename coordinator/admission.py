@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.lanes import Lanes, lane_config, lane_name
+from baton.coordinator.lanes import Lanes, lane_config
 from baton.coordinator.placement import Placer, lane_ttft_s
 from baton.coordinator.request import Submission
 from baton.runtime import errors
+from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
 _RETRY_AFTER_S = 1.0

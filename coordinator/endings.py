@@ -9,6 +9,7 @@ from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
 from baton.runtime import errors
+from baton.runtime.enum_names import enum_name
 from baton.v1 import common_pb2
 
 
@@ -58,5 +59,4 @@ def outcome(record: EndedRequest) -> str:
     """Its finish reason, or its error code's name; lower case."""
     if record.error_code:
         return str(code_pb2.Code.Name(record.error_code)).lower()
-    name = common_pb2.FinishReason.Name(record.finish_reason)
-    return name.removeprefix("FINISH_REASON_").lower()
+    return enum_name(common_pb2.FinishReason.DESCRIPTOR, record.finish_reason)

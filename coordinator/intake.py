@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core import Core
 from baton.coordinator.known_end import known_stop
-from baton.coordinator.lanes import lane_config, lane_name
+from baton.coordinator.lanes import lane_config
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.tokenization import Tokenizer
 from baton.coordinator.validation import (
@@ -26,6 +26,7 @@ from baton.coordinator.validation import (
 )
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
+from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import common_pb2, inference_pb2

@@ -24,11 +24,6 @@ def lane_config(config: LanesConfig, lane: Lane) -> LaneConfig:
     return config.batch if lane == _BATCH else config.interactive
 
 
-def lane_name(lane: Lane) -> str:
-    """As in the configuration."""
-    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()
-
-
 class Lanes:
     """Requests from their admission to their end: those that wait, and what the others cost.
 
