@@ -82,7 +82,8 @@ def targets(
     as_json: options.Json = False,
 ) -> None:
     """Show what the pools are sized for, or change it; what is not named stays."""
-    from baton.cli.output import enum_name, plain, print_json, print_table
+    from baton.cli.output import plain, print_json, print_table
+    from baton.runtime.enum_names import lane_name
     from baton.v1 import admin_pb2, common_pb2
 
     changed = []
@@ -100,7 +101,7 @@ def targets(
         ("LANE", ">TTFT", ">ITL", ">PERCENTILE"),
         [
             (
-                enum_name(common_pb2.Lane.DESCRIPTOR, one.lane),
+                lane_name(one.lane),
                 f"{one.ttft_ms} ms" if one.ttft_ms else "-",
                 f"{one.itl_ms} ms" if one.itl_ms else "-",
                 f"{one.percentile:g}",
@@ -181,7 +182,8 @@ def why(
     as_json: options.Json = False,
 ) -> None:
     """Say why the pools have the sizes they have: the last decisions with their numbers."""
-    from baton.cli.output import enum_name, plain, print_json
+    from baton.cli.output import plain, print_json
+    from baton.runtime.enum_names import role_name
     from baton.v1 import common_pb2
 
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
@@ -191,7 +193,7 @@ def why(
     if not found:
         return print("nothing has been decided yet")
     for one in found:
-        name = enum_name(common_pb2.Role.DESCRIPTOR, one.role)
+        name = role_name(one.role)
         size = f"{one.from_workers} -> {one.to_workers}"
         if one.from_workers == one.to_workers:
             size = f"{one.to_workers}"

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 def explain(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id.")],
+    tenant: Annotated[
+        str, typer.Option("--tenant", help="Whose, where several have a request of this id.")
+    ] = "",
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
@@ -23,7 +26,7 @@ def explain(
     from baton.cli.timeline import print_timeline
     from baton.client import events
 
-    info = ask(address, lambda admin: admin.get_request(request))
+    info = ask(address, lambda admin: admin.get_request(request, tenant=tenant))
     if as_json:
         return print_json(values(info))
     print("\n".join(_head(info)))
@@ -48,7 +51,7 @@ def explain(
                 f"{stall.start_us / 1e3:.1f} ms",
                 f"{stall.duration_us / 1e3:.1f} ms",
                 stall.worker_id or "-",
-                why(stall),
+                why(stall, info.tenant),
             )
             for stall in info.stalls
         ],
@@ -58,7 +61,8 @@ def explain(
 
 def values(info: RequestInfo) -> dict[str, Any]:
     """For programs: the request, and its stages' sums in ms."""
-    from baton.cli.output import enum_name, plain
+    from baton.cli.output import plain
+    from baton.runtime.enum_names import enum_name
     from baton.v1 import common_pb2
 
     found, sums_ms = plain(info), dict[str, float]()
@@ -68,15 +72,17 @@ def values(info: RequestInfo) -> dict[str, Any]:
     found["stages_ms"] = {name: round(value, 3) for name, value in sums_ms.items()}
     found["total_ms"] = info.budget.total_us / 1e3
     for shown, stall in zip(found["stalls"], info.stalls, strict=True):
-        shown["why"] = why(stall)
+        shown["why"] = why(stall, info.tenant)
     return found
 
 
-def why(stall: Stall) -> str:
-    """What made a gap long, in words."""
+def why(stall: Stall, tenant: str) -> str:
+    """What made a gap of a tenant's request long, in words."""
     from baton.v1 import admin_pb2
 
     by = f" of {stall.by_request_id}" if stall.by_request_id else ""
+    if stall.by_tenant not in ("", tenant):
+        by += f" of tenant {stall.by_tenant}"
     tokens = f" ({stall.by_tokens} tokens)" if stall.by_tokens else ""
     of = f"; {stall.num_requests} requests had outputs in that step" if stall.num_requests else ""
     told = {
@@ -94,11 +100,11 @@ def why(stall: Stall) -> str:
 
 
 def _head(info: RequestInfo) -> list[str]:
-    from baton.cli.output import enum_name
+    from baton.runtime.enum_names import enum_name, lane_name
     from baton.v1 import admin_pb2, common_pb2
 
     state = enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state)
-    lane = enum_name(common_pb2.Lane.DESCRIPTOR, info.lane)
+    lane = lane_name(info.lane)
     ended = ""
     if info.finish_reason:
         ended = f" ({enum_name(common_pb2.FinishReason.DESCRIPTOR, info.finish_reason)})"

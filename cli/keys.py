@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,11 +56,12 @@ def add(
         if days
         else None,
     }
-    known = list(_read(file).values()) if Path(file).exists() else []
-    if any(one.name == name for one in known):
-        raise ConfigError(f"--name: {name!r} is in {file} already")
     key, entry = api_keys.make(name, **{k: v for k, v in grants.items() if v is not None})
-    _write(file, [*known, entry])
+    with _locked(file):
+        known = list(_read(file).values()) if Path(file).exists() else []
+        if any(one.name == name for one in known):
+            raise ConfigError(f"--name: {name!r} is in {file} already")
+        _write(file, [*known, entry])
     typer.echo(key)
 
 
@@ -89,11 +92,25 @@ def remove(file: KeysFile, name: Annotated[str, typer.Option("--name")]) -> None
     """Remove a key: a coordinator that reads FILE refuses it within a second."""
     from baton.runtime.config import ConfigError
 
-    known = list(_read(file).values())
-    kept = [key for key in known if key.name != name]
-    if len(kept) == len(known):
-        raise ConfigError(f"--name: {file} has no key {name!r}")
-    _write(file, kept)
+    with _locked(file):
+        known = list(_read(file).values())
+        kept = [key for key in known if key.name != name]
+        if len(kept) == len(known):
+            raise ConfigError(f"--name: {file} has no key {name!r}")
+        _write(file, kept)
+
+
+@contextmanager
+def _locked(file: str) -> Iterator[None]:
+    from baton.runtime import api_keys
+    from baton.runtime.config import ConfigError
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(api_keys.locked(file))
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
+        yield
 
 
 def _read(file: str) -> dict[str, api_keys.ApiKey]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+
+from baton.runtime.enum_names import enum_name
 
 
 def print_json(value: Any) -> None:
@@ -63,15 +65,6 @@ def plain(message: Message) -> dict[str, Any]:
     """
     fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
     return dict(_plain_field(message, field) for field in fields)
-
-
-def enum_name(enum: EnumDescriptor, number: int) -> str:
-    """The short name of an enum's value: "prefill" for ROLE_PREFILL."""
-    known = enum.values_by_number.get(number)
-    if known is None:
-        return str(number)
-    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return known.name.removeprefix(prefix).lower()
 
 
 def _plain_field(message: Message, field: FieldDescriptor) -> tuple[str, Any]:

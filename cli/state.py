@@ -38,8 +38,8 @@ def pools(
 
 
 def _show_pools(answer: ListPoolsResponse) -> None:
-    from baton.cli.output import enum_name, print_table
-    from baton.v1 import common_pb2
+    from baton.cli.output import print_table
+    from baton.runtime.enum_names import lane_name, role_name
 
     print_table(
         (
@@ -54,7 +54,7 @@ def _show_pools(answer: ListPoolsResponse) -> None:
         ),
         [
             (
-                enum_name(common_pb2.Role.DESCRIPTOR, pool.role),
+                role_name(pool.role),
                 str(pool.num_serving),
                 str(pool.num_starting),
                 str(pool.num_draining),
@@ -69,13 +69,13 @@ def _show_pools(answer: ListPoolsResponse) -> None:
     )
     for pool in answer.pools:
         if pool.problem:
-            print(f"{enum_name(common_pb2.Role.DESCRIPTOR, pool.role)}: {pool.problem}")
+            print(f"{role_name(pool.role)}: {pool.problem}")
     print()
     print_table(
         ("LANE", ">QUEUED", ">RUNNING", ">LIMIT", ">OLDEST"),
         [
             (
-                enum_name(common_pb2.Lane.DESCRIPTOR, lane.lane),
+                lane_name(lane.lane),
                 str(lane.num_queued),
                 str(lane.num_running),
                 str(lane.max_queued),
@@ -106,8 +106,9 @@ def workers(
 
 
 def _show_workers(found: Sequence[WorkerInfo]) -> None:
-    from baton.cli.output import enum_name, print_table
-    from baton.v1 import cluster_pb2, common_pb2
+    from baton.cli.output import print_table
+    from baton.runtime.enum_names import enum_name, role_name
+    from baton.v1 import cluster_pb2
 
     print_table(
         (
@@ -125,11 +126,7 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
         [
             (
                 worker.worker_id,
-                " > ".join(
-                    enum_name(common_pb2.Role.DESCRIPTOR, role)
-                    for role in (worker.role, worker.flips_to)
-                    if role
-                ),
+                " > ".join(role_name(role) for role in (worker.role, worker.flips_to) if role),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
                 _host(worker.labels),
                 str(worker.num_requests),
@@ -166,19 +163,32 @@ def requests(
     limit: Annotated[int, typer.Option("--limit", min=0, help="0 for no limit.")] = 0,
 ) -> None:
     """List the requests that run."""
-    from baton.cli.output import enum_name, plain, print_json, print_table
-    from baton.v1 import admin_pb2, common_pb2
+    from baton.cli.output import plain, print_json, print_table
+    from baton.runtime.enum_names import enum_name, lane_name
+    from baton.v1 import admin_pb2
 
     found = ask(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
     if as_json:
         return print_json([plain(request) for request in found])
     return print_table(
-        ("REQUEST", "STATE", "LANE", ">PROMPT", ">OUTPUT", ">AGE", "PREFILL", "DECODE", "ERROR"),
+        (
+            "REQUEST",
+            "TENANT",
+            "STATE",
+            "LANE",
+            ">PROMPT",
+            ">OUTPUT",
+            ">AGE",
+            "PREFILL",
+            "DECODE",
+            "ERROR",
+        ),
         [
             (
                 request.request_id,
+                request.tenant,
                 enum_name(admin_pb2.RequestState.DESCRIPTOR, request.state),
-                enum_name(common_pb2.Lane.DESCRIPTOR, request.lane),
+                lane_name(request.lane),
                 str(request.prompt_tokens),
                 str(request.completion_tokens),
                 _seconds(request.age.ToNanoseconds() / 1e9),

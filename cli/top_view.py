@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.output import enum_name
 from baton.client.watcher import View
-from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+from baton.runtime.enum_names import enum_name, lane_name, role_name
+from baton.v1 import admin_pb2, cluster_pb2
 
 # From so many columns on there is room for workers and decisions side by side.
 _WIDE = 120
@@ -122,7 +122,7 @@ def _pools(status: admin_pb2.GetStatusResponse) -> RenderableType:
     )
     for pool in status.pools:
         table.add_row(
-            enum_name(common_pb2.Role.DESCRIPTOR, pool.role),
+            role_name(pool.role),
             Text(str(pool.num_serving), style="" if pool.num_serving else _BAD),
             str(pool.num_starting),
             str(pool.num_draining),
@@ -159,7 +159,7 @@ def _lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
         ):
             first = name == "TTFT"
             table.add_row(
-                enum_name(common_pb2.Lane.DESCRIPTOR, lane.info.lane) if first else "",
+                lane_name(lane.info.lane) if first else "",
                 str(lane.info.num_queued) if first else "",
                 str(lane.info.num_running) if first else "",
                 *(more if first else ("",) * len(more)),
@@ -190,7 +190,7 @@ def _workers(status: admin_pb2.GetStatusResponse, room: int) -> RenderableType:
             state = "silent"
         table.add_row(
             worker.worker_id if len(worker.worker_id) <= 20 else f"{worker.worker_id[:19]}…",
-            enum_name(common_pb2.Role.DESCRIPTOR, worker.role),
+            role_name(worker.role),
             Text(state, style=_GOOD if state == "serving" else _BAD),
             str(worker.num_requests),
             str(worker.num_waiting),
@@ -211,7 +211,7 @@ def _decisions(view: View, room: int, width: int) -> RenderableType:
     lines = []
     for one in view.decisions[:room]:
         ago = _span(max(0.0, now_s - one.at.ToNanoseconds() / 1e9))
-        role = enum_name(common_pb2.Role.DESCRIPTOR, one.role)
+        role = role_name(one.role)
         size = f"{role} {one.from_workers} → {one.to_workers}"
         lines.append(
             _line([(f"{ago:>7} ago  ", _DIM), (size, _HEAD), (f"  {one.reason}", "")], width)

@@ -48,6 +48,19 @@ class AdminClient:
         self._channel: grpc.aio.Channel | None = None
         self.has_answered = False
 
+    @classmethod
+    def over(cls, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Self:
+        """For one who is not entered: the channel is somebody else's, and stays open.
+
+        Args:
+            channel: adds the credential to its calls.
+            address: where it leads, for errors.
+            timeout_s: of each call.
+        """
+        client = cls(address, timeout_s=timeout_s)
+        client._channel = channel
+        return client
+
     async def __aenter__(self) -> Self:
         self._channel = rpc.channel(self.address, dial=self._dial, interceptors=self._interceptors)
         return self
@@ -87,9 +100,12 @@ class AdminClient:
         answer = await self._answer(self._stub.ListRequests(request, timeout=self._timeout_s))
         return list(answer.requests)
 
-    async def get_request(self, request_id: str) -> admin_pb2.RequestInfo:
-        """One request, running or recently ended. NotFoundError when there is none."""
-        request = admin_pb2.GetRequestRequest(request_id=request_id)
+    async def get_request(self, request_id: str, *, tenant: str = "") -> admin_pb2.RequestInfo:
+        """One request, running or recently ended. NotFoundError when there is none.
+
+        InvalidArgumentError where several tenants have one of this id, and none is named.
+        """
+        request = admin_pb2.GetRequestRequest(request_id=request_id, tenant=tenant)
         return await self._answer(self._stub.GetRequest(request, timeout=self._timeout_s))
 
     async def get_status(self, *, include_history: bool = False) -> admin_pb2.GetStatusResponse:
@@ -97,9 +113,9 @@ class AdminClient:
         request = admin_pb2.GetStatusRequest(include_history=include_history)
         return await self._answer(self._stub.GetStatus(request, timeout=self._timeout_s))
 
-    async def cancel_request(self, request_id: str) -> None:
-        """Cancels a request. NotFoundError when it is not running."""
-        request = admin_pb2.CancelRequestRequest(request_id=request_id)
+    async def cancel_request(self, request_id: str, *, tenant: str = "") -> None:
+        """Cancels a request. NotFoundError when it is not running; tenants as in get_request."""
+        request = admin_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
         await self._answer(self._stub.CancelRequest(request, timeout=self._timeout_s))
 
     # ---- Sizes. FailedPreconditionError where the coordinator starts no workers.

@@ -13,10 +13,11 @@ from google.rpc import code_pb2
 
 from baton.client import errors, health
 from baton.client.connector import Connector
-from baton.client.credentials import ApiKey, Tls, dial
+from baton.client.credentials import ApiKey, Tls, dial, sendable
 from baton.client.events import Completion
 from baton.client.request import Prompt, RequestOptions, build
 from baton.client.request_state import RequestState
+from baton.client.shared_channels import SharedChannels
 from baton.client.stream import TokenStream
 from baton.runtime import rpc
 from baton.runtime.dial import AUTHORIZATION, Dial
@@ -72,6 +73,7 @@ class BatonClient:
         self._tenant = tenant
         self._dial = dial(tls, api_key)
         self._connector: Connector | None = None
+        self._channels = SharedChannels(self._dial)
 
     async def __aenter__(self) -> Self:
         self._connector = Connector(
@@ -93,6 +95,7 @@ class BatonClient:
     async def aclose(self) -> None:
         """Cancels what runs and closes the connection; idempotent."""
         connector, self._connector = self._connector, None
+        await self._channels.aclose()
         if connector is not None:
             await connector.aclose()
 
@@ -182,18 +185,21 @@ class BatonClient:
             RemoteError: the call failed.
         """
         failures = []
-        metadata = ((AUTHORIZATION, authorization),) if authorization else self._dial.metadata()
+        metadata = self._dial.metadata()
+        if authorization:
+            metadata = ((AUTHORIZATION, sendable(authorization, "authorization")),)
         request = inference_pb2.GetModelRequest()
         for address in self._open().addresses:
-            async with rpc.channel(address, dial=self._dial) as channel:
+            async with self._channels.to(address) as channel:
                 stub: inference_pb2_grpc.InferenceAsyncStub
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 try:
                     return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
                     failures.append(errors.from_rpc_error(error, address))
-            if failures[-1].code != code_pb2.UNAVAILABLE:
-                break
+                if failures[-1].code != code_pb2.UNAVAILABLE:
+                    break
+                await self._channels.leave(address, channel)
         raise errors.of_all(failures)
 
     def _open(self) -> Connector:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from baton.client import errors
 from baton.runtime.dial import Dial, bearer
+from baton.runtime.errors import Unauthenticated
 from baton.runtime.tls import TlsFiles
 
 # An API key or a JWT; what gives one is asked for every request, so that it may change.
@@ -35,7 +37,29 @@ def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
     Raises:
         ConfigError: a file cannot be used.
     """
+    credential = bearer(api_key)
+
+    def checked() -> str:
+        return sendable(credential(), "api_key")
+
     if tls is None:
-        return Dial(credential=bearer(api_key))
+        return Dial(credential=checked)
     files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file)
-    return Dial(files, tls.server_name, bearer(api_key))
+    return Dial(files, tls.server_name, checked)
+
+
+def sendable(credential: str, what: str) -> str:
+    """The credential, which is never shown.
+
+    Args:
+        credential: "Bearer ..."; empty: none.
+        what: the argument that it is.
+
+    Raises:
+        UnauthenticatedError: no credential is like that, and none could be sent.
+    """
+    if credential.isascii() and credential.isprintable():
+        return credential
+    raise errors.from_baton(
+        Unauthenticated(f"{what} has characters that no credential has: must be printable ASCII")
+    )

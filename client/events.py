@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from baton.runtime.enum_names import enum_name
 from baton.v1 import common_pb2, inference_pb2
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unspecified"]
@@ -164,7 +165,7 @@ def budget(message: common_pb2.LatencyBudget) -> LatencyBudget:
     return LatencyBudget(
         tuple(
             StageTime(
-                _stage_name(stage.stage),
+                enum_name(common_pb2.Stage.DESCRIPTOR, stage.stage),
                 stage.start_us / 1e3,
                 stage.duration_us / 1e3,
                 stage.worker_id,
@@ -183,12 +184,6 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
-
-
-def _stage_name(stage: int) -> str:
-    # A newer coordinator may know stages that this client does not.
-    known = common_pb2.Stage.DESCRIPTOR.values_by_number.get(stage)
-    return known.name.removeprefix("STAGE_").lower() if known else f"stage_{stage}"
 
 
 def _logprobs(

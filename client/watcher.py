@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,10 @@ from typing import Self, TypeVar
 
 from baton.client import errors
 from baton.client.admin import AdminClient
-from baton.client.credentials import ApiKey, Tls
+from baton.client.call_metadata import interceptors
+from baton.client.credentials import ApiKey, Tls, dial
 from baton.client.doctor import Finding, diagnose
+from baton.client.shared_channels import SharedChannels
 from baton.runtime.errors import RemoteError
 from baton.v1 import admin_pb2
 
@@ -37,7 +38,9 @@ class View:
 
 
 class Watcher:
-    """Keeps one connection, to the coordinator that answered last: `async with Watcher(...)`.
+    """Keeps a connection to the coordinator that answered last: `async with Watcher(...)`.
+
+    Any number may ask at a time, each with the credential of its own context.
 
     Args:
         addresses: host:port of each; at least one.
@@ -54,11 +57,10 @@ class Watcher:
         api_key: ApiKey = "",
         timeout_s: float = 3.0,
     ) -> None:
-        self._addresses, self._timeout_s = tuple(addresses), timeout_s
-        self._tls, self._api_key = tls, api_key
-        self._admin: AdminClient | None = None
-        # One question at a time: an answer that fails closes the connection.
-        self._asking = asyncio.Lock()
+        # The one that answered last is asked first.
+        self._addresses, self._timeout_s = list(addresses), timeout_s
+        made = dial(tls, api_key)
+        self._channels = SharedChannels(made, interceptors(made) if api_key else ())
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,9 +75,7 @@ class Watcher:
 
     async def aclose(self) -> None:
         """Closes the connection; idempotent. Looking opens another."""
-        admin, self._admin = self._admin, None
-        if admin is not None:
-            await admin.aclose()
+        await self._channels.aclose()
 
     async def look(self, *, include_history: bool = False) -> View:
         """The cell as it is now.
@@ -85,13 +85,13 @@ class Watcher:
         """
         return await self._ask(lambda admin: self._look(admin, include_history))
 
-    async def request(self, request_id: str) -> admin_pb2.RequestInfo:
-        """One request, running or recently ended.
+    async def request(self, request_id: str, tenant: str = "") -> admin_pb2.RequestInfo:
+        """One request, running or recently ended; as AdminClient.get_request.
 
         Raises:
             RemoteError: as above; NotFoundError when there is none.
         """
-        return await self._ask(lambda admin: admin.get_request(request_id))
+        return await self._ask(lambda admin: admin.get_request(request_id, tenant=tenant))
 
     async def requests(self, limit: int) -> list[admin_pb2.RequestInfo]:
         """Those that run, and then those that ended last.
@@ -102,32 +102,20 @@ class Watcher:
         return await self._ask(lambda admin: admin.list_requests(include_ended=True, limit=limit))
 
     async def _ask(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-        async with self._asking:
-            return await self._answer(question)
-
-    async def _answer(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-        if self._admin is not None:
-            try:
-                return await question(self._admin)
-            except errors.UnavailableError:
-                await self.aclose()
         failures = list[RemoteError]()
-        for address in self._addresses:
-            admin = AdminClient(
-                address, timeout_s=self._timeout_s, tls=self._tls, api_key=self._api_key
-            )
-            await admin.__aenter__()
-            try:
-                answer = await question(admin)
-            except errors.UnavailableError as error:
-                failures.append(error)
-                await admin.aclose()
-            except BaseException:
-                await admin.aclose()
-                raise
-            else:
-                self._admin = admin
-                return answer
+        for address in tuple(self._addresses):
+            async with self._channels.to(address) as channel:
+                try:
+                    answer = await question(
+                        AdminClient.over(channel, address, timeout_s=self._timeout_s)
+                    )
+                except errors.UnavailableError as error:
+                    failures.append(error)
+                    await self._channels.leave(address, channel)
+                    continue
+            self._addresses.remove(address)
+            self._addresses.insert(0, address)
+            return answer
         raise errors.of_all(failures)
 
     @staticmethod

@@ -73,7 +73,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetRequest(
         self, request: admin_pb2.GetRequestRequest, context: Any
     ) -> admin_pb2.RequestInfo:
-        found = self._core.request(request.request_id)
+        found = await _answer(context, self._request, request)
         if found is None:
             await abort(
                 context,
@@ -116,10 +116,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def CancelRequest(
         self, request: admin_pb2.CancelRequestRequest, context: Any
     ) -> admin_pb2.CancelRequestResponse:
-        if not isinstance(self._core.request(request.request_id), Request):
+        found = await _answer(context, self._running_request, request)
+        if found is None:
             await abort(context, NotFound(f"request {shown(request.request_id)} is not running"))
-        self._shell.post(ev.RequestCancelled(request.request_id))
+        assert found is not None
+        self._shell.post(ev.RequestCancelled(found.key))
         return admin_pb2.CancelRequestResponse()
+
+    def _request(self, request: admin_pb2.GetRequestRequest) -> Request | EndedRequest | None:
+        return self._core.request(request.request_id, request.tenant)
+
+    def _running_request(self, request: admin_pb2.CancelRequestRequest) -> Request | None:
+        return self._core.running_request(request.request_id, request.tenant)
 
     def _explain(self, request: Request | EndedRequest, info: admin_pb2.RequestInfo) -> None:
         """What is told of one request alone: its budget up to now, and its stalls."""
@@ -144,6 +152,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 cause=stall.cause.value,
                 worker_id=stall.worker_id,
                 by_request_id=stall.by_request_id,
+                by_tenant=stall.by_tenant,
                 by_tokens=stall.num_tokens,
                 num_requests=stall.num_requests,
             )

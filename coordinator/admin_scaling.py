@@ -12,11 +12,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
 from baton.coordinator.autoscale.types import Targets
-from baton.coordinator.lanes import LANES, lane_name
+from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.scaling import Remembered, Scaler
 from baton.coordinator.shell import Shell
 from baton.coordinator.workers import Worker
+from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (
     FailedPrecondition,
     InvalidArgument,

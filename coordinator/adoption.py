@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
 from baton.coordinator.outputs import apply_step
-from baton.coordinator.request import Request, RequestState, Submission, WorkerKey
+from baton.coordinator.request import (
+    Request,
+    RequestKey,
+    RequestState,
+    Submission,
+    WorkerKey,
+)
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
@@ -99,10 +105,10 @@ class Adoption:
     """
 
     def __init__(
-        self, book: RequestBook, workers: WorkerRegistry, timers: Timers[str | WorkerKey]
+        self, book: RequestBook, workers: WorkerRegistry, timers: Timers[RequestKey | WorkerKey]
     ) -> None:
         self._book, self._workers, self._timers = book, workers, timers
-        self._orphans: dict[str, _Orphan] = {}
+        self._orphans: dict[RequestKey, _Orphan] = {}
         # Since the first worker is back; None: none is.
         self._settling: bool | None = None
 
@@ -125,7 +131,7 @@ class Adoption:
             for one in running
             if one.role == common_pb2.ROLE_DECODE
             and one.decoding
-            and self._keep(one.request_id, _Orphan.of(worker.key, one), now)
+            and self._keep(RequestKey(one.request_id), _Orphan.of(worker.key, one), now)
         ]
 
     def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
@@ -133,31 +139,27 @@ class Adoption:
         if not self._orphans:
             return
         for output in step.outputs:
-            orphan = self._orphans.get(output.request_id)
+            key = RequestKey(output.request_id)
+            orphan = self._orphans.get(key)
             if orphan is None or (orphan.worker, orphan.attempt) != (worker, output.attempt):
                 continue
             if output.HasField("failed"):
-                self._forget(output.request_id)
+                self._forget(key)
             else:
                 orphan.take(output)
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker is out, with all that it ran."""
-        for request_id in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
-            self._forget(request_id)
+        for key in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
+            self._forget(key)
 
     # ---- Clients.
 
-    def is_anothers(self, submission: Submission) -> bool:
-        """Whether a worker goes on with a request of this id for another tenant."""
-        orphan = self._orphans.get(submission.request_id)
-        return orphan is not None and orphan.tenant != submission.tenant
-
     def admitted(self, request: Request, now: float) -> None:
         """A request has joined its lane: it leaves it again where a worker goes on with it."""
-        orphan = self._orphans.pop(request.id, None)
+        orphan = self._orphans.pop(request.key, None)
         if orphan is not None and not self._join(request, orphan, now):
-            self._cancel(request.id, orphan)
+            self._cancel(request.key, orphan)
 
     def may_return(self, request: Request) -> bool:
         """Whether its worker may still come back with it: it waits for that."""
@@ -168,28 +170,29 @@ class Adoption:
         self._settling = False
         self._book.room_made = True
 
-    def expire(self, request_id: str) -> None:
+    def expire(self, key: RequestKey) -> None:
         """Nobody has come back for it."""
-        self._cancel(request_id, self._orphans.pop(request_id))
+        self._cancel(key, self._orphans.pop(key))
 
     # ---- Inside.
 
-    def _keep(self, request_id: str, orphan: _Orphan, now: float) -> bool:
+    def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
         """Whether the worker goes on with it."""
-        request = self._book.get(request_id)
+        request = self._book.requests.get(key)
         if request is not None and request.state is RequestState.QUEUED:
             return self._join(request, orphan, now)
         if request is not None:
             # It heard no welcome after its last Hello, and says all that again.
             served = (request.decode, request.attempt_number) == (orphan.worker, orphan.attempt)
             return served and self._deliver(request, orphan, now)
-        other = self._orphans.get(request_id)
-        if request_id in self._book.ended or (other is not None and other.attempt > orphan.attempt):
+        other = self._orphans.get(key)
+        newer = other is not None and other.attempt > orphan.attempt
+        if newer or key in self._book.requests.ended:
             return False
         if other is not None and other.worker != orphan.worker:
-            self._cancel(request_id, other)
-        self._orphans[request_id] = orphan
-        self._timers.set(request_id, now + _UNCLAIMED_S)
+            self._cancel(key, other)
+        self._orphans[key] = orphan
+        self._timers.set(key, now + _UNCLAIMED_S)
         return True
 
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
@@ -210,17 +213,17 @@ class Adoption:
             self._book.recover(request, orphan.worker, error, now)
             return False
         output = cluster_pb2.RequestOutput(
-            request_id=request.id, attempt=orphan.attempt, delta=rest, finished=orphan.finished
+            request_id=request.key, attempt=orphan.attempt, delta=rest, finished=orphan.finished
         )
         apply_step(self._book, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
         return request.state is RequestState.DECODING
 
-    def _forget(self, request_id: str) -> None:
-        del self._orphans[request_id]
-        self._timers.cancel(request_id)
+    def _forget(self, key: RequestKey) -> None:
+        del self._orphans[key]
+        self._timers.cancel(key)
 
-    def _cancel(self, request_id: str, orphan: _Orphan) -> None:
-        command = cluster_pb2.CancelCommand(request_id=request_id, attempt=orphan.attempt)
+    def _cancel(self, key: RequestKey, orphan: _Orphan) -> None:
+        command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
         self._book.out.append(ev.SendCommand(orphan.worker, command))
 
 

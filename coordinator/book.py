@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-
-from google.rpc import code_pb2
+from collections.abc import Callable, Sequence
 
 from baton.coordinator import events as ev
-from baton.coordinator.budget import latency_budget
+from baton.coordinator.admission import Admission
+from baton.coordinator.commands import Commands
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.lanes import LANES, Lanes, lane_config, lane_name
-from baton.coordinator.placement import Placement, Placer, lane_ttft_s, max_output_tokens
+from baton.coordinator.endings import ended_request, outcome
+from baton.coordinator.lanes import LANES, Lanes, lane_config
+from baton.coordinator.placement import Placement, Placer, max_output_tokens
+from baton.coordinator.register import Register
 from baton.coordinator.request import (
-    EndedRequest,
     Interruption,
     Request,
+    RequestKey,
     RequestState,
     StateLimits,
     StreamKey,
@@ -29,31 +29,7 @@ from baton.coordinator.tail_sampling import TailSampler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.sampling import needs_exact_state
-from baton.v1 import cluster_pb2, common_pb2
-
-_RETRY_AFTER_S = 1.0
-
-
-def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
-    """What is the same in all of a request's commands, but its prompt."""
-    return cluster_pb2.RequestSpec(
-        request_id=submission.request_id,
-        sampling=submission.sampling,
-        lane=submission.lane,
-        # Smaller first: when KV runs out, the engine's victim is a batch request.
-        priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
-        traceparent=submission.traceparent,
-        tenant=submission.tenant,
-    )
-
-
-def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """Of a prefill whose first token is known: nothing ends it, and its token is thrown away."""
-    sampling = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    if wanted.HasField("prompt_logprobs"):
-        sampling.prompt_logprobs = wanted.prompt_logprobs
-    return sampling
+from baton.v1 import common_pb2
 
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
@@ -79,7 +55,7 @@ class RequestBook:
         config: CoreConfig,
         workers: WorkerRegistry,
         placer: Placer,
-        timers: Timers[str | WorkerKey],
+        timers: Timers[RequestKey | WorkerKey],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
@@ -92,49 +68,20 @@ class RequestBook:
             )
             for lane in LANES
         }
-        self._requests: dict[str, Request] = {}
-        # Dispatched ones, by what their workers call them; a handle is never used again.
-        self._by_handle: dict[int, Request] = {}
-        self._num_handles = 0
-        self._by_session: dict[int, dict[int, Request]] = {}
+        self.requests = Register(config.max_ended_requests)
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
-        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
         self.out: list[ev.Effect] = []
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
-        self.closing: errors.Unavailable | None = None
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """By their ids."""
-        return self._requests
-
-    @property
-    def by_handle(self) -> Mapping[int, Request]:
-        """Those whose attempt goes on, by what their workers call it."""
-        return self._by_handle
+        self.admission = Admission(config, self.lanes, placer)
+        self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
         """None when it is not attached."""
         return self._workers.get(key)
-
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
-
-    def by_stream(self, to: StreamKey) -> Request | None:
-        return self._by_session.get(to.session, {}).get(to.stream)
-
-    def of_session(self, session: int) -> list[Request]:
-        return list(self._by_session.get(session, {}).values())
-
-    def all(self) -> list[Request]:
-        return list(self._requests.values())
 
     def take_effects(self) -> list[ev.Effect]:
         effects, self.out, self._deltas = self.out, [], []
@@ -142,41 +89,10 @@ class RequestBook:
 
     # ---- In
 
-    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why no request would be admitted now, whoever's; None when one would."""
-        if self.closing is not None:
-            return self.closing
-        if len(self._requests) >= self._config.max_running_requests:
-            return errors.ResourceExhausted(
-                f"{len(self._requests)} requests are running; "
-                f"at most {self._config.max_running_requests}",
-                reason="TOO_MANY_REQUESTS",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        max_queued = lane_config(self._config.lanes, lane).max_queued
-        if self.lanes.num_queued(lane) >= max_queued:
-            return errors.ResourceExhausted(
-                f"{self.lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
-                f"at most {max_queued}",
-                reason="QUEUE_FULL",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        return None
-
-    def admit(
-        self, submission: Submission, now: float, *, is_taken: bool = False
-    ) -> Request | None:
-        """Queues a submission; None: it was refused.
-
-        Args:
-            submission: checked.
-            now: by the core's clock.
-            is_taken: a worker goes on with somebody else's request of this id.
-        """
-        refused = self.admission_error(submission.lane)
-        if is_taken:
-            refused = errors.AlreadyExists(f"request {submission.request_id} is running")
-        older = self._requests.get(submission.request_id)
+    def admit(self, submission: Submission, now: float) -> Request | None:
+        """Queues a submission that was checked; None: it was refused."""
+        refused = self.admission.error(submission.lane, len(self.requests))
+        older = self.requests.get(submission.key)
         if refused is None and older is not None:
             refused = self._succeed(older, submission, now)
         model = self._workers.model
@@ -185,7 +101,7 @@ class RequestBook:
         )
         refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
         hashes = self._placer.hashes(submission)
-        refused = refused or self._lateness_error(submission, hashes, now)
+        refused = refused or self.admission.lateness_error(submission, hashes, now)
         if refused is None or isinstance(refused, errors.ResourceExhausted):
             demand = self._placer.demand(submission, hashes)
             self.stats.demand[submission.lane].arrived(*demand)
@@ -206,11 +122,10 @@ class RequestBook:
             text_chars=submission.known_text_chars,
             hashes=hashes if len(self._workers) else None,
         )
-        before = self.ended.get(request.id)
+        before = self.requests.ended.get(request.key)
         if before is not None:
             request.attempts_before = before.attempt_number
-        self._requests[request.id] = request
-        self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
+        self.requests.add(request)
         self.stats.admitted(request, now)
         self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
         self._queue(request, now, num_tokens)
@@ -222,7 +137,7 @@ class RequestBook:
         """A worker goes on with an attempt of a queued request that another coordinator sent it."""
         self._advance(request, RequestState.DECODING, now)
         request.attempts_before, request.attempt = attempt - 1, 1
-        self._name(request)
+        self.requests.begin_attempt(request)
         request.dispatched_at = request.decoding_at = now
         request.decode = worker.key
         self.stats.dispatched(request, now, after_start=False)
@@ -230,13 +145,13 @@ class RequestBook:
         self.lanes.dispatched(request, 0)
         self._placer.leaves(request)
         self._placer.adopt(request, worker.key)
-        worker.assign(request.id, request.num_prompt_tokens + len(request.token_ids))
+        worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
         request.attempt += 1
-        self._name(request)
+        self.requests.begin_attempt(request)
         request.num_known = len(request.token_ids)
         prefill, decode = placement.prefill, placement.decode
         request.prefill = prefill.worker if prefill is not None else None
@@ -253,22 +168,16 @@ class RequestBook:
         self._placer.assign(request, placement)
         for worker in map(self._workers.get, (request.prefill, request.decode)):
             if worker is not None:
-                worker.assign(request.id, num_tokens)
+                worker.assign(request.key, num_tokens)
         prefiller = self._workers.get(request.prefill)
-        if prefiller is not None:
-            self._sent(request, prefiller)
-            command = cluster_pb2.PrefillCommand()
-            self._specify(command.spec, request, now)
-            if request.num_known:
-                command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
-                command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
-            if placement.handoff:
-                prefiller.sending.add(request.id)
-                command.handoff.CopyFrom(self._handoff_plan(request))
-            self.out.append(ev.SendCommand(prefiller.key, command))
-            self._announce(request, now)
-        else:
+        if prefiller is None:
             self._send_decode(request, now)
+            return
+        self._sent(request, prefiller)
+        if placement.handoff:
+            prefiller.sending.add(request.key)
+        self._commands.prefill(request, prefiller.key, now)
+        self._commands.announce(request, now)
 
     def begin_decode(self, request: Request, now: float) -> None:
         """The first token is known: its decode worker continues after it."""
@@ -310,7 +219,7 @@ class RequestBook:
         found = self._workers.get(worker)
         if found is not None:
             was_alone = found.alone
-            found.answered(request.id)
+            found.answered(request.key)
             if was_alone:
                 self._placer.refresh(found)
                 self.room_made = True
@@ -319,7 +228,7 @@ class RequestBook:
         """The prefill worker's end of the handoff does not matter any more."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
-            worker.sending.discard(request.id)
+            worker.sending.discard(request.key)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
@@ -371,14 +280,14 @@ class RequestBook:
             tell: False when nobody listens any more.
         """
         self._advance(request, RequestState.CANCELLED, now)
-        self._cancel_workers(request)
+        self._commands.cancel(request)
         budget = self._end(request, now, finish_reason=common_pb2.FINISH_REASON_CANCELLED)
         if tell:
             self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
 
     def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
         self._advance(request, RequestState.FAILED, now)
-        self._cancel_workers(request)
+        self._commands.cancel(request)
         self._end(request, now, error=error)
         self.out.append(ev.SendFailed(request.submission.to, error))
 
@@ -409,18 +318,24 @@ class RequestBook:
 
     def cancel_decode(self, request: Request) -> None:
         """The decode worker is not needed after all: it forgets the handoff."""
-        self._send_cancel(request.decode, request)
+        self._commands.cancel_at(request.decode, request)
 
     def baton_lost(self, request: Request, sender: WorkerKey) -> None:
         """The prefill worker cannot hand it over: its decode worker need not wait for that."""
         if sender == request.prefill and request.decode is not None:
             self.handed_over(request)
-            command = cluster_pb2.CancelCommand(
-                request_id=request.id, handoff_id=request.handoff_id
-            )
-            self.out.append(ev.SendCommand(request.decode, command))
+            self._commands.lost_baton(request)
 
     # ---- Inside
+
+    def _emit(self, effect: ev.Effect) -> None:
+        self.out.append(effect)
+
+    def _send_decode(self, request: Request, now: float) -> None:
+        worker = self._workers.get(request.decode)
+        assert worker is not None, "with its decode worker an attempt is lost"
+        self._sent(request, worker)
+        self._commands.decode(request, now)
 
     def _advance(self, request: Request, state: RequestState, now: float) -> None:
         request.advance(state, now)
@@ -430,7 +345,7 @@ class RequestBook:
     def _set_timer(self, request: Request) -> float:
         """When something must be done about the request, by the core's clock."""
         due = request.due(self._limits[request.submission.lane])
-        self._timers.set(request.id, due)
+        self._timers.set(request.key, due)
         return due
 
     def _end(
@@ -447,51 +362,17 @@ class RequestBook:
         self._placer.leaves(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placer.ended(request)
-        self._timers.cancel(request.id)
+        self._timers.cancel(request.key)
         self._let_go(request)
-        del self._requests[request.id]
-        session = self._by_session[request.submission.to.session]
-        del session[request.submission.to.stream]
-        if not session:
-            del self._by_session[request.submission.to.session]
+        self.requests.remove(request)
         self.room_made = True
-        budget = latency_budget(request, now)
-        record = EndedRequest(
-            request_id=request.id,
-            state=request.state,
-            lane=request.submission.lane,
-            tenant=request.submission.tenant,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=len(request.token_ids),
-            attempt=request.attempt,
-            attempt_number=request.attempt_number,
-            prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
-            decode_worker_id=request.decode[0] if request.decode is not None else "",
-            arrived_at=request.submission.arrived_at,
-            ended_at=now,
-            budget=budget,
-            finish_reason=finish_reason,
-            error_code=error.code if error is not None else 0,
-            error=str(error) if error is not None else "",
-            session=request.submission.to.session,
-            ttft_target_s=self.stats.ttft_target_s(request),
-            itl_target_s=self.stats.itl_target_s(request),
-            stalls=self.stalls(request),
-        )
+        record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:
             self.out.append(ev.TellTrace(record, request.submission.traceparent, kept))
-        self.ended.pop(request.id, None)
-        self.ended[request.id] = record
-        while len(self.ended) > self._config.max_ended_requests:
-            self.ended.popitem(last=False)
-        if error is not None:
-            outcome = code_pb2.Code.Name(error.code).lower()
-        else:
-            name = common_pb2.FinishReason.Name(finish_reason)
-            outcome = name.removeprefix("FINISH_REASON_").lower()
-        self.stats.ended(request, record, outcome)
-        return budget
+        self.requests.remember(request, record)
+        self.stats.ended(request, record, outcome(record))
+        return record.budget
 
     def _send_finished(
         self,
@@ -512,98 +393,17 @@ class RequestBook:
             )
         )
 
-    def _send_decode(self, request: Request, now: float) -> None:
-        worker = self._workers.get(request.decode)
-        assert request.decode is not None
-        assert worker is not None, "with its decode worker an attempt is lost"
-        self._sent(request, worker)
-        command = cluster_pb2.DecodeCommand(expected=request.expected)
-        self._specify(command.spec, request, now, with_prompt=not request.expected)
-        self._add_known(command.spec, request)
-        if request.handoff_id and not request.expected:
-            command.handoff.CopyFrom(self._handoff_plan(request))
-        self.out.append(ev.SendCommand(request.decode, command))
-
-    def _announce(self, request: Request, now: float) -> None:
-        """Its decode worker may load what it is handed as it comes, if it makes use of that.
-
-        Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
-        """
-        worker = self._workers.get(request.decode)
-        sampling = request.submission.sampling
-        num_coming = 0 if request.num_known else 1
-        request.expected = (
-            worker is not None
-            and bool(request.handoff_id)
-            and worker.hello.capacity.loads_early
-            and not needs_exact_state(sampling)
-            and not (
-                sampling.HasField("max_tokens")
-                and sampling.max_tokens <= request.num_known + num_coming
-            )
-        )
-        if worker is None or not request.expected:
-            return
-        command = cluster_pb2.ExpectCommand(num_coming_tokens=num_coming)
-        self._specify(command.spec, request, now)
-        self._add_known(command.spec, request)
-        command.handoff.CopyFrom(self._handoff_plan(request))
-        self.out.append(ev.SendCommand(worker.key, command))
-
-    @staticmethod
-    def _add_known(spec: cluster_pb2.RequestSpec, request: Request) -> None:
-        spec.known_token_ids.extend(request.token_ids)
-        spec.known_text_chars = request.text_chars
-
-    def _cancel_workers(self, request: Request) -> None:
-        """Both legs, in every state: each ignores what it does not know."""
-        self._send_cancel(request.prefill, request)
-        self._send_cancel(request.decode, request)
-
-    def _send_cancel(self, key: WorkerKey | None, request: Request) -> None:
-        if key is None or self._workers.get(key) is None:
-            return
-        command = cluster_pb2.CancelCommand(
-            request_id=request.id, attempt=request.attempt_number, handoff_id=request.handoff_id
-        )
-        self.out.append(ev.SendCommand(key, command))
-
     def _succeed(
         self, older: Request, submission: Submission, now: float
     ) -> errors.BatonError | None:
         """A resumed request replaces its older self, whose session is not known to be lost yet."""
         if (
             not len(submission.known_token_ids)
-            or older.submission.tenant != submission.tenant
             or older.submission.to.session == submission.to.session
         ):
             return errors.AlreadyExists(f"request {submission.request_id} is running")
         self.cancel(older, now, tell=False)
         return None
-
-    def _lateness_error(
-        self, submission: Submission, hashes: array[int], now: float
-    ) -> errors.BatonError | None:
-        """Why it would come too late, by what is known now; None when it would not."""
-        if len(submission.known_token_ids):
-            return None
-        wanted_s = lane_ttft_s(self._config.lanes, submission)
-        if submission.timeout_s is not None:
-            wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
-        if wanted_s is None:
-            return None
-        predicted_s = self._placer.predicted_ttft_s(submission, hashes)
-        if predicted_s is None:
-            return None
-        predicted_s += now - submission.arrived_at
-        late_s = predicted_s - wanted_s
-        if late_s <= 0:
-            return None
-        return errors.ResourceExhausted(
-            f"the first token is predicted in {predicted_s:.3g} s; {wanted_s:.3g} s are wanted",
-            reason="TOO_LATE",
-            retry_after_s=late_s,
-        )
 
     def _came_later(self, request: Request) -> bool:
         """Whether one of its workers was not there yet when it was admitted."""
@@ -624,7 +424,7 @@ class RequestBook:
         now: float,
     ) -> None:
         """Takes a dispatched request back into its lane, with the tokens it has."""
-        self._cancel_workers(request)
+        self._commands.cancel(request)
         self._let_go(request)
         request.prefill = request.decode = None
         request.prefill_done, request.handoff_id, request.expected = False, b"", False
@@ -636,20 +436,14 @@ class RequestBook:
 
     def _sent(self, request: Request, worker: Worker) -> None:
         """A worker is told to begin with a request."""
-        worker.sent(request.id, alone=request.suspect)
+        worker.sent(request.key, alone=request.suspect)
         if request.prefill is None:
-            worker.local.add(request.id)
+            worker.local.add(request.key)
         if request.suspect:
             self._placer.refresh(worker)
 
-    def _name(self, request: Request) -> None:
-        """Gives its attempt a handle; `_let_go` takes it back."""
-        self._num_handles += 1
-        request.handle = self._num_handles
-        self._by_handle[request.handle] = request
-
     def _let_go(self, request: Request) -> None:
-        self._by_handle.pop(request.handle, None)
+        self.requests.end_attempt(request)
         self.handed_over(request)
         self._placer.released(request)
         self._release(request.prefill, request)
@@ -657,36 +451,5 @@ class RequestBook:
 
     def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)
-        if worker is not None and worker.release(request.id):
+        if worker is not None and worker.release(request.key):
             self.room_made = True
-
-    def _specify(
-        self,
-        spec: cluster_pb2.RequestSpec,
-        request: Request,
-        now: float,
-        *,
-        with_prompt: bool = True,
-    ) -> None:
-        submission = request.submission
-        if not with_prompt:
-            spec.CopyFrom(_spec(submission))
-        else:
-            if request.spec is None:
-                request.spec = _spec(submission)
-                request.spec.prompt_token_ids.extend(submission.prompt_token_ids)
-            spec.CopyFrom(request.spec)
-        spec.attempt, spec.handle = request.attempt_number, request.handle
-        spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
-
-    def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
-        decoder = self._workers.get(request.decode)
-        plan = cluster_pb2.HandoffPlan(
-            handoff_id=request.handoff_id,
-            epoch=1,
-            target=decoder.hello.kv_address if decoder is not None else "",
-            num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
-            skip_tokens=request.skip_tokens,
-        )
-        plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
-        return plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.coordinator.autoscale.types import Decision, Targets
 from baton.coordinator.load_index import Pool
-from baton.coordinator.request import EndedRequest, StreamKey, Submission, WorkerKey
+from baton.coordinator.request import EndedRequest, RequestKey, StreamKey, Submission, WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -35,7 +35,7 @@ class StreamCancelled:
 class RequestCancelled:
     """An operator cancels a request; unknown ones are ignored."""
 
-    request_id: str
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)

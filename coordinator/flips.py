@@ -90,8 +90,8 @@ class Flips:
             return
         if not elsewhere:
             return
-        for request_id in tuple(worker.assigned):
-            request = self._book.get(request_id)
+        for key in tuple(worker.assigned):
+            request = self._book.requests.get(key)
             if request is not None and self._moves(request, worker, late=late):
                 self._book.move(request, now)
 

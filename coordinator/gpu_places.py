@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from baton.runtime.visible_gpus import VISIBLE, visible_gpus
+
 _DEVICE = re.compile(r"nvidia(\d+)")
 
 
-def visible_gpus(
+def gpus_here(
     environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> list[str]:
-    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them: indices or UUIDs, in order."""
-    if (named := environment.get(VISIBLE)) is not None:
-        return [one.strip() for one in named.split(",") if one.strip()]
+    """This process's GPUs: those that CUDA shows it, or all of this host."""
+    if (visible := visible_gpus(environment)) is not None:
+        return visible
     found = (_DEVICE.fullmatch(path.name) for path in devices.glob("nvidia*"))
     return [str(index) for index in sorted(int(one[1]) for one in found if one is not None)]
 
@@ -29,7 +30,7 @@ class GpuPlaces:
     vLLM's `gpu_memory_utilization` then.
 
     Args:
-        gpus: as visible_gpus names them.
+        gpus: as CUDA_VISIBLE_DEVICES names them.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:

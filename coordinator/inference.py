@@ -57,8 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             deadline_s = context.time_remaining()
             shown, peer = authorization(context), context.peer()
             caller = self._intake.caller(request, shown, peer, arrived_at)
-            if (place := self._intake.enter(caller, request, arrived_at)) is not None:
-                session.places[0] = place
+            _enter(self._intake, session, 0, caller, request, arrived_at)
             submission = await self._intake.submission(
                 request, StreamKey(session.number, 0), arrived_at, deadline_s, caller
             )
@@ -116,6 +115,30 @@ def _guard(shell: Shell, session: ClientSession, context: Any) -> StallGuard:
     return StallGuard(context, lambda: shell.close_session(session), on_slow=slow)
 
 
+def _enter(
+    intake: Intake,
+    session: ClientSession,
+    stream: int,
+    caller: Caller,
+    request: inference_pb2.GenerateRequest,
+    now: float,
+) -> None:
+    """Takes the caller's place for a request; the call itself counts once to each of its tenants.
+
+    Raises:
+        ResourceExhausted: there is none.
+    """
+    tenant = caller.grants.tenant if caller.grants is not None else ""
+    # A gateway's is many tenants': one that holds too many is refused there by itself.
+    if (
+        tenant not in session.holders
+        and (let_go := intake.hold_call(caller, request, now)) is not None
+    ):
+        session.holders[tenant] = let_go
+    if (place := intake.enter(caller, request, now)) is not None:
+        session.places[stream] = place
+
+
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
     """Writes the events of the session's only stream, up to its last."""
     while True:
@@ -141,8 +164,11 @@ class _SessionCall:
         self._session = session = shell.open_session()
         self._guard = _guard(shell, session, context)
         self._submitting: dict[int, asyncio.Task[None]] = {}
-        # Whether somebody was recognised, or need not be.
-        self._known, self._unknown = not intake.needs_credentials, False
+        # Why nobody holds it, once it is to end for that.
+        self._nobodys: BatonError | None = None
+        self._last_refusal: BatonError = Unauthenticated(
+            f"no valid credential within {_UNKNOWN_S:g} s"
+        )
 
     async def run(self) -> None:
         """Until the client has said and heard everything.
@@ -153,9 +179,9 @@ class _SessionCall:
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._session.outbox.wake())
         timer = None
-        if not self._known:
+        if not self._is_somebodys:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(_UNKNOWN_S, self._end_unknown, reader)
+            timer = loop.call_later(_UNKNOWN_S, self._end_nobodys, reader)
         try:
             await self._write(reader)
         finally:
@@ -164,10 +190,15 @@ class _SessionCall:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _end_unknown(self, reader: asyncio.Task[None]) -> None:
-        """Nobody keeps a stream open without ever having been recognised."""
-        if not self._known and not reader.done():
-            self._unknown = True
+    @property
+    def _is_somebodys(self) -> bool:
+        """Whether it is counted to a tenant, or need not be."""
+        return bool(self._session.holders) or not self._intake.needs_credentials
+
+    def _end_nobodys(self, reader: asyncio.Task[None]) -> None:
+        """Nobody keeps a stream open without being recognised, or beyond what a tenant may hold."""
+        if not self._is_somebodys and not reader.done():
+            self._nobodys = self._last_refusal
             reader.cancel()
 
     async def close(self) -> None:
@@ -230,9 +261,11 @@ class _SessionCall:
         context = self._context
         shown, peer = authorization(context), context.peer()
         caller = self._intake.caller(request, shown, peer, arrived_at)
-        self._known = True
-        if (place := self._intake.enter(caller, request, arrived_at)) is not None:
-            self._session.places[stream] = place
+        try:
+            _enter(self._intake, self._session, stream, caller, request, arrived_at)
+        except ResourceExhausted as error:
+            self._last_refusal = error
+            raise
         return caller
 
     async def _admit(
@@ -287,8 +320,8 @@ class _SessionCall:
             if session.left is not None and session.outbox.empty:
                 raise session.left
             if reader.done():
-                if self._unknown:
-                    raise Unauthenticated(f"no valid credential within {_UNKNOWN_S:g} s")
+                if self._nobodys is not None:
+                    raise self._nobodys
                 reader.result()
                 if not session.live and session.outbox.empty:
                     return

@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core import Core
 from baton.coordinator.known_end import known_stop
-from baton.coordinator.lanes import lane_config, lane_name
+from baton.coordinator.lanes import lane_config
 from baton.coordinator.request import StreamKey, Submission
 from baton.coordinator.tokenization import Tokenizer
 from baton.coordinator.validation import (
@@ -26,6 +26,7 @@ from baton.coordinator.validation import (
 )
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
+from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import common_pb2, inference_pb2
@@ -99,6 +100,15 @@ class Intake:
                 peer=peer,
             )
         return caller
+
+    def hold_call(
+        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None] | None:
+        """Counts the call that the request came with to its caller; see Access.hold_call."""
+        if self._access is None or caller.grants is None:
+            return None
+        with self._counting(request, now):
+            return self._access.hold_call(caller)
 
     def enter(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float

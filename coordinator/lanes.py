@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.fairness import FairOrder, Trickle
-from baton.coordinator.request import Request
+from baton.coordinator.request import Request, RequestKey
 from baton.coordinator.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket
 from baton.runtime.config import LaneConfig, LanesConfig, TenantConfig
 from baton.runtime.errors import ResourceExhausted
@@ -22,11 +22,6 @@ LANES: tuple[Lane, ...] = (_INTERACTIVE, _BATCH)
 
 def lane_config(config: LanesConfig, lane: Lane) -> LaneConfig:
     return config.batch if lane == _BATCH else config.interactive
-
-
-def lane_name(lane: Lane) -> str:
-    """As in the configuration."""
-    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()
 
 
 class Lanes:
@@ -55,9 +50,9 @@ class Lanes:
         self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._matters)
         self._orders: dict[Lane, FairOrder[TenantQueue]] = {lane: FairOrder() for lane in LANES}
         self._trickle = Trickle(config.batch.share)
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[RequestKey, Ticket] = {}
         # By the lane they were submitted to, longest waiting first.
-        self._waiting: dict[Lane, OrderedDict[str, Request]] = {
+        self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
             lane: OrderedDict() for lane in LANES
         }
         # By the lane they are ordered in, as are those below.
@@ -108,7 +103,7 @@ class Lanes:
             num_tokens: of a new one: prompt and the most output it may have. They are taken from
                 its tenant's rate, and what it did not use is given back when it ends.
         """
-        ticket = self._tickets.get(request.id)
+        ticket = self._tickets.get(request.key)
         if ticket is None:
             ticket = self._new_ticket(request, now, num_tokens)
         else:
@@ -118,9 +113,9 @@ class Lanes:
         ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         ticket.queue.push(ticket)
         waiting = self._waiting[request.submission.lane]
-        waiting[request.id] = request
+        waiting[request.key] = request
         if request.attempt:
-            waiting.move_to_end(request.id, last=False)
+            waiting.move_to_end(request.key, last=False)
         self._reorder(ticket.queue.tenant)
 
     # ---- Next
@@ -148,7 +143,7 @@ class Lanes:
             request: waiting.
             num_prompt_tokens: to be computed: prompt, and known tokens with it.
         """
-        ticket = self._tickets[request.id]
+        ticket = self._tickets[request.key]
         lane, queue = ticket.lane, ticket.queue
         other_waits = self._head(_INTERACTIVE if lane == _BATCH else _BATCH) is not None
         # With the other lane empty, or passed over, the place was nobody else's: it costs the lane
@@ -167,13 +162,13 @@ class Lanes:
 
     def served(self, request: Request, num_output_tokens: int) -> None:
         """Output tokens of a request; of one that has ended they do not count."""
-        ticket = self._tickets.get(request.id)
+        ticket = self._tickets.get(request.key)
         if ticket is not None:
             self._charge(ticket, num_output_tokens * self._output_weight)
 
     def cached(self, request: Request, num_tokens: int) -> None:
         """So many of the prompt tokens that it was charged for came from a prefix cache."""
-        ticket = self._tickets.get(request.id)
+        ticket = self._tickets.get(request.key)
         if ticket is not None and num_tokens:
             cost = num_tokens * self._prompt_weight
             self._orders[ticket.lane].credit(ticket.queue, cost)
@@ -185,7 +180,7 @@ class Lanes:
         Its tenant's rate gets back what was reserved and neither computed nor generated: everything
         when it was never dispatched.
         """
-        ticket = self._tickets.pop(request.id, None)
+        ticket = self._tickets.pop(request.key, None)
         if ticket is None:
             return
         if ticket.is_queued:
@@ -227,7 +222,7 @@ class Lanes:
             tenant.bucket.take(num_tokens, now)
         self._num_pushed += 1
         ticket = Ticket(request, lane, tenant.queue(lane), self._num_pushed, num_tokens)
-        self._tickets[request.id] = ticket
+        self._tickets[request.key] = ticket
         return ticket
 
     def _next(self) -> Ticket | None:
@@ -254,7 +249,7 @@ class Lanes:
     def _dequeue(self, ticket: Ticket) -> None:
         ticket.is_queued = False
         ticket.queue.remove(ticket)
-        del self._waiting[ticket.request.submission.lane][ticket.request.id]
+        del self._waiting[ticket.request.submission.lane][ticket.request.key]
 
     def _stopped(self, ticket: Ticket) -> None:
         ticket.queue.tenant.num_running -= 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.coordinator.cpu_cores import CorePlaces
-from baton.coordinator.gpu_places import GpuPlaces, visible_gpus
+from baton.coordinator.gpu_places import GpuPlaces, gpus_here
 from baton.coordinator.worker_process import BATON, WorkerExit, WorkerProcess
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.errors import BatonError
@@ -64,7 +64,7 @@ class LocalLauncher:
     ) -> None:
         self._coordinator, self._on_exit, self._command = coordinator, on_exit, command
         self._places = CorePlaces(config)
-        self._gpus = GpuPlaces(visible_gpus() if config.engine == "vllm" else [])
+        self._gpus = GpuPlaces(gpus_here() if config.engine == "vllm" else [])
         self._gpus_each = {
             role: config.tensor_parallel_size(pool)
             for role, pool in (("prefill", config.prefill), ("decode", config.decode))

@@ -13,9 +13,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
-from baton.coordinator.lanes import lane_name
 from baton.coordinator.load_index import ROLE_OF, Pool
 from baton.runtime.config import BatonConfig
+from baton.runtime.enum_names import lane_name
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2
 

@@ -6,7 +6,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.book import RequestBook
 from baton.coordinator.budget import ttft_stages
-from baton.coordinator.request import Request, RequestState, StreamKey, WorkerKey
+from baton.coordinator.request import Request, RequestKey, RequestState, StreamKey, WorkerKey
 from baton.coordinator.stalls import Cause, SlowStep
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
@@ -52,7 +52,8 @@ class _Step:
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
         """Sends on what is one token each. All that a token costs the core is here."""
-        find, decoding, worker = self.book.by_handle.get, RequestState.DECODING, self.worker
+        find, worker = self.book.requests.by_handle.get, self.worker
+        decoding = RequestState.DECODING
         deltas: list[tuple[StreamKey, bytes]] = []
         for handle, offset, token_id, num_chars, encoded in zip(
             tokens.handles,
@@ -175,12 +176,12 @@ class _Step:
                 break
             cause, by = Cause.JOINED, request
         if by is None and worker.local:
-            cause, by = Cause.PREFILL, self.book.get(next(iter(worker.local)))
+            cause, by = Cause.PREFILL, self.book.requests.get(next(iter(worker.local)))
         worker.slow_steps.append(
             SlowStep(
                 self.now,
                 cause,
-                by.id if by is not None else "",
+                by.key if by is not None else None,
                 by.num_prompt_tokens if by is not None else 0,
                 self._num_tokens,
             )
@@ -207,7 +208,7 @@ def apply_step(
     if outputs.HasField("tokens"):
         step.take(outputs.tokens)
     for output in outputs.outputs:
-        request = book.get(output.request_id)
+        request = book.requests.get(RequestKey(output.request_id))
         if request is not None and output.attempt == request.attempt_number:
             _apply_output(step, request, output)
     step.count()

@@ -21,7 +21,7 @@ from baton.coordinator.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.prefix_index import PrefixMatch
-from baton.coordinator.request import Request, Submission, WorkerKey
+from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
@@ -127,11 +127,11 @@ class Placer:
         )
         self._outputs = OutputLengths()
         # Seconds of prefill work that wait, by request and lane.
-        self._waiting_s: dict[Lane, dict[str, float]] = {lane: {} for lane in LANES}
+        self._waiting_s: dict[Lane, dict[RequestKey, float]] = {lane: {} for lane in LANES}
         self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
         self.crowded: dict[WorkerKey, None] = {}
         # Batch prompts that are being computed by prefill workers.
-        self._batch_prompts: dict[str, WorkerKey] = {}
+        self._batch_prompts: dict[RequestKey, WorkerKey] = {}
         self._num_batch_prompts: Counter[WorkerKey] = Counter()
 
     # ---- Members.
@@ -173,13 +173,13 @@ class Placer:
             match = self.router.match(self._hashes(request))
             cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
             work_s = entry.traits.latency.prefill_s(max(1, request.num_prefill_tokens - cached))
-        self._waiting_s[lane][request.id] = work_s
+        self._waiting_s[lane][request.key] = work_s
         self._sum_waiting_s[lane] += work_s
 
     def leaves(self, request: Request) -> None:
         """It has left its lane; idempotent."""
         waiting = self._waiting_s[request.submission.lane]
-        work_s = waiting.pop(request.id, None)
+        work_s = waiting.pop(request.key, None)
         if work_s is not None:
             self._sum_waiting_s[request.submission.lane] -= work_s
             if not waiting:
@@ -205,13 +205,13 @@ class Placer:
         session, urgent = request.submission.session_id, request.submission.lane != _BATCH
         if placement.prefill is not None:
             self.router.assign_prefill(
-                request.id, placement.prefill, self._hashes(request), session
+                request.key, placement.prefill, self._hashes(request), session
             )
             if not urgent:
-                self._batch_prompts[request.id] = placement.prefill.worker
+                self._batch_prompts[request.key] = placement.prefill.worker
                 self._num_batch_prompts[placement.prefill.worker] += 1
         if placement.decode is not None:
-            self.router.assign_decode(request.id, placement.decode, session, urgent=urgent)
+            self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
             if urgent:
                 self.crowded[placement.decode.worker] = None
 
@@ -236,18 +236,18 @@ class Placer:
             num_candidates=1,
         )
         urgent = submission.lane != _BATCH
-        self.router.assign_decode(request.id, choice, submission.session_id, urgent=urgent)
-        self.router.first_token(request.id)
+        self.router.assign_decode(request.key, choice, submission.session_id, urgent=urgent)
+        self.router.first_token(request.key)
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""
         self._batch_prompt_over(request)
-        self.router.first_token(request.id)
+        self.router.first_token(request.key)
 
     def released(self, request: Request) -> None:
         """It leaves its workers."""
         self._batch_prompt_over(request)
-        self.router.release(request.id)
+        self.router.release(request.key)
 
     def ended(self, request: Request) -> None:
         """Its output came to its natural end."""
@@ -264,15 +264,14 @@ class Placer:
             and entry.itl_with_s(0, 0) > target_s
         )
 
-    def prompt_that_yields(self, request: Request, placement: Placement | None) -> str | None:
+    def prompt_that_yields(
+        self, request: Request, placement: Placement | None
+    ) -> RequestKey | None:
         """The batch prompt that is to make room for an interactive one; None when none need.
 
         Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
         only where what it has computed stays in a prefix cache: computing it once more would cost
         those behind it more than is won.
-
-        Returns:
-            Its request id.
         """
         if request.submission.lane == _BATCH or not self._batch_prompts:
             return None
@@ -285,13 +284,13 @@ class Placer:
         else:
             wait_s = placement.prefill.predicted_s - placement.prefill.work_s
         most, found = 0.0, None
-        for request_id, key in self._batch_prompts.items():
+        for batch, key in self._batch_prompts.items():
             entry, worker = self.router.load(key), self._workers.get(key)
             if entry is None or not self._gives_way(entry, worker):
                 continue
             left_s = entry.queued_s(self.router.now)
             if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
-                most, found = left_s, request_id
+                most, found = left_s, batch
         return found
 
     # ---- Predictions.
@@ -365,7 +364,7 @@ class Placer:
 
     def _batch_prompt_over(self, request: Request) -> None:
         """Idempotent."""
-        worker = self._batch_prompts.pop(request.id, None)
+        worker = self._batch_prompts.pop(request.key, None)
         if worker is not None:
             self._num_batch_prompts[worker] -= 1
             if not self._num_batch_prompts[worker]:

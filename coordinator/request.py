@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NewType
 
 from baton.runtime.errors import BatonError
-from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.names import DEFAULT_TENANT, request_name
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: one process."""
+RequestKey = NewType("RequestKey", str)
+"""What a request is called here and by workers: runtime/names.py, request_name."""
 
 
 class RequestState(Enum):
@@ -94,7 +96,7 @@ class Submission:
     """A request that was validated and tokenized.
 
     Attributes:
-        request_id: unique among the requests that have not ended.
+        request_id: as its client calls it; unique among its tenant's that have not ended.
         known_token_ids: output the caller already has; the stream continues after it.
         known_text_chars: code points of text that went with them.
         known_stop: what the last of them has ended the output by, as Finished.stop says it; None:
@@ -123,6 +125,10 @@ class Submission:
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
 
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(request_name(self.tenant, self.request_id))
+
 
 @dataclass(slots=True)
 class Interruption:
@@ -138,12 +144,13 @@ class Request:
     """One admitted request. Only the core changes it, and its state only through `advance`.
 
     Attributes:
+        key: by which it is found; `id` is for people.
         token_ids: the whole output so far, known tokens included.
         text_chars: code points of text sent so far, known ones included.
         deadline: of the whole request, by the core's clock.
         hashes: of the prompt's blocks, once they were needed.
         attempt: counts dispatches; 0 until the first.
-        attempts_before: of an ended request of this id: workers may still speak of them.
+        attempts_before: of an ended request of this key: workers may still speak of them.
         handle: what workers call this attempt where many are named; 0 until the first.
         num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
@@ -167,6 +174,7 @@ class Request:
     submission: Submission
     submitted_at: float
     deadline: float
+    key: RequestKey = field(init=False)
     state: RequestState = RequestState.QUEUED
     state_since: float = 0.0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -199,13 +207,17 @@ class Request:
     num_uncharged: int = 0
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
 
+    def __post_init__(self) -> None:
+        self.key = self.submission.key
+
     @property
     def id(self) -> str:
+        """As its client calls it."""
         return self.submission.request_id
 
     @property
     def attempt_number(self) -> int:
-        """What workers call this attempt: never used twice for one request id."""
+        """What workers call this attempt: never used twice for one key."""
         return self.attempts_before + self.attempt
 
     @property

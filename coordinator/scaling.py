@@ -28,7 +28,7 @@ from baton.coordinator.autoscale.types import (
 )
 from baton.coordinator.launches import Launches
 from baton.coordinator.load_index import Pool
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
@@ -77,7 +77,7 @@ class Scaler:
         workers: WorkerRegistry,
         observer: Observer,
         stats: CoreStats,
-        timers: Timers[str | WorkerKey],
+        timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
         policy: Policy | None = None,
     ) -> None:

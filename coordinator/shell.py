@@ -38,6 +38,7 @@ class ClientSession:
         slow: it was given up, since more waited for its reader than may.
         left: why it ends once its reader has what waits, while its requests go on; None: it stays.
         places: what gives back a stream's place among its caller's requests, where one is counted.
+        holders: what gives the call back to each tenant that it is counted to.
     """
 
     def __init__(self, number: int) -> None:
@@ -47,11 +48,13 @@ class ClientSession:
         self.slow = False
         self.left: BatonError | None = None
         self.places: dict[int, Callable[[], None]] = {}
+        self.holders: dict[str, Callable[[], None]] = {}
 
     def release(self) -> None:
-        """Gives back every place: nothing of it runs any more."""
-        places, self.places = self.places, {}
-        for give_back in places.values():
+        """Gives back every place and the call: nothing of it runs any more."""
+        taken = *self.places.values(), *self.holders.values()
+        self.places, self.holders = {}, {}
+        for give_back in taken:
             give_back()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:

@@ -9,7 +9,8 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from baton.coordinator.request import Interruption, Request
+from baton.coordinator.request import Interruption, Request, RequestKey
+from baton.runtime.names import request_name_parts
 from baton.v1 import admin_pb2, common_pb2
 
 # Of one request.
@@ -38,14 +39,14 @@ class SlowStep(NamedTuple):
 
     Attributes:
         at: when its outputs came, by the core's clock.
-        by_request_id: whose prompt or arrival it was; empty for none in particular.
+        by: whose prompt or arrival it was; None for none in particular.
         num_tokens: of that prompt.
         num_requests: that had outputs in it.
     """
 
     at: float
     cause: Cause
-    by_request_id: str
+    by: RequestKey | None
     num_tokens: int
     num_requests: int
 
@@ -58,6 +59,7 @@ class Stall(NamedTuple):
     cause: Cause
     worker_id: str = ""
     by_request_id: str = ""
+    by_tenant: str = ""
     num_tokens: int = 0
     num_requests: int = 0
 
@@ -98,10 +100,13 @@ def stalls(
         else:
             step = next((one for one in steps if abs(one.at - ended_at) <= _SLACK_S), None)
             if step is not None:
-                by = step.by_request_id if step.by_request_id != request.id else ""
+                tenant, by = "", ""
+                if step.by is not None and step.by != request.key:
+                    tenant, by = request_name_parts(step.by)
                 stall = stall._replace(
                     cause=step.cause,
                     by_request_id=by,
+                    by_tenant=tenant,
                     num_tokens=step.num_tokens,
                     num_requests=step.num_requests,
                 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from baton.coordinator.fairness import Account, TokenBucket
-from baton.coordinator.request import Request
+from baton.coordinator.request import Request, RequestKey
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
@@ -64,7 +64,7 @@ class TenantQueue(Account):
     def __init__(self, tenant: Tenant) -> None:
         super().__init__(tenant.config.weight)
         self.tenant = tenant
-        self._fresh: OrderedDict[str, Ticket] = OrderedDict()
+        self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
         self._returned: list[Ticket] = []
 
     def __len__(self) -> int:
@@ -78,13 +78,13 @@ class TenantQueue(Account):
         if ticket.has_returned:
             insort(self._returned, ticket, key=_order)
         else:
-            self._fresh[ticket.request.id] = ticket
+            self._fresh[ticket.request.key] = ticket
 
     def remove(self, ticket: Ticket) -> None:
         if ticket.has_returned:
             del self._returned[bisect_left(self._returned, ticket.order, key=_order)]
         else:
-            del self._fresh[ticket.request.id]
+            del self._fresh[ticket.request.key]
 
 
 class Tenant:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.lanes import lane_name
 from baton.coordinator.request import EndedRequest
+from baton.runtime.enum_names import enum_name, lane_name
 from baton.runtime.tracing import Span
-from baton.v1 import admin_pb2, common_pb2
+from baton.v1 import common_pb2
 
 
 def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
@@ -31,13 +31,14 @@ def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
     if kept:
         attributes["baton.sampled"] = kept
     if record.finish_reason:
-        name = common_pb2.FinishReason.Name(record.finish_reason)
-        attributes["baton.finish_reason"] = name.removeprefix("FINISH_REASON_").lower()
+        attributes["baton.finish_reason"] = enum_name(
+            common_pb2.FinishReason.DESCRIPTOR, record.finish_reason
+        )
     if record.error_code:
         attributes["rpc.grpc.status_code"] = record.error_code
     children = [
         Span(
-            f"request {common_pb2.Stage.Name(stage.stage).removeprefix('STAGE_').lower()}",
+            f"request {enum_name(common_pb2.Stage.DESCRIPTOR, stage.stage)}",
             arrived_ns + stage.start_us * 1000,
             arrived_ns + (stage.start_us + stage.duration_us) * 1000,
             {"baton.worker.id": stage.worker_id} if stage.worker_id else {},
@@ -50,11 +51,10 @@ def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
             arrived_ns + stall.start_us * 1000,
             arrived_ns + (stall.start_us + stall.duration_us) * 1000,
             {
-                "baton.stall.cause": admin_pb2.StallCause.Name(stall.cause.value)
-                .removeprefix("STALL_CAUSE_")
-                .lower(),
+                "baton.stall.cause": stall.cause.name.lower(),
                 "baton.worker.id": stall.worker_id,
                 "baton.stall.by_request_id": stall.by_request_id,
+                "baton.stall.by_tenant": stall.by_tenant,
             },
         )
         for stall in record.stalls

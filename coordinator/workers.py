@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.coordinator.request import WorkerKey
+from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.stalls import MAX_SLOW_STEPS, SlowStep
 from baton.runtime.errors import Aborted, AlreadyExists, BatonError, FailedPrecondition
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -69,15 +69,15 @@ class Worker:
     key: WorkerKey = field(init=False)
     connected: bool = True
     load: cluster_pb2.LoadReport | None = None
-    assigned: dict[str, int] = field(default_factory=dict)
+    assigned: dict[RequestKey, int] = field(default_factory=dict)
     assigned_tokens: int = 0
-    unanswered: dict[str, None] = field(default_factory=dict)
-    local: set[str] = field(default_factory=set)
-    sending: set[str] = field(default_factory=set)
+    unanswered: dict[RequestKey, None] = field(default_factory=dict)
+    local: set[RequestKey] = field(default_factory=set)
+    sending: set[RequestKey] = field(default_factory=set)
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
-    alone: str = ""
+    alone: RequestKey | None = None
     released: bool = False
     slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
     leaves_by: float = math.inf
@@ -100,43 +100,43 @@ class Worker:
             and self.flip is None
         )
 
-    def assign(self, request_id: str, num_tokens: int) -> None:
-        assert request_id not in self.assigned
-        self.assigned[request_id] = num_tokens
+    def assign(self, key: RequestKey, num_tokens: int) -> None:
+        assert key not in self.assigned
+        self.assigned[key] = num_tokens
         self.assigned_tokens += num_tokens
 
-    def sent(self, request_id: str, *, alone: bool) -> None:
+    def sent(self, key: RequestKey, *, alone: bool) -> None:
         """The worker is told to begin with an assigned request."""
-        self.unanswered[request_id] = None
+        self.unanswered[key] = None
         if alone:
-            self.alone = request_id
+            self.alone = key
 
-    def answered(self, request_id: str) -> None:
+    def answered(self, key: RequestKey) -> None:
         """The request has an output from here."""
-        self.unanswered.pop(request_id, None)
-        self.local.discard(request_id)
-        if self.alone == request_id:
-            self.alone = ""
+        self.unanswered.pop(key, None)
+        self.local.discard(key)
+        if self.alone == key:
+            self.alone = None
 
     @property
     def computes_prompt(self) -> bool:
         """Whether a decode worker is at work on a prompt."""
         return bool(self.local)
 
-    def computing(self) -> list[str]:
+    def computing(self) -> list[RequestKey]:
         """Unanswered requests that its engine may have been computing: as many as fit a step."""
-        found, room = list[str](), self.hello.capacity.max_num_batched_tokens
-        for request_id in self.unanswered:
-            found.append(request_id)
-            room -= self.assigned[request_id]
+        found, room = list[RequestKey](), self.hello.capacity.max_num_batched_tokens
+        for key in self.unanswered:
+            found.append(key)
+            room -= self.assigned[key]
             if room <= 0:
                 break
         return found
 
-    def release(self, request_id: str) -> bool:
+    def release(self, key: RequestKey) -> bool:
         """Whether the request was here."""
-        self.answered(request_id)
-        num_tokens = self.assigned.pop(request_id, None)
+        self.answered(key)
+        num_tokens = self.assigned.pop(key, None)
         if num_tokens is None:
             return False
         self.assigned_tokens -= num_tokens

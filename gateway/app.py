@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Generic, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -27,14 +23,13 @@ from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.operators import shown_by
 from baton.gateway.problems import Problem
+from baton.gateway.questions import Answer, PerCaller, Turns
 from baton.gateway.scrapers import Scrapers
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -49,60 +44,9 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-_MAX_ANSWERS = 256
 # Less than gRPC's metadata may have by default.
 _MAX_CREDENTIAL_CHARS = 12 * 2**10
 _KINDS = {404: "not_found_error"}
-
-
-class Answer(Generic[T]):
-    """A question asked at most once at a time, and not again for a while: anyone may ask it."""
-
-    def __init__(self, ask: Callable[[], Awaitable[T]], holds_s: float) -> None:
-        self._ask, self._holds_s = ask, holds_s
-        self._lock = asyncio.Lock()
-        self._until = 0.0
-        self._answer: T | RemoteError | None = None
-
-    async def get(self) -> T:
-        """Raises RemoteError as the question did."""
-        async with self._lock:
-            if time.monotonic() >= self._until:
-                try:
-                    self._answer = await self._ask()
-                    self._until = time.monotonic() + self._holds_s
-                except RemoteError as error:
-                    self._answer = error
-                    self._until = time.monotonic() + min(_HOLDS_S, self._holds_s)
-            answer = self._answer
-        if isinstance(answer, RemoteError):
-            raise problems.of(answer)
-        assert answer is not None
-        return answer
-
-
-class PerCaller(Generic[T]):
-    """A question asked with each caller's own credential.
-
-    The latest callers' answers are kept for a while, by a hash of what they showed.
-
-    Args:
-        ask: gets the credential, as in `authorization`.
-    """
-
-    def __init__(self, ask: Callable[[str], Awaitable[T]], holds_s: float) -> None:
-        self._ask, self._holds_s = ask, holds_s
-        self._answers: OrderedDict[bytes, Answer[T]] = OrderedDict()
-
-    async def get(self, authorization: str) -> T:
-        """Raises Problem."""
-        key = hashlib.sha256(authorization.encode()).digest()
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = Answer(lambda: self._ask(authorization), self._holds_s)
-            if len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        return await answer.get()
 
 
 class Gateway:
@@ -136,12 +80,14 @@ class Gateway:
             return True
 
         self._ready = Answer(ready, _HOLDS_S)
+        self._turns = Turns()
         self._model = PerCaller(
             lambda authorization: client.model(_ASK_TIMEOUT_S, authorization=authorization),
             _MODELS_HOLD_S,
+            self._turns,
         )
         self._watcher = watcher
-        self._overview = PerCaller(self._look, _HOLDS_S)
+        self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
         self._generations = {
             route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
@@ -253,7 +199,9 @@ class Gateway:
     async def _waterfall(self, request: Request) -> Response:
         with shown_by(_credential(request)):
             try:
-                found = await self._watcher.request(request.path_params["request_id"])
+                request_id = request.path_params["request_id"]
+                tenant = request.query_params.get("tenant", "")
+                found = await self._turns.take(lambda: self._watcher.request(request_id, tenant))
             except RemoteError as error:
                 raise problems.of(error) from None
         return JSONResponse(described(found), headers=_DATA_HEADERS)

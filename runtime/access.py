@@ -35,12 +35,14 @@ class Caller:
     """Somebody who was recognised.
 
     Attributes:
-        name: of the key or the token's subject; empty: nobody was asked for one.
+        name: of the key or the token's subject, for logs; empty: nobody was asked for one.
         grants: None: no limits.
+        account: what its requests are counted by; no two credentials' subjects have one.
     """
 
     name: str = ""
     grants: Grants | None = None
+    account: str = ""
 
 
 ANYONE = Caller()
@@ -75,6 +77,8 @@ class Access:
                 [token], lambda: read_secret(token, "security.cluster_token_file")
             )
         self._num_running: Counter[str] = Counter()
+        # By tenant.
+        self._num_calls: Counter[str] = Counter()
 
     @classmethod
     def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
@@ -160,21 +164,52 @@ class Access:
         limit = caller.grants.max_concurrent if caller.grants is not None else None
         if limit is None:
             return None
-        name = caller.name
-        if self._num_running[name] >= limit:
-            self.refusals.count(_INFERENCE, "max_concurrent", who=name)
+        account = caller.account
+        if self._num_running[account] >= limit:
+            self.refusals.count(_INFERENCE, "max_concurrent", who=caller.name)
             raise ResourceExhausted(
                 f"{limit} requests of this credential are running, its limit",
                 reason="CREDENTIAL_CONCURRENCY",
                 retry_after_s=1.0,
             )
-        self._num_running[name] += 1
-        return lambda: self._leave(name)
+        self._num_running[account] += 1
+        return lambda: self._leave(account)
 
-    def _leave(self, name: str) -> None:
-        self._num_running[name] -= 1
-        if not self._num_running[name]:
-            del self._num_running[name]
+    def hold_call(self, caller: Caller) -> Callable[[], None]:
+        """Counts one of the server's calls to the caller's tenant.
+
+        Args:
+            caller: with grants.
+
+        Returns:
+            What gives it back, to be called once.
+
+        Raises:
+            ResourceExhausted: the tenant holds as many as one may.
+        """
+        assert caller.grants is not None
+        tenant, limit = caller.grants.tenant, self._config.tenant_calls
+        if self._num_calls[tenant] >= limit:
+            self.refusals.count(_INFERENCE, "tenant_calls", who=caller.name)
+            raise ResourceExhausted(
+                f"{limit} sessions and single requests of tenant {tenant} are open, the most that "
+                "one tenant may hold (security.max_calls_per_tenant); a session takes any number "
+                "of requests",
+                reason="TENANT_CALLS",
+                retry_after_s=1.0,
+            )
+        self._num_calls[tenant] += 1
+        return lambda: self._let_go(tenant)
+
+    def _let_go(self, tenant: str) -> None:
+        self._num_calls[tenant] -= 1
+        if not self._num_calls[tenant]:
+            del self._num_calls[tenant]
+
+    def _leave(self, account: str) -> None:
+        self._num_running[account] -= 1
+        if not self._num_running[account]:
+            del self._num_running[account]
 
     # ---- Operators and workers.
 
@@ -226,12 +261,12 @@ class Access:
             key = self._keys.get().get(key_id)
             if key is not None and key.fits(secret):
                 if key.expires is None or key.expires.timestamp() > now:
-                    return Caller(key.name, key)
+                    return Caller(key.name, key, f"key {key.id}")
                 reason, who = "expired", key.name
         elif self._jwt is not None:
             try:
                 token = self._jwt.token(secret, now)
-                return Caller(token.name, token.grants)
+                return Caller(token.name, token.grants, token.account)
             except BadToken as error:
                 reason = error.reason
         told = "the credential has expired" if reason == "expired" else _UNKNOWN

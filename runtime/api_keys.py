@@ -6,11 +6,14 @@ The secret has 256 random bits, so that a plain SHA-256 of the whole key cannot 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
 import re
 import secrets
+import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +26,9 @@ from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import PositiveInt, Section
 
 LaneName = Literal["interactive", "batch"]
+
+# Longest wait for others who change a file, and how often is looked.
+_LOCK_TIMEOUT_S, _LOCK_POLL_S = 10.0, 0.02
 
 _KEY = re.compile(r"baton_([0-9a-f]{12})_[A-Za-z0-9_-]{43}", re.ASCII)
 
@@ -130,6 +136,33 @@ def read(path: str) -> dict[str, ApiKey]:
     if len(by_id) < len(found):
         raise ConfigError(f"{path}: an id is there twice")
     return by_id
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Whoever else would change the file waits: read it in here, and write it.
+
+    Raises:
+        ConfigError: somebody else takes too long.
+        OSError: its directory cannot be opened.
+    """
+    # Of the directory: the file itself is replaced, and nothing is to be left beside it.
+    directory = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise ConfigError(
+                        f"{path}: another process has been changing it for {_LOCK_TIMEOUT_S:g} s"
+                    ) from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(directory)
 
 
 def write(path: str, keys: list[ApiKey]) -> None:

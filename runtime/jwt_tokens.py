@@ -27,9 +27,16 @@ _MAX_KNOWN = 1024
 
 
 class Token(NamedTuple):
-    """What a valid token says; `expires_at` in seconds since the epoch."""
+    """What a valid token says.
+
+    Attributes:
+        name: of its subject, for logs.
+        account: of its subject, or of its tenant where it names none: never two subjects'.
+        expires_at: in seconds since the epoch.
+    """
 
     name: str
+    account: str
     grants: Grants
     expires_at: float
 
@@ -113,7 +120,10 @@ class JwtVerifier:
             grants = Grants.model_validate({n: claims[n] for n in _CLAIMS if n in claims})
         except ValidationError:
             raise BadToken("claims") from None
-        return Token(f"jwt:{claims.get('sub', '-')}"[:80], grants, float(claims["exp"]))
+        # A tenant's name has no slash.
+        account = f"jwt {grants.tenant}/{claims.get('sub', '')}"
+        name = f"jwt:{claims.get('sub', '-')}"[:80]
+        return Token(name, account, grants, float(claims["exp"]))
 
     def _read(self) -> dict[str, Any]:
         from cryptography.exceptions import UnsupportedAlgorithm

@@ -1,4 +1,4 @@
-"""Names of tenants, and help with names that nothing is called."""
+"""Names of tenants and requests, and help with names that nothing is called."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 def is_tenant(name: str) -> bool:
     """Whether a tenant may be called that."""
     return _TENANT.fullmatch(name) is not None
+
+
+def request_name(tenant: str, request_id: str) -> str:
+    """What a request is called where those of all tenants are: "TENANT/ID".
+
+    Tenants choose ids without knowing each other's. Requests of the default tenant go by their id
+    alone. Neither part may have a slash, so that two requests never have one name.
+    """
+    return request_id if tenant == DEFAULT_TENANT else f"{tenant}/{request_id}"
+
+
+def request_name_parts(name: str) -> tuple[str, str]:
+    """Tenant and id of a request that is called so."""
+    tenant, _, request_id = name.rpartition("/")
+    return tenant or DEFAULT_TENANT, request_id
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
+# Of a server's calls, where the configuration does not say: others find a call whatever one tenant
+# does.
+_TENANT_PART = 4
+
 
 class JwtConfig(Section):
     """Tokens that somebody else signs, in the place of API keys."""
@@ -64,6 +68,11 @@ class SecurityConfig(Section):
     )
     max_connections: PositiveInt = Field(16384, description="of one gRPC server")
     max_calls: PositiveInt = Field(8192, description="of one gRPC server at a time")
+    max_calls_per_tenant: PositiveInt | None = Field(
+        None,
+        description="of these, sessions and single requests that one tenant may hold; "
+        "null: a quarter",
+    )
     max_metadata_bytes: PositiveInt = Field(16 * 2**10, ge=1024, description="of one gRPC call")
     handshake_timeout_s: PositiveSeconds = Field(
         10.0, description="longest wait for a connection's TLS and HTTP/2 handshake"
@@ -82,6 +91,11 @@ class SecurityConfig(Section):
             if getattr(self, key) == "require" and not self.cert_file:
                 raise ValueError(f"{key} is 'require'; it needs ca_file, cert_file and key_file")
         return self
+
+    @property
+    def tenant_calls(self) -> int:
+        """Calls that one tenant may hold at a time."""
+        return self.max_calls_per_tenant or max(1, self.max_calls // _TENANT_PART)
 
     @property
     def serves_tls(self) -> bool:

@@ -119,8 +119,8 @@ class Tracing:
         return parent.is_valid and parent.trace_flags.sampled
 
     def record(self, traceparent: str, *spans: Span) -> None:
-        """Queues spans under a request's traceparent that is wanted, their children under them."""
-        if self._tracer is not None and self.wants(traceparent):
+        """Queues spans under a request's traceparent, which `wants` was asked of, and children."""
+        if self._tracer is not None:
             for span in spans:
                 _record(self._tracer, span, _context(traceparent))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from baton.runtime.visible_gpus import visible_gpus
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class GpuCollector(Collector):
 def collector(
     device: str,
     num_gpus: int,
-    visible: str | None = None,
+    visible: Sequence[str] | None = None,
     load: Callable[[], Nvml] = lambda: importlib.import_module("pynvml"),
 ) -> GpuCollector | None:
     """The collector of an engine's GPUs; None without GPUs, NVML or the package nvidia-ml-py.
@@ -103,7 +104,7 @@ def collector(
     Args:
         device: of the engine; only "cuda" has GPUs here.
         num_gpus: its ranks.
-        visible: as in CUDA_VISIBLE_DEVICES, indices or UUIDs; None: that variable.
+        visible: indices or UUIDs; None: those that CUDA shows this process.
         load: imports NVML's module.
     """
     if device != "cuda":
@@ -113,14 +114,11 @@ def collector(
     except ImportError:
         _log.info("no metrics of GPUs: nvidia-ml-py is not installed (baton[nvml])")
         return None
-    if visible is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible if visible is not None else visible_gpus()
     try:
         nvml.nvmlInit()
-        if visible is None:
+        if names is None:
             names = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
-        else:
-            names = [name.strip() for name in visible.split(",") if name.strip()]
         return GpuCollector(nvml, [(name, _handle(nvml, name)) for name in names[:num_gpus]])
     except nvml.NVMLError as error:
         _log.info("no metrics of GPUs: %s", error)

@@ -16,6 +16,7 @@ from baton.runtime.handoff_metrics import (
     transport_label,
 )
 from baton.runtime.histogram import Histogram
+from baton.runtime.names import request_name_parts
 from baton.runtime.tracing import Span, Tracing
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
@@ -126,7 +127,7 @@ def receive_spans(report: cluster_pb2.HandoffReport, now_ns: int) -> list[Span]:
 
 def _attributes(report: cluster_pb2.HandoffReport) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
-        "baton.request.id": report.request_id,
+        "baton.request.id": request_name_parts(report.request_id)[1],
         "baton.request.attempt": report.attempt,
         "baton.handoff.id": report.handoff_id.hex(),
         "baton.handoff.epoch": report.epoch,

@@ -11,6 +11,7 @@ import psutil
 
 from baton.engine.base import Engine, EngineInfo
 from baton.kvtransfer.control import ServiceGone, TransferClient
+from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.handoffs import HandoffLog
@@ -197,7 +198,7 @@ class WorkerHost:
             return
         self._role = role
         self._runner.max_requests = self._max_requests[role]
-        self._collector.serves(common_pb2.Role.Name(role).removeprefix("ROLE_").lower())
+        self._collector.serves(role_name(role))
 
     def _say_state(self, reason: str, *, failed: bool = False) -> None:
         change = cluster_pb2.WorkerStateChanged(

@@ -27,6 +27,7 @@ from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, Tr
 from baton.runtime import exposure, lifecycle, logs, tracing
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.dial import within_cluster
+from baton.runtime.enum_names import role_name
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
@@ -102,7 +103,7 @@ async def serve(
     Returns:
         The process's exit code: 0 after a clean stop, 1 otherwise, with one line on stderr.
     """
-    name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+    name = role_name(role)
     worker_id = worker_id or f"{name}-{socket.gethostname()}-{secrets.token_hex(3)}"
     logs.setup(config.log_level, worker_id)
     stop = stop if stop is not None else lifecycle.stop_requested()
@@ -200,8 +201,8 @@ class _Worker:
             raise WorkerFailed(f"transfer service: {error}") from None
 
         # 4. Metrics and spans; the engine's processes were forked before these have threads.
-        role_name = common_pb2.Role.Name(self._role).removeprefix("ROLE_").lower()
-        collector = WorkerCollector(info.model.name, role_name, config.kv_transfer.transports)
+        role = role_name(self._role)
+        collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
         registry = collector.registry()
         if (found := gpus.collector(info.device, info.layout.tp_size)) is not None:
             registry.register(found)
@@ -211,7 +212,7 @@ class _Worker:
         stack.push_async_callback(asyncio.to_thread, metrics.close)
         spans = Tracing(
             config.tracing,
-            {"baton.worker.id": self._worker_id, "baton.worker.role": role_name},
+            {"baton.worker.id": self._worker_id, "baton.worker.role": role},
         )
         stack.push_async_callback(asyncio.to_thread, spans.close)
         handoffs = HandoffLog(spans)

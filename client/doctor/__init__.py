@@ -6,7 +6,7 @@ A pure function of one status: what it says rests on the last minute and on noth
 from __future__ import annotations
 
 from baton.client.doctor.cell import gaps, handoffs, pools, recoveries
-from baton.client.doctor.findings import Finding, Kind, lane_name, ms, stage_name
+from baton.client.doctor.findings import Finding, Kind, lane_of, ms, stage_name
 from baton.client.doctor.first_tokens import first_tokens
 from baton.v1 import admin_pb2
 
@@ -35,7 +35,7 @@ def summary(status: admin_pb2.GetStatusResponse) -> str:
     if not lanes:
         return f"healthy; no request had a first token in the last {window_s:.0f} s"
     told = [
-        f"{lane_name(lane)}: {lane.ttft.num} request{'s' * (lane.ttft.num > 1)}, "
+        f"{lane_of(lane)}: {lane.ttft.num} request{'s' * (lane.ttft.num > 1)}, "
         f"TTFT p95 {ms(lane.ttft.p95_us)}, ITL p95 {ms(lane.itl.p95_us)}"
         for lane in lanes
     ]

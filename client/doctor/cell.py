@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.client.doctor.findings import Finding, Kind, lane_name, ms, percent, role_name, warm
+from baton.client.doctor.findings import Finding, Kind, lane_of, ms, percent, warm
+from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
 
 # Of fewer gaps nothing is concluded.
@@ -30,7 +31,7 @@ def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Ite
         f"prompt beside take p95 {ms(decode.mixed_steps.p95_us)}",
     ]
     weight = lane.itl.p95_us / (lane.targets.itl_ms * 1000)
-    name = lane_name(lane)
+    name = lane_of(lane)
     if decode.num_slow_mixed and decode.num_slow_mixed >= decode.num_slow:
         yield Finding(
             Kind.DECODE_INTERFERENCE,
@@ -89,7 +90,7 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         name = role_name(pool.role)
         if pool.num_serving == 0 and queued:
             waits = ", ".join(
-                f"{lane.info.num_queued} {lane_name(lane)} requests wait, the longest for "
+                f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
                 f"{ms(lane.info.oldest_wait.ToNanoseconds() // 1000)}"
                 for lane in queued
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from baton.runtime.enum_names import enum_name, lane_name, role_name
 from baton.v1 import admin_pb2, common_pb2
 
 
@@ -89,18 +90,11 @@ def share(sums: Mapping[int, int], stages: Iterable[int]) -> float:
 
 def stage_name(stage: int) -> str:
     """As people read it."""
-    known = common_pb2.Stage.DESCRIPTOR.values_by_number.get(stage)
-    # A newer coordinator may know stages that this client does not.
-    name = known.name.removeprefix("STAGE_") if known else f"stage {stage}"
-    return name.lower().replace("_", " ")
+    return enum_name(common_pb2.Stage.DESCRIPTOR, stage).replace("_", " ")
 
 
-def lane_name(lane: admin_pb2.LaneStatus) -> str:
-    return common_pb2.Lane.Name(lane.info.lane).removeprefix("LANE_").lower()
-
-
-def role_name(role: common_pb2.Role.ValueType) -> str:
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+def lane_of(lane: admin_pb2.LaneStatus) -> str:
+    return lane_name(lane.info.lane)
 
 
 def percent(share: float) -> str:

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from baton.client.doctor.findings import (
     Finding,
     Kind,
-    lane_name,
+    lane_of,
     more_workers,
     ms,
     parts,
     percent,
-    role_name,
     share,
     warm,
 )
+from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
 
 # Of fewer requests nothing is concluded.
@@ -87,7 +87,7 @@ def _network(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Finding:
         evidence.append(f"prompts of 64 tokens and less take {ms(lane.tiny.p50_us)} (p50) too")
     return Finding(
         Kind.NETWORK,
-        f"{lane_name(lane)}: first tokens are late whatever the prompt's length: the time "
+        f"{lane_of(lane)}: first tokens are late whatever the prompt's length: the time "
         "goes between the processes",
         "network",
         tuple(evidence),
@@ -108,7 +108,7 @@ def _slow_prefill(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Findin
         evidence.append(f"once tokens flow they are fast: ITL p95 {ms(lane.itl.p95_us)}")
     return Finding(
         Kind.PREFILL,
-        f"{lane_name(lane)}: a long silence, then fast: computing the prompts takes the time",
+        f"{lane_of(lane)}: a long silence, then fast: computing the prompts takes the time",
         "prefill",
         tuple(evidence),
         "give prefill faster workers (more tensor parallelism or a faster GPU; a prompt runs on "
@@ -137,7 +137,7 @@ def _queue(
         evidence.append(f"{starting} workers are starting: scaling lags behind the load")
     return Finding(
         Kind.QUEUE,
-        f"{lane_name(lane)}: fast alone, slow under load: requests wait for a worker",
+        f"{lane_of(lane)}: fast alone, slow under load: requests wait for a worker",
         "queue",
         tuple(evidence),
         more_workers(status),
@@ -148,7 +148,7 @@ def _queue(
 def _exploded(
     status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus, oldest_us: int
 ) -> Finding:
-    name = lane_name(lane)
+    name = lane_of(lane)
     limit = "has no limit" if not lane.HasField("admission_ttft") else "has a limit that is too lax"
     return Finding(
         Kind.ADMISSION,
@@ -187,7 +187,7 @@ def _shed(lane: admin_pb2.LaneStatus) -> Finding | None:
     )
     return Finding(
         Kind.ADMISSION,
-        f"{lane_name(lane)}: {percent(num_shed / num_asked)} of the requests are refused",
+        f"{lane_of(lane)}: {percent(num_shed / num_asked)} of the requests are refused",
         "admission",
         (f"{num_shed} of {num_asked} were not admitted: {reasons}",),
         cures.get(worst, "add workers to the pool that is behind"),
@@ -228,7 +228,7 @@ def _unfair(lane: admin_pb2.LaneStatus) -> Finding | None:
         )
     return Finding(
         Kind.FAIRNESS,
-        f"{lane_name(lane)}: the {'big' if is_big else 'small'} tenant {worst.tenant} waits, "
+        f"{lane_of(lane)}: the {'big' if is_big else 'small'} tenant {worst.tenant} waits, "
         "others do not",
         "queue",
         (*evidence, _late(lane)),
@@ -255,7 +255,7 @@ def _cold_start(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus)
         evidence.append(f"the latest, {latest.worker_id}, took {ms(lasted_us)} to start")
     return Finding(
         Kind.COLD_STARTS,
-        f"{lane_name(lane)}: requests wait for workers to start",
+        f"{lane_of(lane)}: requests wait for workers to start",
         "queue",
         tuple(evidence),
         warm(name),

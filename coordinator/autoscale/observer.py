@@ -12,13 +12,14 @@ from baton.coordinator.autoscale.types import (
     ScalingConfig,
     WorkerView,
 )
-from baton.coordinator.lanes import LANES, Lanes, lane_name
+from baton.coordinator.lanes import LANES, Lanes
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.placement import Placer
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.worker_load import WorkerLoad
 from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime.enum_names import lane_name
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2
 

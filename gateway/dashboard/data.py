@@ -11,7 +11,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.client.doctor import stage_name, summary
 from baton.client.watcher import View
-from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+from baton.runtime.enum_names import enum_name, lane_name, role_name
+from baton.v1 import admin_pb2, cluster_pb2
 
 
 def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str,
         else [
             {
                 "at": _seconds(one.at),
-                "pool": _role(one.role),
+                "pool": role_name(one.role),
                 "from_workers": one.from_workers,
                 "to_workers": one.to_workers,
                 "reason": one.reason,
@@ -54,8 +55,8 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
     """One request; with its waterfall and its stalls where they are known."""
     return {
         "request_id": info.request_id,
-        "state": admin_pb2.RequestState.Name(info.state).removeprefix("REQUEST_STATE_").lower(),
-        "lane": _lane_name(info.lane),
+        "state": enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state),
+        "lane": lane_name(info.lane),
         "tenant": info.tenant,
         "prompt_tokens": info.prompt_tokens,
         "output_tokens": info.completion_tokens,
@@ -79,9 +80,10 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
             {
                 "start_ms": one.start_us / 1e3,
                 "duration_ms": one.duration_us / 1e3,
-                "cause": admin_pb2.StallCause.Name(one.cause).removeprefix("STALL_CAUSE_").lower(),
+                "cause": enum_name(admin_pb2.StallCause.DESCRIPTOR, one.cause),
                 "worker": one.worker_id,
                 "by": one.by_request_id,
+                "by_tenant": one.by_tenant,
             }
             for one in info.stalls
         ],
@@ -90,7 +92,7 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
 
 def _pool(pool: admin_pb2.PoolInfo) -> dict[str, Any]:
     return {
-        "pool": _role(pool.role),
+        "pool": role_name(pool.role),
         "serving": pool.num_serving,
         "starting": pool.num_starting,
         "draining": pool.num_draining,
@@ -103,7 +105,7 @@ def _pool(pool: admin_pb2.PoolInfo) -> dict[str, Any]:
 
 def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
     return {
-        "lane": _lane_name(lane.info.lane),
+        "lane": lane_name(lane.info.lane),
         "queued": lane.info.num_queued,
         "running": lane.info.num_running,
         "oldest_wait_ms": _seconds(lane.info.oldest_wait) * 1e3,
@@ -140,10 +142,10 @@ def _percentiles(values: admin_pb2.Percentiles) -> dict[str, Any]:
 
 
 def _worker(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
-    state = cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+    state = enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state)
     return {
         "worker": worker.worker_id,
-        "pool": _role(worker.role),
+        "pool": role_name(worker.role),
         "state": "silent" if worker.unresponsive else state,
         "requests": worker.num_requests,
         "waiting": worker.num_waiting,
@@ -157,7 +159,7 @@ def _sample(sample: admin_pb2.StatusSample) -> dict[str, Any]:
     return {
         "at": _seconds(sample.at),
         "pools": {
-            _role(one.role): {
+            role_name(one.role): {
                 "serving": one.num_serving,
                 "starting": one.num_starting,
                 "draining": one.num_draining,
@@ -166,7 +168,7 @@ def _sample(sample: admin_pb2.StatusSample) -> dict[str, Any]:
             for one in sample.pools
         },
         "lanes": {
-            _lane_name(one.lane): {
+            lane_name(one.lane): {
                 "queued": one.num_queued,
                 "running": one.num_running,
                 "ttft_p95_ms": one.ttft_p95_us / 1e3 or None,
@@ -183,11 +185,3 @@ def _seconds(value: Duration | Timestamp) -> float:
 
 def _share(used: int, total: int) -> float | None:
     return used / total if total else None
-
-
-def _role(role: common_pb2.Role.ValueType) -> str:
-    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _lane_name(lane: common_pb2.Lane.ValueType) -> str:
-    return common_pb2.Lane.Name(lane).removeprefix("LANE_").lower()

@@ -131,7 +131,7 @@ function requests(cell) {
   table("requests", ["<request", "<state", "first token", "age", "prompt tokens", "output tokens", "<lane", "<tenant"],
     cell.requests.map((one) => {
       const button = make("button", { type: "button" }, one.request_id);
-      button.addEventListener("click", () => { location.hash = encodeURIComponent(one.request_id); });
+      button.addEventListener("click", () => { location.hash = encodeURIComponent(`${one.tenant}/${one.request_id}`); });
       return [button, [one.state, one.error ? "bad" : ""], one.ttft_ms ? ms(one.ttft_ms) : "-",
         ms(one.age_ms), one.prompt_tokens, one.output_tokens, one.lane, one.tenant];
     }), "no requests");
@@ -143,7 +143,9 @@ async function waterfall() {
   into.hidden = false;
   let one;
   try {
-    one = await ask(`/dashboard/requests/${encodeURIComponent(asked)}`);
+    // Ids are a tenant's own; neither has a slash.
+    const [id, tenant = ""] = asked.split("/").reverse();
+    one = await ask(`/dashboard/requests/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`);
   } catch (error) {
     if (asked === chosen) empty(into, `${asked}: ${error.message}`);
     return;

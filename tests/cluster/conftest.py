@@ -6,33 +6,13 @@ from pathlib import Path
 import pytest
 
 from baton.client import BatonClient
-from baton.runtime import demo_model
 
 sys.path.append(str(Path(__file__).parent))
 
+from cluster_fixtures import cluster, model, shared_cluster
 from processes import Cluster
 
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = tmp_path_factory.mktemp("models")
-    return demo_model.ensure("demo", weights=False, root=root)
-
-
-@pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
-        cluster.start_worker("prefill", "p1")
-        cluster.start_worker("decode", "d1")
-        yield cluster
-
-
-@pytest.fixture
-async def cluster(shared_cluster: Cluster) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker, which every test leaves as it found them."""
-    await shared_cluster.serving()
-    yield shared_cluster
-    await shared_cluster.nothing_left()
+__all__ = ["cluster", "model", "shared_cluster"]
 
 
 @pytest.fixture

@@ -87,9 +87,9 @@ class Cell:
             arrived_at=self.now,
             tenant=tenant,
         )
-        self._submissions[submission.request_id] = submission, num_output
+        self._submissions[submission.key] = submission, num_output
         self._handle(ev.Submitted(submission))
-        return submission.request_id
+        return submission.key
 
     def every(self, period_s: float, begin: float, end: float, **fields) -> None:
         """Submits over and over."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
-from baton.runtime.errors import AlreadyExists
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
@@ -104,15 +103,34 @@ def test_a_client_gets_what_it_lacks_and_the_worker_goes_on(restarted, out, firs
 
 
 def test_nobody_gets_another_tenants_output_or_its_place(restarted):
-    restarted.comes_back(running(tenant="somebody"))
-    to = restarted.resumes(num_tokens=0)
-    assert isinstance(restarted.world.last(to).error, AlreadyExists)
-    assert restarted.world.tokens(to) == []
+    restarted.comes_back(running(request_id="somebody/r1", tenant="somebody"))
+    own = restarted.resumes(num_tokens=0)
+    # It waits for a worker that can compute its prompt, as if nobody else had its id.
+    assert restarted.world.kinds(own) == ["Accepted"]
     # Whose it is finds it as it was.
     restarted.resumes(num_tokens=3, tenant="somebody")
     assert restarted.world.tokens(restarted.to) == OUTPUT[3:5]
+    assert restarted.world.tokens(own) == []
     assert restarted.world.core.stats.num_adopted == 1
     assert not restarted.commands(cluster_pb2.CancelCommand, "d")
+
+
+def test_tenants_with_one_id_are_each_given_their_own_output(restarted, out):
+    others = [900, 901, 902, 903]
+    adopted = restarted.comes_back(
+        running(),
+        running(4, request_id="somebody/r1", tenant="somebody", token_ids=others),
+    )
+    assert adopted == [("r1", 3), ("somebody/r1", 3)]
+    theirs = restarted.resumes(num_tokens=2, tenant="somebody", known_token_ids=others[:2])
+    own = restarted.resumes(num_tokens=3)
+    world = restarted.world
+    assert world.tokens(theirs) == others[2:]
+    assert world.tokens(own) == OUTPUT[3:5]
+    world.step("d", out("somebody/r1", [904], 4, attempt=3), out("r1", [105], 5, attempt=3))
+    assert world.tokens(theirs) == [902, 903, 904]
+    assert world.tokens(own) == [103, 104, 105]
+    assert not restarted.commands(cluster_pb2.CancelCommand)
 
 
 def test_an_output_that_ended_meanwhile_is_handed_out(restarted, out):

@@ -110,7 +110,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
                 return
             tokens = list(range(offset, offset + count))
             message = output(
-                request.id, tokens, offset, finish=finish, attempt=max(1, request.attempt)
+                request.key, tokens, offset, finish=finish, attempt=max(1, request.attempt)
             )
             self.world.step(worker[0], message, incarnation=worker[1])
 
@@ -121,7 +121,8 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             if how == 0:
                 self.world.handle(ev.StreamCancelled(to))
             elif how == 1:
-                self.world.handle(ev.RequestCancelled(f"r{to.stream}"))
+                request = self.world.core.running_request(f"r{to.stream}")
+                self.world.handle(ev.RequestCancelled(request.key if request else "r0"))
             else:
                 self.sessions_lost.add(to.session)
                 self.world.handle(ev.SessionLost(to.session))

@@ -156,7 +156,7 @@ def test_a_step_that_another_joins():
     cell._workers["d0", 1].shape = replace(shape, model=replace(MODEL, step_base_s=0.2))
     cell.after(0.6)
     joined = [one for one in worker.slow_steps if one.cause is Cause.JOINED]
-    assert [one.by_request_id for one in joined] == [f"r{len(cell.outcomes) - 1}"]
+    assert [one.by for one in joined] == [f"r{len(cell.outcomes) - 1}"]
     assert joined[0].num_tokens == 1000
 
 

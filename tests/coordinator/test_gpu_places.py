@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.coordinator.gpu_places import VISIBLE, GpuPlaces, visible_gpus
+from baton.coordinator.gpu_places import VISIBLE, GpuPlaces, gpus_here
 
 
 def test_each_worker_has_gpus_of_its_own_while_there_are_enough():
@@ -29,6 +29,6 @@ def test_what_cannot_be_is_left_to_the_engine(gpus, number):
 def test_which_are_there(tmp_path):
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ["2", "10"]
-    assert visible_gpus({VISIBLE: "GPU-a, 3"}, tmp_path) == ["GPU-a", "3"]
-    assert visible_gpus({VISIBLE: ""}, tmp_path) == []
+    assert gpus_here({}, tmp_path) == ["2", "10"]
+    assert gpus_here({VISIBLE: "GPU-a, 3"}, tmp_path) == ["GPU-a", "3"]
+    assert gpus_here({VISIBLE: ""}, tmp_path) == []

@@ -336,7 +336,7 @@ def test_each_lane_has_its_own_longest_wait(new_world):
 
 @pytest.mark.parametrize(
     ("num_output", "num_prompt", "num_cached", "expected"),
-    [(1, 10, 0, "r2"), (30, 10, 0, "r5"), (30, 200, 0, "r2"), (30, 200, 190, "r5")],
+    [(1, 10, 0, "a/r2"), (30, 10, 0, "b/r5"), (30, 200, 0, "a/r2"), (30, 200, 190, "b/r5")],
 )
 def test_what_workers_report_decides_who_is_next(
     new_world, out, num_output, num_prompt, num_cached, expected
@@ -346,8 +346,8 @@ def test_what_workers_report_decides_who_is_next(
     world.submit(tenant="a", num_prompt=10)
     for tenant, num_tokens in (("a", 5), ("b", num_prompt), ("a", 5), ("b", 5)):
         world.submit(tenant=tenant, num_prompt=num_tokens)
-    world.step("p", out("r1", [7], finish=0))
-    assert world.commands["p"][-1].spec.request_id == "r3"
-    world.step("d", out("r1", [7] * num_output, offset=1))
-    world.step("p", out("r3", [7], finish=STOP, timings={"num_cached_tokens": num_cached}))
+    world.step("p", out("a/r1", [7], finish=0))
+    assert world.commands["p"][-1].spec.request_id == "b/r3"
+    world.step("d", out("a/r1", [7] * num_output, offset=1))
+    world.step("p", out("b/r3", [7], finish=STOP, timings={"num_cached_tokens": num_cached}))
     assert world.commands["p"][-1].spec.request_id == expected

@@ -9,7 +9,10 @@ import pytest
 
 from baton.client.errors import NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
+from baton.coordinator.admin import AdminService
 from baton.coordinator.server import Coordinator
+
+WAIT_S = 10.0
 
 
 @pytest.fixture
@@ -49,3 +52,27 @@ async def test_when_nobody_answers_it_says_so(nobody):
     async with Watcher([nobody]) as watcher:
         with pytest.raises(UnavailableError, match=nobody):
             await watcher.look()
+
+
+async def test_one_slow_answer_holds_up_nobody_else(coordinator_config, monkeypatch):
+    asked, released = asyncio.Event(), asyncio.Event()
+    found = AdminService.GetRequest
+
+    async def slowly(self, request, context):
+        asked.set()
+        await released.wait()
+        return await found(self, request, context)
+
+    monkeypatch.setattr(AdminService, "GetRequest", slowly)
+    async with (
+        asyncio.timeout(WAIT_S),
+        Coordinator(coordinator_config()) as coordinator,
+        Watcher([coordinator.address]) as watcher,
+    ):
+        slow = asyncio.create_task(watcher.request("nobody"))
+        await asked.wait()
+        assert (await watcher.look()).address == coordinator.address
+        assert not slow.done()
+        released.set()
+        with pytest.raises(NotFoundError):
+            await slow

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,17 @@ from openai import AsyncOpenAI
 from baton.cli.gateway import bind
 from baton.gateway import connections
 from baton.gateway.server import serve
-from baton.runtime import demo_model
 from baton.runtime.config import HttpConfig
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 sys.path.append(str(Path(__file__).parents[1] / "client"))
 
+from cluster_fixtures import cluster, model, shared_cluster
 from processes import Cluster
 from scripted_inference import ScriptedInference, serving
+
+__all__ = ["cluster", "model", "shared_cluster"]
 
 WAIT_S = 10.0
 
@@ -69,28 +71,6 @@ async def running(address: str, **limits) -> AsyncIterator[Running]:
         finally:
             stop.set()
             assert await task == 0
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = tmp_path_factory.mktemp("models")
-    return demo_model.ensure("demo", weights=False, root=root)
-
-
-@pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
-        cluster.start_worker("prefill", "p1")
-        cluster.start_worker("decode", "d1")
-        yield cluster
-
-
-@pytest.fixture
-async def cluster(shared_cluster: Cluster) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker, which every test leaves as it found them."""
-    await shared_cluster.serving()
-    yield shared_cluster
-    await shared_cluster.nothing_left()
 
 
 @pytest.fixture

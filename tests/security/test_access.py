@@ -223,9 +223,11 @@ def issuer(tmp_path):
                 serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
             )
 
+        def config(self):
+            return JwtConfig(key_file=str(self.file), issuer=ISSUER, audience=AUDIENCE)
+
         def access(self):
-            config = JwtConfig(key_file=str(self.file), issuer=ISSUER, audience=AUDIENCE)
-            return Access(SecurityConfig(jwt=config), Refusals())
+            return Access(SecurityConfig(jwt=self.config()), Refusals())
 
     found = Issuer()
     found.file.write_bytes(found.pem())
@@ -241,6 +243,34 @@ def test_a_token_carries_the_same_grants(issuer):
     found.check_admin(f"Bearer {issuer.token(admin=True)}", [])
     with pytest.raises(PermissionDenied):
         found.check_admin(f"Bearer {issuer.token()}", [])
+
+
+def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
+    long = "x" * 90
+    tokens = [
+        issuer.token(sub=sub, tenant=tenant, max_concurrent=1)
+        for sub, tenant in (
+            ("svc", "search"),
+            ("svc", "other"),
+            (f"{long}1", "search"),
+            (f"{long}2", "search"),
+            (None, "search"),
+            (None, "other"),
+            ("-", "search"),
+        )
+    ]
+    found = issuer.access()
+    places = [found.enter(request(found, token)) for token in tokens]
+    for token in tokens:
+        with pytest.raises(ResourceExhausted):
+            found.enter(request(found, token))
+    for give_back in places:
+        give_back()
+    # Of a key, whatever it is called.
+    named = [keys.add("jwt:svc", tenant=tenant, max_concurrent=1) for tenant in ("search", "b")]
+    both = Access(SecurityConfig(api_keys_file=keys.path, jwt=issuer.config()), Refusals())
+    for credential in (*named, tokens[0]):
+        both.enter(request(both, credential))
 
 
 @pytest.mark.parametrize(

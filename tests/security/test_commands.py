@@ -4,12 +4,16 @@ import os
 import ssl
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
+from baton.cli import keys
 from baton.runtime import api_keys
+from baton.runtime.config import ConfigError
 
 TIMEOUT_S = 60
 
@@ -180,3 +184,29 @@ def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, mess
     result = CliRunner().invoke(app, [*options, "pools", "--address", "127.0.0.1:1"])
     assert message in str(result.exception)
     assert connection.current() == connection.Connection(), "options outlived their command"
+
+
+def test_keys_that_are_added_at_once_are_all_there(tmp_path, monkeypatch):
+    path, read = str(tmp_path / "keys.yaml"), api_keys.read
+
+    def slowly(path):
+        found = read(path)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(api_keys, "read", slowly)
+    names = [f"key-{number}" for number in range(6)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: keys.add(path, name=name, tenant="a"), names))
+        assert {entry.name for entry in read(path).values()} == set(names)
+        list(pool.map(lambda name: keys.remove(path, name=name), names[:3]))
+    assert {entry.name for entry in read(path).values()} == set(names[3:])
+    assert [file.name for file in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+def test_who_changes_keys_for_too_long_is_not_waited_for(tmp_path, monkeypatch):
+    path = str(tmp_path / "keys.yaml")
+    monkeypatch.setattr(api_keys, "_LOCK_TIMEOUT_S", 0.05)
+    with api_keys.locked(path), pytest.raises(ConfigError, match="another process"):
+        keys.add(path, name="one", tenant="a")
+    keys.add(path, name="one", tenant="a")

@@ -26,7 +26,7 @@ def shown(collector: gpus.GpuCollector) -> str:
 def test_units():
     found = {
         sample.name: sample.value
-        for family in gpus.collector("cuda", 1, "1", FakeNvml).collect()
+        for family in gpus.collector("cuda", 1, ["1"], FakeNvml).collect()
         for sample in family.samples
     }
     assert found == {
@@ -46,7 +46,7 @@ def test_units():
     ],
 )
 def test_a_worker_shows_its_own_gpus(visible, num_gpus, uuids):
-    text = shown(gpus.collector("cuda", num_gpus, visible, FakeNvml))
+    text = shown(gpus.collector("cuda", num_gpus, visible.split(","), FakeNvml))
     for number in range(4):
         assert (f'uuid="GPU-{number}"' in text) is (f"GPU-{number}" in uuids)
 
@@ -59,7 +59,8 @@ def test_without_cuda_visible_devices_it_has_the_first(monkeypatch):
 
 
 def test_what_a_gpu_cannot_tell_is_left_out():
-    text = shown(gpus.collector("cuda", 1, "0", lambda: FakeNvml(1, ("nvmlDeviceGetPowerUsage",))))
+    nvml = FakeNvml(1, ("nvmlDeviceGetPowerUsage",))
+    text = shown(gpus.collector("cuda", 1, ["0"], lambda: nvml))
     assert "baton_worker_gpu_utilization_ratio{" in text
     assert "baton_worker_gpu_power_watts{" not in text
 
@@ -79,7 +80,7 @@ def no_module():
     ],
 )
 def test_without_gpu_driver_or_library_there_is_nothing(device, visible, load):
-    assert gpus.collector(device, 1, visible, load) is None
+    assert gpus.collector(device, 1, [visible], load) is None
 
 
 def test_the_fake_has_the_functions_of_the_real_module():

@@ -673,6 +673,7 @@ class Stall(_message.Message):
     BY_REQUEST_ID_FIELD_NUMBER: _builtins.int
     BY_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    BY_TENANT_FIELD_NUMBER: _builtins.int
     start_us: _builtins.int
     """Microseconds since the coordinator received the request."""
     duration_us: _builtins.int
@@ -684,6 +685,8 @@ class Stall(_message.Message):
     by_tokens: _builtins.int
     num_requests: _builtins.int
     """Requests that had outputs in that step."""
+    by_tenant: _builtins.str
+    """Whose request by_request_id is."""
     def __init__(
         self,
         *,
@@ -694,10 +697,11 @@ class Stall(_message.Message):
         by_request_id: _builtins.str = ...,
         by_tokens: _builtins.int = ...,
         num_requests: _builtins.int = ...,
+        by_tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_request_id", b"by_request_id", "by_tokens", b"by_tokens", "cause", b"cause", "duration_us", b"duration_us", "num_requests", b"num_requests", "start_us", b"start_us", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_request_id", b"by_request_id", "by_tenant", b"by_tenant", "by_tokens", b"by_tokens", "cause", b"cause", "duration_us", b"duration_us", "num_requests", b"num_requests", "start_us", b"start_us", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,15 +712,19 @@ class GetRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    tenant: _builtins.str
+    """Whose request it is. Empty: whoever's; INVALID_ARGUMENT where several tenants have one of this id."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1331,15 +1339,19 @@ class CancelRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    tenant: _builtins.str
+    """As GetRequestRequest's, among those that run."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

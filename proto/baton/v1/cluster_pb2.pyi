@@ -584,6 +584,9 @@ class RequestSpec(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """What this coordinator and its workers call it: "TENANT/ID" by what its client called it, the id
+    alone of the default tenant. Ids are a tenant's own.
+    """
     attempt: _builtins.int
     """Counts dispatches of this request, from 1. Outputs carry it; those of an older attempt are
     dropped by the coordinator, and a worker that is told of a newer attempt aborts the older.

@@ -1,0 +1,113 @@
+"""Workers that are lost, or do not respond: where the requests go that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator import events as ev
+from baton.coordinator.adoption import Adoption
+from baton.coordinator.book import RequestBook
+from baton.coordinator.latency import LatencyRegistry
+from baton.coordinator.placement import Placer
+from baton.coordinator.request import RequestKey, WorkerKey
+from baton.coordinator.scaling import Scaler
+from baton.coordinator.timers import Timers
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime import errors
+from baton.v1 import cluster_pb2
+
+
+class Losses:
+    """Takes workers out, for good or until they respond, and lets their requests go on elsewhere.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placer,
+        latency: LatencyRegistry,
+        adoption: Adoption,
+        scaler: Scaler,
+        timers: Timers[RequestKey | WorkerKey],
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._book, self._workers, self._placer, self._latency = book, workers, placer, latency
+        self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
+
+    def lose(
+        self,
+        worker: Worker,
+        reason: str,
+        now: float,
+        *,
+        fenced: bool = True,
+        blame: bool = True,
+        ended: bool = True,
+    ) -> None:
+        """Takes a worker out; its requests go on elsewhere, and their other workers are told.
+
+        Args:
+            worker: attached.
+            reason: in words, continuing "worker w1 ...".
+            now: by the core's clock.
+            fenced: False when it leaves by itself.
+            blame: whether what it computed may be what ended it.
+            ended: False when another process goes on under its id.
+        """
+        self._workers.remove(worker, reason)
+        self._adoption.lost(worker.key)
+        self._placer.detach(worker)
+        self._latency.forget(worker.key)
+        self._timers.cancel(worker.key)
+        if fenced or blame:
+            self._book.stats.worker_lost(now)
+        leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if ended:
+            self._scaler.left(worker.id, reason, now, wanted=leaves)
+        suspects = worker.computing() if blame and not worker.unresponsive else []
+        self._recover_all(worker, reason, suspects, now)
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
+        self._emit(ev.FenceWorker(worker.key, fence))
+
+    def suspect(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker does not respond: others take its requests, where there are others.
+
+        It is not out: when it responds again it is given new work. What it then still says of the
+        requests that went elsewhere is of an older attempt.
+        """
+        if not worker.unresponsive and any(
+            other is not worker for other in self._workers.serving(worker.role)
+        ):
+            worker.unresponsive = reason
+            self._placer.refresh(worker)
+            self._book.stats.worker_unresponsive(now)
+            self._recover_all(worker, reason, [], now)
+
+    def responds(self, worker: Worker) -> None:
+        worker.unresponsive = ""
+        self._placer.refresh(worker)
+        self._book.room_made = True
+
+    # ---- Inside
+
+    def _recover_all(
+        self, worker: Worker, reason: str, suspects: list[RequestKey], now: float
+    ) -> None:
+        lost = f"worker {worker.id} {reason}"
+        for key in [*worker.assigned, *worker.sending]:
+            request = self._book.requests.get(key)
+            if request is None or worker.key not in (request.prefill, request.decode):
+                continue
+            if request.suspect and suspects == [key]:
+                error = errors.Internal(
+                    f"request {request.id} was what two workers computed when they died; the last, "
+                    f"worker {worker.id}, {reason}"
+                )
+                self._book.fail(request, error, now)
+                continue
+            request.suspect |= key in suspects
+            self._book.recover(request, worker.key, errors.Unavailable(lost), now)

@@ -1,0 +1,274 @@
+"""The cluster's members: workers that come, fall silent, stand still, flip, drain and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator import events as ev
+from baton.coordinator.adoption import Adoption
+from baton.coordinator.autoscale.types import Drain
+from baton.coordinator.book import RequestBook
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.drains import Drains
+from baton.coordinator.flips import Flips
+from baton.coordinator.latency import LatencyRegistry
+from baton.coordinator.load_index import POOL_OF, ROLE_OF
+from baton.coordinator.losses import Losses
+from baton.coordinator.placement import Placer
+from baton.coordinator.request import RequestKey, WorkerKey
+from baton.coordinator.scaling import Scaler
+from baton.coordinator.timers import Timers
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+# A worker that is stuck for so many times the limit is fenced, so that another can take its place.
+_STUCK_FOR_GOOD = 3
+# A worker whose stream has broken is back within a tenth of this, or it is dead.
+_GONE_S = 0.5
+
+
+class Members:
+    """Owns the workers that flip and drain, and the timer of each worker's silence.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placer,
+        latency: LatencyRegistry,
+        adoption: Adoption,
+        scaler: Scaler,
+        timers: Timers[RequestKey | WorkerKey],
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._config, self._book, self._workers, self._placer = config, book, workers, placer
+        self._latency, self._adoption, self._scaler = latency, adoption, scaler
+        self._timers, self._emit = timers, emit
+        self._losses = Losses(book, workers, placer, latency, adoption, scaler, timers, emit)
+        self._drains = Drains(workers, placer, emit)
+        self._flips = Flips(book, workers, placer, scaler, config.scaling.drain_s, emit)
+
+    def flip_error(
+        self, worker: Worker, role: common_pb2.Role.ValueType
+    ) -> errors.BatonError | None:
+        """Why an operator cannot have a worker change to this role now; None when they can."""
+        if worker.role == role:
+            return None
+        limits = self._scaler.flip_error(POOL_OF[worker.role], POOL_OF[role])
+        return self._flips.error(worker, role) or limits
+
+    def advance(self) -> None:
+        """Those that have nothing left leave, or change their role."""
+        if self._drains:
+            self._drains.release()
+        if self._flips:
+            self._flips.advance()
+
+    def attached(self, event: ev.WorkerAttached, now: float) -> None:
+        hello = event.hello
+        key = (hello.worker_id, hello.incarnation)
+        refusal = self._workers.refusal(hello)
+        if refusal is not None:
+            self._emit(ev.RefuseWorker(key, refusal))
+            return
+        worker = self._workers.by_id(hello.worker_id)
+        if worker is not None and worker.key != key:
+            replaced = f"was replaced by incarnation {hello.incarnation:016x}"
+            self._losses.lose(worker, replaced, now, ended=False)
+            worker = None
+        if worker is None:
+            worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
+            self._workers.add(worker)
+            if not hello.generation:
+                # It has served no coordinator before.
+                self._book.stats.came_up(worker, now)
+            if not event.returns:
+                self._scaler.launches.attached(worker.id, now)
+        else:
+            # Nothing leads out of draining; the worker may not have heard of it yet.
+            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+            worker.state = worker.state if drains else hello.state
+            worker.hello, worker.role = hello, hello.role
+        if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._drains.said(worker)
+        worker.connected, worker.heard_at, worker.progressed_at = True, now, now
+        worker.unresponsive = ""
+        self._flips.heard(worker)
+        self._watch(worker, now)
+        self._placer.attach(worker)
+        adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
+        self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
+        self._book.room_made = True
+
+    def hear(self, key: WorkerKey, now: float) -> Worker | None:
+        """A worker gave a sign of life; None where it is not attached."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.heard_at = now
+            if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
+                self._losses.responds(worker)
+        return worker
+
+    def heard(self, event: ev.WorkerHeard, now: float) -> None:
+        self.hear(event.worker, now)
+
+    def load(self, event: ev.WorkerLoad, now: float) -> None:
+        worker = self.hear(event.worker, now)
+        if worker is None:
+            return
+        load, worker.load = event.load, event.load
+        if worker.flip is not None:
+            self._flips.look(worker, now)
+        self._latency.observe(worker, load.steps)
+        if worker.role == common_pb2.ROLE_DECODE and load.steps:
+            self._book.stats.recent.at(now).decode_steps(load.steps)
+        self._placer.router.report_kv(worker.key, load.kv_tokens_used)
+        self._book.room_made |= len(self._book.lanes) > 0
+        if load.num_steps != worker.num_steps or not load.num_running:
+            worker.num_steps, worker.progressed_at = load.num_steps, now
+            if worker.unresponsive:
+                self._losses.responds(worker)
+            return
+        stuck_s, limit_s = now - worker.progressed_at, self._config.worker_stuck_s
+        if stuck_s >= _STUCK_FOR_GOOD * limit_s:
+            self._losses.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
+        elif stuck_s >= limit_s:
+            self._losses.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
+
+    def changed(self, event: ev.WorkerChanged, now: float) -> None:
+        worker = self.hear(event.worker, now)
+        if worker is None:
+            return
+        change = event.change
+        if change.state == cluster_pb2.WORKER_STATE_STOPPED:
+            reason = f"stopped: {change.reason}" if change.reason else "stopped"
+            self._losses.lose(worker, reason, now, fenced=False, blame=change.failed)
+            return
+        if change.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._flips.stop(worker)
+            self._drains.said(worker)
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+                # By itself: another may have to take its place.
+                self._scaler.soon(now)
+        if change.state:
+            worker.state = change.state
+        if change.role:
+            worker.role = change.role
+            self._flips.heard(worker)
+        self._placer.refresh(worker)
+        self._book.room_made = True
+
+    def detached(self, event: ev.WorkerDetached, now: float) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.connected = False
+            # Its time to come back begins now. The end of a silent one's stream is no sign of life.
+            if not worker.unresponsive:
+                worker.heard_at = now
+            self._placer.refresh(worker)
+            self._watch(worker, now)
+
+    def lost(self, event: ev.WorkerLost, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if worker is not None and event.incarnation in (None, worker.hello.incarnation):
+            self._losses.lose(worker, event.reason, now)
+
+    def drain_asked(self, event: ev.DrainAsked, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if worker is None:
+            self._scaler.launches.give_up(event.worker_id)
+        else:
+            self._drain(worker, event.timeout_s, event.reason, now)
+        # Another may have to take its place.
+        self._scaler.soon(now)
+
+    def flip_asked(self, event: ev.FlipAsked, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if worker is not None and self.flip_error(worker, event.role) is None:
+            self._flips.begin(worker, event.role, now, by_hand=True)
+
+    def exited(self, event: ev.WorkerExited, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if self._scaler.launches.is_starting(event.worker_id):
+            # Who is attached under its id is another.
+            worker = None
+        leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if worker is not None and not leaves:
+            self._scaler.exited(event, now)
+            self._losses.lose(worker, event.reason, now)
+            return
+        if worker is not None:
+            self._losses.lose(worker, event.reason, now, fenced=False, blame=False)
+        self._scaler.exited(event, now)
+
+    def scale(self, now: float) -> None:
+        """Sizes the pools; those that the scaler starts by itself are in its effects."""
+        for action in self._scaler.decide(now):
+            worker = self._workers.by_id(action.worker_id)
+            if worker is None:
+                continue
+            if isinstance(action, Drain):
+                self._drain(worker, self._config.scaling.drain_s, action.reason, now)
+            else:
+                role = ROLE_OF[action.to]
+                if self._flips.error(worker, role) is None:
+                    self._flips.begin(worker, role, now, by_hand=False)
+
+    # ---- Time
+
+    def excuse(self, now: float) -> None:
+        """Forgives the workers a silence that was the coordinator's own.
+
+        A process that stood still (stopped, starved, a paused machine) finds timers long overdue
+        and what the workers said meanwhile unread.
+        """
+        due = self._timers.next()
+        if due is None or now - due < self._config.worker_silent_s / 2:
+            return
+        for worker in self._workers:
+            worker.heard_at = now
+            worker.progressed_at = min(now, worker.progressed_at + now - due)
+            self._watch(worker, now)
+
+    def look_at(self, key: WorkerKey, now: float) -> None:
+        """The timer of a worker's silence went off."""
+        worker = self._workers.get(key)
+        assert worker is not None
+        if worker.leaves_by <= now:
+            self._losses.lose(worker, "did not leave in time", now)
+            return
+        silent = "was silent" if worker.connected else "was gone"
+        if worker.heard_at + self._config.worker_timeout_s <= now:
+            self._losses.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
+            return
+        if worker.heard_at + self._silent_s(worker) <= now:
+            self._losses.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
+        self._watch(worker, now)
+
+    # ---- Inside
+
+    def _drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+        self._flips.stop(worker)
+        self._drains.begin(worker, timeout_s, reason, now)
+        self._watch(worker, now)
+
+    def _silent_s(self, worker: Worker) -> float:
+        """How long its requests wait for a worker that says nothing."""
+        silent_s = self._config.worker_silent_s
+        return silent_s if worker.connected else min(silent_s, _GONE_S)
+
+    def _watch(self, worker: Worker, now: float) -> None:
+        """Sets the timer of a worker's silence."""
+        silent_s = self._silent_s(worker)
+        due = worker.heard_at + silent_s
+        if due <= now:
+            # Looked at again, since others may come that could take its requests.
+            due = now + silent_s
+        due = min(due, worker.heard_at + self._config.worker_timeout_s, worker.leaves_by)
+        self._timers.set(worker.key, due)

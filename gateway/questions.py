@@ -1,0 +1,101 @@
+"""Questions that the gateway asks the coordinator for whoever comes, known or not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from baton.gateway import problems
+from baton.gateway.problems import Problem
+from baton.runtime.errors import RemoteError
+
+T = TypeVar("T")
+
+_MAX_ANSWERS = 256
+_ERROR_HOLDS_S = 1.0
+# At a time, and the longest wait for a turn: as long as an answer may take.
+_MAX_ASKED, _TURN_TIMEOUT_S = 32, 2.0
+
+
+class Turns:
+    """So many questions at a time. The others wait, but not for ever.
+
+    Strangers with a thousand keys are as many connections to the gateway, and no more than this to
+    the coordinator.
+    """
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_MAX_ASKED)
+
+    async def take(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks in its turn. Raises Problem when that does not come."""
+        try:
+            async with asyncio.timeout(_TURN_TIMEOUT_S):
+                await self._free.acquire()
+        except TimeoutError:
+            message = "too many questions to the coordinator wait"
+            raise Problem(
+                503, message, kind="service_unavailable_error", code="overloaded", retry_after_s=1.0
+            ) from None
+        try:
+            return await ask()
+        finally:
+            self._free.release()
+
+
+class Answer(Generic[T]):
+    """A question asked at most once at a time, and not again for a while: anyone may ask it."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]], holds_s: float) -> None:
+        self._ask, self._holds_s = ask, holds_s
+        self._lock = asyncio.Lock()
+        self._until = 0.0
+        self._answer: T | RemoteError | None = None
+
+    async def get(self) -> T:
+        """Raises RemoteError as the question did."""
+        async with self._lock:
+            if time.monotonic() >= self._until:
+                try:
+                    self._answer = await self._ask()
+                    self._until = time.monotonic() + self._holds_s
+                except RemoteError as error:
+                    self._answer = error
+                    self._until = time.monotonic() + min(_ERROR_HOLDS_S, self._holds_s)
+            answer = self._answer
+        if isinstance(answer, RemoteError):
+            raise problems.of(answer)
+        assert answer is not None
+        return answer
+
+
+class PerCaller(Generic[T]):
+    """A question asked with each caller's own credential.
+
+    The latest callers' answers are kept for a while, by a hash of what they showed.
+
+    Args:
+        ask: gets the credential, as in `authorization`.
+        holds_s: how long an answer does.
+        turns: of the questions.
+    """
+
+    def __init__(self, ask: Callable[[str], Awaitable[T]], holds_s: float, turns: Turns) -> None:
+        self._ask, self._holds_s, self._turns = ask, holds_s, turns
+        self._answers: OrderedDict[bytes, Answer[T]] = OrderedDict()
+
+    async def get(self, authorization: str) -> T:
+        """Raises Problem."""
+        key = hashlib.sha256(authorization.encode()).digest()
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = Answer(
+                lambda: self._turns.take(lambda: self._ask(authorization)), self._holds_s
+            )
+            if len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return await answer.get()

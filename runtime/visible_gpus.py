@@ -1,0 +1,16 @@
+"""The GPUs that CUDA shows to a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """As CUDA_VISIBLE_DEVICES names them, indices or UUIDs, in order; None: it says nothing."""
+    named = environment.get(VISIBLE)
+    if named is None:
+        return None
+    return [one.strip() for one in named.split(",") if one.strip()]

@@ -1,0 +1,30 @@
+"""A cluster that many tests share; conftest.py of a folder whose tests use it imports these."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from processes import Cluster
+
+from baton.runtime import demo_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("models")
+    return demo_model.ensure("demo", weights=False, root=root)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+        cluster.start_worker("prefill", "p1")
+        cluster.start_worker("decode", "d1")
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(shared_cluster: Cluster) -> AsyncIterator[Cluster]:
+    """One prefill and one decode worker, which every test leaves as it found them."""
+    await shared_cluster.serving()
+    yield shared_cluster
+    await shared_cluster.nothing_left()

@@ -1,0 +1,133 @@
+"""Request ids are a tenant's own: others may use the same ones, and nobody notices."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from scripted_worker import WAIT_S, attached
+
+from baton.coordinator import events as ev
+from baton.runtime.errors import AlreadyExists, InvalidArgument, from_rpc_error
+from baton.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
+from baton.v1.cluster_pb2 import CancelCommand, PrefillCommand
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+TENANTS = ("default", "a", "b")
+
+
+def begun(world) -> dict[str, ev.StreamKey]:
+    """Streams of three tenants' request r1; the first tokens are 10, 20 and 30."""
+    streams = {
+        tenant: world.submit(request_id="r1", tenant=tenant, session=number)
+        for number, tenant in enumerate(TENANTS, 1)
+    }
+    names = [command.spec.request_id for command in world.commands["p"]]
+    assert len(set(names)) == len(names) == 3
+    return streams
+
+
+def names(world) -> dict[str, str]:
+    """What workers call the request of each tenant."""
+    specs = [one.spec for one in world.commands["p"] if isinstance(one, PrefillCommand)]
+    return {spec.tenant: spec.request_id for spec in specs}
+
+
+def test_each_tenant_gets_its_own_tokens(world, out):
+    streams = begun(world)
+    called = names(world)
+    for number, tenant in enumerate(TENANTS, 1):
+        world.step("p", out(called[tenant], [number * 10], finish=0))
+    outputs = [
+        out(called[tenant], [number * 10 + 1], 1, finish=LENGTH)
+        for number, tenant in enumerate(TENANTS, 1)
+    ]
+    world.step("d", *outputs)
+    for number, tenant in enumerate(TENANTS, 1):
+        assert world.tokens(streams[tenant]) == [number * 10, number * 10 + 1]
+        # What its client hears is what its client said.
+        assert world.sent[streams[tenant]][0].request_id == "r1"
+        assert world.last(streams[tenant]).reason == LENGTH
+        record = world.core.request("r1", tenant)
+        assert (record.request_id, record.tenant) == ("r1", tenant)
+
+
+def test_ends_of_one_tenant_are_no_others(world):
+    streams = begun(world)
+    world.handle(ev.StreamCancelled(streams["a"]))
+    assert world.kinds(streams["a"]) == ["Accepted", "Finished"]
+    cancelled = [one for one in world.commands["p"] if isinstance(one, CancelCommand)]
+    assert {one.request_id for one in cancelled} == {names(world)["a"]}
+    world.handle(ev.RequestCancelled(world.core.request("r1", "b").key))
+    assert world.kinds(streams["b"]) == ["Accepted", "Finished"]
+    assert world.kinds(streams["default"]) == ["Accepted"]
+
+
+def test_an_id_is_used_once_by_its_tenant(world):
+    begun(world)
+    for tenant in TENANTS:
+        error = world.last(world.submit(request_id="r1", tenant=tenant)).error
+        assert isinstance(error, AlreadyExists)
+        assert str(error) == "request r1 is running"
+
+
+def test_a_resume_replaces_its_tenants_request_alone(world, out):
+    streams = begun(world)
+    world.step("p", out(names(world)["a"], [20], finish=0))
+    again = world.submit(
+        request_id="r1", tenant="a", session=9, known_token_ids=[20], known_text_chars=0
+    )
+    assert world.kinds(again) == ["Accepted"]
+    assert world.core.request("r1", "a").submission.to == again
+    for tenant in ("default", "b"):
+        assert world.core.request("r1", tenant).submission.to == streams[tenant]
+
+
+def test_who_asks_without_a_tenant_is_told_which_have_it(world):
+    begun(world)
+    with pytest.raises(InvalidArgument, match=r"tenant is ''.*r1.*a, b, default"):
+        world.core.request("r1")
+    assert world.core.request("r1", "nobody") is None
+    only = world.submit(request_id="mine", tenant="b")
+    assert world.core.request("mine").submission.to == only
+
+
+async def test_operators_name_the_tenant_where_they_must(coordinator, channel, say_hello):
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    admin = admin_pb2_grpc.AdminStub(channel)
+
+    def ask(tenant, max_tokens):
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
+        request = inference_pb2.GenerateRequest(
+            text="the quick fox", sampling=sampling, request_id="one", tenant=tenant
+        )
+        return inference.Generate(request, timeout=WAIT_S)
+
+    async with attached(coordinator.address, *hellos) as (prefill, _):
+        answers = [[event async for event in ask(tenant, 3)] for tenant in ("a", "b")]
+        for events in answers:
+            assert events[0].accepted.request_id == "one"
+            assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2]
+        with pytest.raises(grpc.RpcError) as caught:
+            await admin.GetRequest(admin_pb2.GetRequestRequest(request_id="one"))
+        error = from_rpc_error(caught.value)
+        assert error.name == "INVALID_ARGUMENT"
+        assert "a, b" in str(error)
+        asked = admin_pb2.GetRequestRequest(request_id="one", tenant="b")
+        info = await admin.GetRequest(asked)
+        assert (info.request_id, info.tenant) == ("one", "b")
+        # Of those that run there is one: it needs no tenant to be cancelled.
+        prefill.auto = False
+        running = ask("a", 5)
+        assert (await running.read()).accepted.request_id == "one"
+        await admin.CancelRequest(admin_pb2.CancelRequestRequest(request_id="one"))
+        while not (event := await running.read()).HasField("finished"):
+            pass
+        assert event.finished.reason == common_pb2.FINISH_REASON_CANCELLED

@@ -1,0 +1,146 @@
+"""Whoever comes to the gateway with keys that are none costs the coordinator questions at most."""
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+from http_gateway import gateway
+
+from baton.client import AdminClient, BatonClient
+from baton.client.errors import UnauthenticatedError
+from baton.gateway import questions
+from baton.gateway.problems import Problem
+from baton.gateway.questions import Turns
+
+WAIT_S = 10.0
+NUM_STRANGERS = 60
+
+
+class Relay:
+    """Passes bytes on to a coordinator, and counts the connections that were made to it."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target.rsplit(":", 1)
+        self._tasks: set[asyncio.Task] = set()
+        self.num_connections = 0
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader, writer):
+        self.num_connections += 1
+        self._tasks.add(asyncio.current_task())
+        there, back = await asyncio.open_connection(*self._target)
+        try:
+            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+        finally:
+            writer.close()
+            back.close()
+
+    @staticmethod
+    async def _pass(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+
+@pytest.fixture
+async def front(start_coordinator, keys):
+    """A gateway's URL, what counts its connections to the coordinator, and a good key."""
+    user = keys.add("one", tenant="a")
+    operator = keys.add("ops", admin=True)
+    async with (
+        start_coordinator({"api_keys_file": keys.path}) as running,
+        Relay(running.address) as relay,
+        gateway(relay.address) as http,
+        httpx.AsyncClient(base_url=f"http://{http}", timeout=WAIT_S) as client,
+    ):
+        yield client, relay, user, operator
+
+
+async def test_keys_that_are_none_open_no_connections(front):
+    client, relay, user, operator = front
+
+    async def status(path, key):
+        return (await client.get(path, headers={"authorization": f"Bearer {key}"})).status_code
+
+    paths = ("/v1/models", "/dashboard/data", "/dashboard/requests/r1")
+    found = await asyncio.gather(
+        *(status(path, f"guess-{number}") for path in paths for number in range(NUM_STRANGERS))
+    )
+    assert set(found) == {401}
+    assert await status("/v1/models", user) == 200
+    assert await status("/dashboard/data", operator) == 200
+    # One of each kind, whoever asks.
+    assert relay.num_connections <= 3
+
+
+async def test_what_no_header_may_have_is_no_credential(front):
+    client, *_ = front
+    headers = [(b"authorization", "Bearer schlüssel".encode("latin-1"))]
+    body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 1}
+    answers = [await client.get("/v1/models", headers=headers)]
+    answers.append(await client.get("/dashboard/data", headers=headers))
+    answers.append(await client.post("/v1/completions", headers=headers, json=body))
+    for answer in answers:
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert "schl" not in answer.text
+
+
+async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(questions, "_TURN_TIMEOUT_S", 0.05)
+    turns, answered = Turns(), asyncio.Event()
+    num_asked = 0
+
+    async def ask():
+        nonlocal num_asked
+        num_asked += 1
+        await answered.wait()
+        return "answer"
+
+    asking = [asyncio.create_task(turns.take(ask)) for _ in range(NUM_STRANGERS)]
+    await asyncio.wait(asking, timeout=WAIT_S, return_when="FIRST_EXCEPTION")
+    refused = await asyncio.gather(*asking[num_asked:], return_exceptions=True)
+    assert num_asked < NUM_STRANGERS
+    assert {(type(error), error.status) for error in refused} == {(Problem, 503)}
+    answered.set()
+    assert set(await asyncio.gather(*asking[:num_asked])) == {"answer"}
+    assert await turns.take(ask) == "answer"
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "key\n", "a\x00b"])
+async def test_a_key_that_cannot_be_sent_is_a_clear_error(start_coordinator, keys, key):
+    keys.add("one", tenant="a")
+    async with (
+        start_coordinator({"api_keys_file": keys.path}) as running,
+        BatonClient(running.address, api_key=key) as client,
+        AdminClient(running.address, api_key=lambda: key) as admin,
+    ):
+
+        async def watch():
+            async for _ in admin.watch():
+                pass
+
+        for ask in (
+            client.model,
+            lambda: client.complete([1], max_tokens=1),
+            lambda: client.model(authorization=f"Bearer {key}"),
+            admin.list_workers,
+            watch,
+        ):
+            with pytest.raises(UnauthenticatedError, match="must be printable ASCII") as caught:
+                await ask()
+            assert key not in str(caught.value)

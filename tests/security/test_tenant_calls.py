@@ -1,0 +1,119 @@
+"""One tenant does not hold all of a server's calls, not even by sessions in which nothing runs."""
+
+import asyncio
+import contextlib
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from baton.client import BatonClient
+from baton.client.errors import ResourceExhaustedError
+from baton.coordinator import inference
+from baton.runtime import rpc
+from baton.runtime.errors import RemoteError
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+WAIT_S = 10.0
+# Without workers a request that is let in waits, and fails of its own timeout.
+IN = {"timeout_s": 0.2}
+LET_IN = "DEADLINE_EXCEEDED"
+
+
+@pytest.fixture
+async def limited(start_coordinator, keys):
+    """A coordinator that lets a tenant hold two calls, and the keys of tenants a and b."""
+    made = {tenant: keys.add(tenant, tenant=tenant) for tenant in ("a", "b")}
+    security = {"api_keys_file": keys.path, "max_calls_per_tenant": 2}
+    async with start_coordinator(security) as running:
+        yield running, made
+
+
+async def outcome(client, **options):
+    with pytest.raises(RemoteError) as caught:
+        await client.complete([1, 2, 3], max_tokens=1, **options)
+    return caught.value
+
+
+async def test_idle_sessions_of_one_tenant_leave_calls_to_others(limited, count_refusals):
+    running, keys = limited
+    async with AsyncExitStack() as stack:
+        held = []
+        for _ in range(2):
+            client = BatonClient(running.address, api_key=keys["a"])
+            held.append(await stack.enter_async_context(client))
+            assert (await outcome(client, **IN)).name == LET_IN
+        # Nothing runs in them any more, and they are open.
+        async with BatonClient(running.address, api_key=keys["a"]) as third:
+            refused = await outcome(third, **IN)
+            assert isinstance(refused, ResourceExhaustedError)
+            assert (refused.reason, refused.retry_after_s) == ("TENANT_CALLS", 1.0)
+            assert "of tenant a" in str(refused)
+            assert "security.max_calls_per_tenant" in str(refused)
+        assert (await count_refusals(running))["Inference", "tenant_calls"] == 1
+        async with BatonClient(running.address, api_key=keys["b"]) as other:
+            assert (await outcome(other, **IN)).name == LET_IN
+        # In a session that is open there is room for any number of requests.
+        found = await asyncio.gather(*(outcome(held[0], **IN) for _ in range(5)))
+        assert {error.name for error in found} == {LET_IN}
+        await held[1].aclose()
+        async with BatonClient(running.address, api_key=keys["a"], retry_timeout_s=WAIT_S) as again:
+            assert (await outcome(again, timeout_s=3.0)).name == LET_IN
+
+
+async def test_of_a_session_of_many_tenants_only_the_one_is_refused(limited):
+    running, keys = limited
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            client = BatonClient(running.address, api_key=keys["a"])
+            await outcome(await stack.enter_async_context(client), **IN)
+        # As a gateway: each request has its own credential.
+        async with BatonClient(running.address) as gateway:
+            of = {tenant: {"authorization": f"Bearer {key}"} for tenant, key in keys.items()}
+            assert (await outcome(gateway, **of["b"], **IN)).name == LET_IN
+            assert (await outcome(gateway, **of["a"], **IN)).reason == "TENANT_CALLS"
+            assert (await outcome(gateway, **of["b"], **IN)).name == LET_IN
+
+
+async def test_single_requests_are_calls_too_and_give_them_back(limited):
+    running, keys = limited
+    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=[1]))
+    metadata = [("authorization", f"Bearer {keys['a']}")]
+    async with rpc.channel(running.address) as channel, asyncio.timeout(WAIT_S):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        calls = [stub.Generate(request, metadata=metadata) for _ in range(2)]
+        for call in calls:
+            assert (await call.read()).HasField("accepted")
+        assert await stub.Generate(request, metadata=metadata).code() is (
+            grpc.StatusCode.RESOURCE_EXHAUSTED
+        )
+        for call in calls:
+            call.cancel()
+        while True:
+            again = stub.Generate(request, metadata=metadata)
+            with contextlib.suppress(grpc.RpcError):
+                assert (await again.read()).HasField("accepted")
+                break
+        again.cancel()
+
+
+async def test_a_session_beyond_the_limit_does_not_stay_open(limited, monkeypatch):
+    running, keys = limited
+    metadata = [("authorization", f"Bearer {keys['a']}")]
+    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=[1]))
+    submit = inference_pb2.Submit(stream=1, request=request)
+    async with rpc.channel(running.address) as channel, asyncio.timeout(WAIT_S):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        held = [stub.Session(metadata=metadata) for _ in range(2)]
+        for call in held:
+            await call.write(inference_pb2.SessionRequest(submit=submit))
+            await call.read()
+        monkeypatch.setattr(inference, "_UNKNOWN_S", 0.1)
+        beyond = stub.Session(metadata=metadata)
+        await beyond.write(inference_pb2.SessionRequest(submit=submit))
+        assert (await beyond.read()).events[0].HasField("failed")
+        assert await beyond.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "of tenant a" in await beyond.details()
+        assert not any(call.done() for call in held)
+        for call in held:
+            call.cancel()
