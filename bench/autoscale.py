@@ -4,9 +4,15 @@
 the Azure conversation trace and half an hour of Mooncake's on simulated workers: Llama2-70B on
 eight H100s each, as Splitwise measured it. Every policy begins with what the first minute needs. A
 request attains its targets with a TTFT within 500 ms (Mooncake: 2,000 ms) and a mean gap between
-its tokens within 50 ms. The two traces hardly vary; "tides" is Azure's, repeated and thinned so
-that the load ebbs to a fifth and returns every 20 minutes. GPUs are paid for from the order to
-start a worker until it has gone.
+its tokens within 50 ms. GPUs are paid for from the order to start a worker until it has gone.
+
+What each minute needs is found by trying: the fewest workers with which 95 % of its requests, of
+those that plenty of workers would serve in time, have their first token in time, and 95 % their
+gaps. "Static at peak" is the smallest pair of pools with which that is so of every minute;
+"hindsight" has in each minute what that minute needs, and knew it a cold start before; "instant"
+too, with workers that start in no time. Nothing that holds each minute can have fewer GPU-hours
+than the needs themselves. Azure's and Mooncake's loads hardly vary; "tides" is Azure's, repeated
+and thinned so that the load ebbs to a fifth and returns every 20 minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +31,9 @@ from baton.bench import stats
 from baton.bench.simulate import baselines, hardware, traces
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
 from baton.bench.simulate.parts import Shape
+from baton.bench.simulate.peak import Search, Sizes
 from baton.bench.simulate.policies import Baton, Policy, Static
+from baton.bench.simulate.record import Record
 from baton.bench.simulate.report import Figures, as_json, figures
 from baton.bench.simulate.traces import Arrival
 from baton.bench.stats import Reach
@@ -44,8 +52,11 @@ KV_TOKENS = 1_370_000
 # 80 layers of 8,192, 70 billion parameters.
 ATTENTION_SHARE = 80 * 8192 / 70e9
 BLOCK_TOKENS = 512
-SPAN_S = 10.0
-BATON, STATIC, HPA, PLANNER, HINDSIGHT = "Baton", "static at peak", "HPA", "planner", "hindsight"
+SPAN_S = 60.0
+# Workers of a pool that are more than it can use.
+PLENTY = 16
+BATON, STATIC, HPA, PLANNER = "Baton", "static at peak", "HPA", "planner"
+HINDSIGHT, INSTANT = "hindsight", "instant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Trace:
         factor: of its load.
         hit_share: of its prompt tokens, found in caches.
         lasts_s: it is repeated until then, with two tides that ebb to a fifth; 0: as it is.
+        warm_up_s: of it, that a minute needs before it to be as it is within the whole.
     """
 
     name: str
@@ -64,6 +76,7 @@ class Trace:
     factor: float
     hit_share: float = 0.0
     lasts_s: float = 0.0
+    warm_up_s: float = 30.0
 
     def arrivals(self, factor: float) -> list[Arrival]:
         found = traces.read(self.path)
@@ -75,7 +88,9 @@ class Trace:
 AZURE = DATA / "azure/conv_first3000.csv"
 TRACES = (
     Trace("azure", AZURE, 0.5, 4.0),
-    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.75, hit_share=0.3),
+    Trace(
+        "mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.75, hit_share=0.3, warm_up_s=120.0
+    ),
     Trace("tides", AZURE, 0.5, 4.0, lasts_s=2400.0),
 )
 
@@ -101,53 +116,15 @@ def core_config(latency: LatencyModel) -> CoreConfig:
     return replace(CoreConfig.of(parse(values, "bench")), latency=latency)
 
 
-@dataclass(slots=True)
-class Setting:
-    """One trace with one cold start."""
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One trace and the workers that serve it."""
 
     trace: Trace
-    cold_start_s: float
     arrivals: list[Arrival]
     latency: LatencyModel
 
-    @property
-    def config(self) -> ScalingConfig:
-        return scaling(self.trace.ttft_s, self.cold_start_s)
-
-    @property
-    def sizes(self) -> list[dict[Pool, int]]:
-        return baselines.needed_sizes(
-            self.arrivals,
-            self.config,
-            self.latency,
-            KV_TOKENS,
-            span_s=SPAN_S,
-            hit_share=self.trace.hit_share,
-        )
-
-    def policies(self) -> dict[str, Policy]:
-        config, sizes = self.config, self.sizes
-        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in self.arrivals) / len(
-            self.arrivals
-        )
-        batch = queueing.most_requests(self.latency, 0.05, held)
-        return {
-            STATIC: Static(config),
-            # One prompt waiting for each that is computed; four fifths of the largest batch.
-            HPA: baselines.Hpa(config, 2.0, 0.8 * batch),
-            PLANNER: baselines.Planner(config, self.latency, KV_TOKENS),
-            BATON: Baton(config),
-            HINDSIGHT: baselines.Hindsight(config, sizes, SPAN_S, self.cold_start_s),
-        }
-
-    def begins_with(self, policy: str) -> dict[Pool, int]:
-        sizes = self.sizes
-        if policy == STATIC:
-            return {pool: max(one[pool] for one in sizes) for pool in Pool}
-        first = sizes[: max(1, round(60 / SPAN_S))]
-        return {pool: max(one[pool] for one in first) for pool in Pool}
-
-    def run(self, name: str, policy: Policy) -> tuple[Figures, dict[str, Any]]:
+    def cell(self, policy: Policy, cold_start_s: float) -> SimulatedCell:
         shape = Shape(
             self.latency,
             kv_tokens=KV_TOKENS,
@@ -155,16 +132,103 @@ class Setting:
             prefix_caching=self.trace.hit_share > 0,
             max_num_batched_tokens=4096,
         )
-        cell = SimulatedCell(
+        return SimulatedCell(
             core_config(self.latency),
             dict.fromkeys(Pool, shape),
             policy,
-            cold_start=ColdStart.lasting(self.cold_start_s),
+            cold_start=ColdStart.lasting(cold_start_s),
             gpus=dict.fromkeys(Pool, GPUS),
         )
-        record = cell.run(self.arrivals, self.begins_with(name), self.arrivals[-1].at_s + 1)
+
+    def trial(self, arrivals: Sequence[Arrival], sizes: Sizes) -> Record:
+        cell = self.cell(Static(scaling(self.trace.ttft_s, 1.0)), 1.0)
+        return cell.run(arrivals, dict(sizes), arrivals[-1].at_s + 1)
+
+    def needs(self) -> Needs:
+        config = scaling(self.trace.ttft_s, 1.0)
+        search = Search(
+            self.trial,
+            dict(config.targets)["interactive"],
+            PLENTY,
+            SPAN_S,
+            self.trace.warm_up_s,
+        )
+        predicted = baselines.needed_sizes(
+            self.arrivals,
+            config,
+            self.latency,
+            KV_TOKENS,
+            span_s=SPAN_S,
+            hit_share=self.trace.hit_share,
+        )
+        by_span = search.needs(self.arrivals, predicted[0])
+        most = {pool: max(one[pool] for one in by_span) for pool in Pool}
+        return Needs(by_span, search.at_peak(self.arrivals, most), self.arrivals[-1].at_s + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """In workers.
+
+    Attributes:
+        by_span: what each span of SPAN_S needs.
+        peak: what all of them need.
+        lasts_s: the whole.
+    """
+
+    by_span: list[dict[Pool, int]]
+    peak: dict[Pool, int]
+    lasts_s: float
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the needs alone: without a start, a drain or a worker too many."""
+        spans = [SPAN_S] * (len(self.by_span) - 1)
+        spans.append(self.lasts_s - sum(spans))
+        return (
+            GPUS
+            / 3600
+            * math.fsum(
+                span_s * sum(one.values()) for span_s, one in zip(spans, self.by_span, strict=True)
+            )
+        )
+
+    @property
+    def peak_gpu_hours(self) -> float:
+        return GPUS / 3600 * self.lasts_s * sum(self.peak.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One scene with one cold start."""
+
+    scene: Scene
+    cold_start_s: float
+    needs: Needs
+
+    def policies(self) -> dict[str, Policy]:
+        scene = self.scene
+        config = scaling(scene.trace.ttft_s, self.cold_start_s)
+        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in scene.arrivals)
+        batch = queueing.most_requests(scene.latency, 0.05, held / len(scene.arrivals))
+        by_span = self.needs.by_span
+        return {
+            STATIC: Static(config),
+            # One prompt waiting for each that is computed; four fifths of the largest batch.
+            HPA: baselines.Hpa(config, 2.0, 0.8 * batch),
+            PLANNER: baselines.Planner(config, scene.latency, KV_TOKENS),
+            BATON: Baton(config),
+            HINDSIGHT: baselines.Hindsight(config, by_span, SPAN_S, self.cold_start_s),
+            INSTANT: baselines.Hindsight(config, by_span, SPAN_S, 0.0),
+        }
+
+    def run(self, name: str, policy: Policy) -> tuple[Figures, dict[str, Any]]:
+        scene = self.scene
+        cell = scene.cell(policy, 0.0 if name == INSTANT else self.cold_start_s)
+        begins_with = self.needs.peak if name == STATIC else self.needs.by_span[0]
+        record = cell.run(scene.arrivals, dict(begins_with), self.needs.lasts_s)
         cell.core.check_integrity()
-        found = figures(record, cell.tally, dict(self.config.targets)["interactive"])
+        found = figures(record, cell.tally, dict(policy.config.targets)["interactive"])
         return found, as_json(found, record)
 
 
@@ -180,25 +244,43 @@ def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
     for trace in TRACES:
         if trace.name not in arguments.traces:
             continue
-        arrivals = trace.arrivals(arguments.factor)
+        scene = Scene(trace, trace.arrivals(arguments.factor), latency)
+        began = time.monotonic()
+        needs = scene.needs()
+        tell(f"{trace.name}: {time.monotonic() - began:.0f} s for what each minute needs")
+        show_needs(trace.name, needs)
+        details[f"{trace.name}, needs"] = {
+            pool.value: [one[pool] for one in needs.by_span] for pool in Pool
+        }
         for cold_start_s in arguments.cold_starts:
-            setting = Setting(trace, cold_start_s, arrivals, latency)
+            setting = Setting(scene, cold_start_s, needs)
             found = results[trace.name, cold_start_s] = {}
             for name, policy in setting.policies().items():
                 if arguments.policies and name not in arguments.policies:
                     continue
                 began = time.monotonic()
-                found[name], details[f"{trace.name}, {cold_start_s:g} s, {name}"] = setting.run(
-                    name, policy
-                )
-                print(
-                    f"{trace.name}, cold start {cold_start_s:g} s, {name}: "
-                    f"{time.monotonic() - began:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                where = f"{trace.name}, {cold_start_s:g} s, {name}"
+                found[name], details[where] = setting.run(name, policy)
+                tell(f"{where}: {time.monotonic() - began:.0f} s")
             show(trace.name, cold_start_s, found)
     return results, details
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def show_needs(trace: str, needs: Needs) -> None:
+    rows = [
+        [pool.value, " ".join(str(one[pool]) for one in needs.by_span), str(needs.peak[pool])]
+        for pool in Pool
+    ]
+    share = needs.gpu_hours / needs.peak_gpu_hours
+    title = (
+        f"{trace}: workers that each minute needs, {needs.gpu_hours:.1f} GPU-hours, "
+        f"{share:.1%} of the {needs.peak_gpu_hours:.1f} at peak"
+    )
+    stats.print_table(title, ["pool", "by minute", "at peak"], rows)
 
 
 HEADER = [
@@ -209,7 +291,7 @@ HEADER = [
     "of static",
     "TTFT p95",
     "ITL p95",
-    "goodput/GPU",
+    "good/GPU-hour",
     "cold starts",
     "failed",
 ]
@@ -226,7 +308,7 @@ def show(trace: str, cold_start_s: float, found: dict[str, Figures]) -> None:
             f"{one.gpu_hours / static.gpu_hours:.1%}" if static else "",
             f"{one.ttft_ms[95]:.0f} ms",
             f"{one.itl_ms[95]:.1f} ms",
-            f"{one.goodput_per_gpu:.3f}/s",
+            f"{one.goodput_per_gpu * 3600:.0f}",
             str(one.num_cold_starts),
             str(one.num_failed),
         ]

@@ -103,7 +103,7 @@ class Crew:
             await launcher.end(worker_id)
         except Exception as error:
             _log.exception("worker %s could not be ended", worker_id, exc_info=error)
-        self._post(ev.WorkerExited(worker_id, "was ended"))
+        self._post(ev.WorkerExited(worker_id, "was ended", gone=True))
 
     def _failed(self, why: str) -> None:
         if not self.first_failure.done():

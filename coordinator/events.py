@@ -166,11 +166,13 @@ class WorkerExited:
     Attributes:
         reason: in words, continuing "worker w1 ...".
         loading_failure: the same of one that had not attached, where more is known of it.
+        gone: what EndWorker asked for is done: its whole group has ended, and holds no GPU.
     """
 
     worker_id: str
     reason: str
     loading_failure: str = ""
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,10 @@ class Launches:
         return not wanted
 
     def exited(self, event: ev.WorkerExited, now: float) -> bool:
-        """A process has ended, or was never there; of one that was to end nothing is left.
+        """A process has ended, or was never there.
+
+        Of one that was to end anyway nothing is left once its launcher says so: what it started may
+        outlive it, and hold its GPUs.
 
         Returns:
             Whether it was not to.
@@ -162,7 +165,8 @@ class Launches:
         if one is None:
             return False
         if one.ends:
-            del self._all[one.worker_id]
+            if event.gone:
+                del self._all[one.worker_id]
             return False
         # What it may have left behind is to go, and holds its GPUs until then.
         self._end(one)

@@ -22,7 +22,10 @@ async def warm_up(engine: Engine, info: EngineInfo) -> None:
     model = info.model
     room = min(model.max_model_len, info.kv_tokens)
     num_outputs = min(2, room - 1)
-    num_prompt = min(_MAX_TOKENS, info.max_num_batched_tokens, room - num_outputs)
+    # Of a small cache half: an engine may keep room free beside a prompt, for drafts say, and what
+    # does not fit waits for ever.
+    fits = max(1, (room - num_outputs) // 2)
+    num_prompt = min(_MAX_TOKENS, info.max_num_batched_tokens, fits)
     request = EngineRequest(
         "warm-up",
         [position * _STRIDE % model.vocab_size for position in range(num_prompt)],

@@ -153,6 +153,9 @@ class TransferCore:
             return pb.LocalReply(configured=self._configured)
         if kind == "open_send":
             return self._open_send(connection, request, now)
+        if kind == "claim" and request.claim.ahead:
+            self._carry_out(self._receiver.claim_ahead(request.claim.handoff_id, now))
+            return pb.LocalReply()
         if kind == "claim":
             grant, effects = self._receiver.claim(request.claim.handoff_id, request.claim.rank, now)
             self._carry_out(effects)
@@ -177,8 +180,6 @@ class TransferCore:
             )
         elif kind == "drop":
             self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
-        elif kind == "note":
-            self._forward(request.note)
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main
@@ -376,11 +377,6 @@ class TransferCore:
             if connection.subscribed:
                 _notify(connection, changed)
 
-    def _forward(self, note: pb.LocalNote) -> None:
-        for connection in self._connections:
-            if connection.subscribed and not connection.is_main:
-                connection.reply(pb.LocalReply(note=note))
-
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
@@ -522,4 +518,6 @@ def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
         transport=changed.transport,
         num_bytes_received=changed.num_bytes_received,
     )
+    if not connection.is_main:
+        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
     connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

@@ -276,8 +276,8 @@ class Links:
         refusal = self._refusal(hello)
         if not refusal and self._within_host and local != peer[0]:
             refusal = _NOT_ENCRYPTED
-        await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
         if refusal:
+            await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
             return
         link_id, mailbox = hello.link_id, _Mailbox()
 
@@ -291,9 +291,11 @@ class Links:
             lost,
             lambda frame: self._handler.link_frame(link_id, frame),
         )
+        # Before anything is awaited: no other stream gets its id, or the last place.
         self._incoming[link_id] = link
         reader = asyncio.create_task(_read(messages, link))
         try:
+            await context.write(pb.LinkMessage(hello=pb.LinkHello()))
             await _write(mailbox, context.write)
         finally:
             reader.cancel()

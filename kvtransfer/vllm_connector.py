@@ -47,6 +47,7 @@ from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EarlyReport
 from baton.kvtransfer.handoff_step import HandoffStep
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.runtime import affinity
@@ -135,7 +136,8 @@ class BatonConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(self._port, self._layout)
+            notes = NoteReader(extra["socket"])
+            self._scheduler = SchedulerHalf(self._port, notes, self._layout)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
@@ -156,6 +158,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._port.close()
 
     # ---- ranks

@@ -229,8 +229,12 @@ class SimulatedCell:
 
     def _end(self, effect: ev.EndWorker) -> None:
         """Nothing of a process is to be left: one that has said so has left by itself."""
+        member = self._members.get(effect.worker_id)
+        if member is not None and member.engine is not None:
+            member.engine.gone = True
+            self._engines.pop(member.engine.key, None)
         self._remove(effect.worker_id)
-        self.at(self.now, self._post, ev.WorkerExited(effect.worker_id, "was ended"))
+        self.at(self.now, self._post, ev.WorkerExited(effect.worker_id, "was ended", gone=True))
 
     # ---- Clients.
 

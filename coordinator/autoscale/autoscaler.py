@@ -56,7 +56,7 @@ def decide(
     members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
     problem = _unusable(observation, config, now)
     if problem:
-        return _frozen(members, config, problem), replace(state, now=now)
+        return _frozen(members, config, problem, now), replace(state, now=now)
     samples, problem = _samples(observation, config, state, now)
     after = replace(
         state,
@@ -66,7 +66,7 @@ def decide(
         busy_at=now if state.busy_at is None or _busy(observation, samples) else state.busy_at,
     )
     if problem:
-        return _frozen(members, config, problem), after
+        return _frozen(members, config, problem, now), after
     states = {Pool.PREFILL: state.prefill, Pool.DECODE: state.decode}
     serving = {pool: len(members[pool].serving) for pool in POOLS}
     needs = {
@@ -109,8 +109,10 @@ def _unusable(observation: Observation, config: ScalingConfig, now: float) -> st
     return ""
 
 
-def _frozen(members: dict[Pool, Members], config: ScalingConfig, problem: str) -> Decision:
-    """The pools stay as they are; one below its floor grows to it."""
+def _frozen(
+    members: dict[Pool, Members], config: ScalingConfig, problem: str, now: float
+) -> Decision:
+    """The pools stay as they are; one below its floor grows to it, and stuck starts are ended."""
     decided = {}
     for pool in POOLS:
         current, floor = members[pool].current, config.limits(pool).floor
@@ -121,15 +123,25 @@ def _frozen(members: dict[Pool, Members], config: ScalingConfig, problem: str) -
     sizes, _ = sizing.within_budget(
         {pool: one.target for pool, one in decided.items()}, members, config
     )
-    actions = tuple(
-        Want(pool, sizes[pool]) for pool in POOLS if sizes[pool] > members[pool].current
-    )
+    actions: list[Action] = []
+    for pool in POOLS:
+        actions += _ended(members[pool], now)
+        if sizes[pool] > members[pool].current:
+            actions.append(Want(pool, sizes[pool]))
     return Decision(
         replace(decided[Pool.PREFILL], target=sizes[Pool.PREFILL]),
         replace(decided[Pool.DECODE], target=sizes[Pool.DECODE]),
-        actions,
+        tuple(actions),
         problem,
     )
+
+
+def _ended(members: Members, now: float) -> list[Drain]:
+    """Starts that are given up: their age is known without any measurement."""
+    return [
+        Drain(one.worker_id, f"it has been starting for {now - one.since:.0f} s")
+        for one in members.stuck
+    ]
 
 
 def _samples(
@@ -218,7 +230,7 @@ def _decision(
         moved[into], moved[giver] = number, -number
         why[into] = f"{number} from {giver.value}, which needs {needed[giver]}"
         why[giver] = f"{number} to {into.value}, which is short"
-        for worker in sizing.leaving(replace(members[giver], starting=()), number):
+        for worker in sizing.leaving(sizing.able(members[giver]), number):
             actions.append(Flip(worker.worker_id, into, needs[into].reason))
             gone.add(worker.worker_id)
     after = {pool: members[pool].current + moved[pool] for pool in POOLS}
@@ -233,10 +245,7 @@ def _decision(
         decided[pool] = PoolDecision(
             pool, members[pool].current, need.workers, allowed[pool], reason
         )
-        actions += [
-            Drain(one.worker_id, f"it has been starting for {now - one.since:.0f} s")
-            for one in members[pool].stuck
-        ]
+        actions += _ended(members[pool], now)
         if allowed[pool] != after[pool]:
             actions.append(Want(pool, allowed[pool]))
         staying = replace(

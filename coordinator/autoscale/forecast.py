@@ -110,11 +110,14 @@ def burstiness(samples: Sequence[Sample]) -> float:
     """How much more the number of requests varies than that of independent ones; 1 to 4.
 
     The index of dispersion of counts, from differences between neighbours, so that a slow change
-    does not count. Few samples tell little.
+    does not count; each by the spans of its own two, which differ where something asked for a
+    decision at once. Few samples tell little.
     """
-    counts = [one.rate * one.span_s for one in samples]
-    level = math.fsum(counts) / len(counts) if counts else 0.0
-    if len(counts) < _TELLING or not level > 0:
+    if len(samples) < _TELLING or not (level := mean(samples, lambda one: one.rate)) > 0:
         return 1.0
-    squares = math.fsum((after - before) ** 2 for before, after in itertools.pairwise(counts))
-    return min(_MOST_BURSTS, max(1.0, squares / 2 / (len(counts) - 1) / level))
+    # Of independent arrivals the difference of two rates varies by level * (1 / span + 1 / span).
+    found = math.fsum(
+        (after.rate - before.rate) ** 2 / (1 / after.span_s + 1 / before.span_s)
+        for before, after in itertools.pairwise(samples)
+    )
+    return min(_MOST_BURSTS, max(1.0, found / (len(samples) - 1) / level))

@@ -152,7 +152,12 @@ def _view(worker: Worker) -> WorkerView:
         # One that does not respond for now is a member all the same.
         phase = Phase.SERVING
     return WorkerView(
-        worker.id, POOL_OF[worker.role], phase, worker.attached_at, worker.assigned_tokens
+        worker.id,
+        POOL_OF[worker.role],
+        phase,
+        worker.attached_at,
+        worker.assigned_tokens,
+        responds=worker.serving,
     )
 
 

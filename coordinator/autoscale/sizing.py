@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.coordinator.autoscale.types import (
     Observation,
@@ -128,10 +128,21 @@ def flips(
         )
         keep = max(config.limits(giver).floor, needed[giver], lately)
         # The last one stays, as one that serves must: what it has could not move to another.
-        number = min(short, len(members[giver].serving) - max(1, keep))
+        number = min(
+            short,
+            len(members[giver].serving) - keep,
+            sum(one.responds for one in members[giver].serving) - 1,
+            len(able(members[giver]).serving),
+        )
         if number > 0:
             return number, pool
     return None
+
+
+def able(members: Members) -> Members:
+    """Those of them that can change their role now."""
+    serving = tuple(one for one in members.serving if one.responds and not one.stays)
+    return replace(members, serving=serving, starting=())
 
 
 def within_budget(

@@ -119,6 +119,7 @@ class WorkerView:
         since: when it entered its phase, by the core's clock.
         num_tokens: assigned to it: who has least is drained first.
         stays: it was started elsewhere, and is neither drained nor moved to another pool.
+        responds: it takes new work now; one that does not can be drained, not moved.
     """
 
     worker_id: str
@@ -127,6 +128,7 @@ class WorkerView:
     since: float
     num_tokens: int = 0
     stays: bool = False
+    responds: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
 from baton.cli.main import app
+from baton.coordinator import events as ev
 from baton.coordinator.autoscale.types import (
     Drain,
     Flip,
@@ -189,6 +190,20 @@ def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
     assert (last.prefill, last.decode) == (1, 2)
     assert (last.prefill_paid, last.decode_paid) == (1, 2)
     assert record.num_cold_starts == 0
+
+
+def test_a_worker_that_is_ended_makes_no_tokens_any_more():
+    arrivals = steady(1, 10, output=1000)
+    made = cell()
+    lost = ev.WorkerLost("decode-1", "was lost")
+    made.at(1010.0, lambda: made._post(lost))
+    record = made.run(arrivals, sizes(1, 2), 31)
+    made.core.check_integrity()
+    assert not record.reasons
+    assert not any(map(math.isnan, record.ends))
+    # Nothing is made twice but what was on its way.
+    needed = sum(one.num_output_tokens - 1 for one in arrivals)
+    assert made.tally.total < needed * 1.01
 
 
 def test_pools_grow_under_load_and_shrink_after_it():

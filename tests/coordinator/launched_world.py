@@ -81,7 +81,7 @@ class Launched:
                 self.world.handle(ev.WorkerChanged(worker.key, stopped))
         for worker_id in set(self.ended) - self.gone:
             self.gone.add(worker_id)
-            self.world.handle(ev.WorkerExited(worker_id, "was ended"))
+            self.world.handle(ev.WorkerExited(worker_id, "was ended", gone=True))
 
     def ids(self, pool: Pool) -> set[str]:
         """Of attached workers that do not drain."""

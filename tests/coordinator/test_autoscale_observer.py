@@ -93,6 +93,14 @@ def test_workers_are_seen_with_their_phases():
     assert seen.of(Pool.DECODE, Phase.STARTING) == [starting]
     assert seen.observed_at == made.now
     assert seen.decode.kv_tokens == 100_000
+    assert all(one.responds for one in seen.workers if one.phase is Phase.SERVING)
+
+
+def test_a_worker_that_does_not_respond_is_a_member_all_the_same():
+    made = cell()
+    made.core.workers.by_id("d").unresponsive = "was silent for 2 s"
+    (seen,) = made.core.observer().observe(ScalingConfig(), made.now).of(Pool.DECODE, Phase.SERVING)
+    assert not seen.responds
 
 
 def test_the_configuration_says_targets_and_limits():

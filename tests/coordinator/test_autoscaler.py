@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.coordinator.autoscale import queueing
+from baton.coordinator.autoscale import forecast, queueing
 from baton.coordinator.autoscale.autoscaler import decide
 from baton.coordinator.autoscale.needs import prefill_need
 from baton.coordinator.autoscale.types import (
@@ -15,6 +15,7 @@ from baton.coordinator.autoscale.types import (
     Observation,
     Phase,
     PoolLimits,
+    Sample,
     ScalingConfig,
     State,
     Targets,
@@ -179,6 +180,17 @@ def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     assert not any(one.to is Pool.PREFILL for one in later)
 
 
+def test_a_worker_that_does_not_respond_is_not_asked_to_flip():
+    days = Days(num_prefill=8, num_decode=1, config=replace(CONFIG, down_window_s=1000.0))
+    days.passes(510, rate=1, work_s=0.01, output=100.0)
+    # The idlest of them.
+    days.members[0] = replace(days.members[0], responds=False)
+    decision = days.passes(5, rate=20, work_s=0.01, output=1000.0)
+    flips = [one.worker_id for one in decision.actions if isinstance(one, Flip)]
+    assert flips
+    assert "p0" not in flips
+
+
 def test_a_shared_budget_waits_until_the_shrunk_pool_is_gone():
     config = replace(CONFIG, max_gpus=6, flip=False)
     days = Days(config=config, num_prefill=3, num_decode=3, obeyed=False)
@@ -255,6 +267,14 @@ def test_stale_measurements_freeze_the_pools_but_not_below_the_floor():
     assert decision.actions == (Want(Pool.PREFILL, 3),)
 
 
+def test_a_stuck_start_is_ended_while_the_pools_are_frozen():
+    members = (*workers(1, 1), WorkerView("stuck", Pool.DECODE, Phase.STARTING, 300.0))
+    old = Observation(900.0, members, MODEL)
+    decision, _ = decide(old, CONFIG, State(now=995.0), 1000.0)
+    assert decision.frozen
+    assert [one.worker_id for one in decision.actions if isinstance(one, Drain)] == ["stuck"]
+
+
 def test_targets_change_live():
     days = Days(config=replace(CONFIG, flip=False))
     loose = days.passes(60, rate=12, work_s=0.2).prefill.needed
@@ -268,3 +288,12 @@ def test_a_backlog_beyond_all_measure_is_decided_on_at_once():
     observation = Observation(1000.0, (), MODEL, (("interactive", lane),))
     need = prefill_need(observation, ScalingConfig(), (), 1.0, 1, 1000.0)
     assert need.workers == queueing.MOST
+
+
+def test_decisions_in_quick_succession_do_not_make_a_load_bursty():
+    spans = [5.0, 0.5] * 20
+    samples = tuple(
+        Sample(1000.0 + sum(spans[: number + 1]), span_s, 20.0, 1.0, 1.0, 1.0)
+        for number, span_s in enumerate(spans)
+    )
+    assert forecast.burstiness(samples) == 1.0

@@ -327,3 +327,20 @@ def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
     assert "0 of 3 GPUs are free" in made.reason(PREFILL)
     made.wait(6)
     assert made.started[-1] == "prefill-1"
+
+
+def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(launched):
+    made = launched(1, 2, autoscale=False, max_gpus=3)
+    made.world.handle(ev.DrainAsked("decode-1", 5.0, "test"))
+    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    # Its first process; those that it started itself are given time to end.
+    made.world.handle(ev.WorkerExited("decode-1", "was killed by SIGKILL"))
+    for _ in range(10):
+        made.world.after(1.0)
+        for one in made.core.workers:
+            made.world.handle(ev.WorkerHeard(one.key))
+    assert made.ended == ["decode-1"]
+    assert len(made.started) == 3
+    made.wait(6)
+    assert made.started[-1] == "prefill-1"

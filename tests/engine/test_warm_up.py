@@ -1,0 +1,37 @@
+"""The request that warms an engine up fits into whatever cache the engine has."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from baton.engine.base import EngineOutput, EngineStep, Finish
+from baton.engine.warm_up import warm_up
+
+
+class Engine:
+    """Takes one request, which never runs when it does not fit."""
+
+    def __init__(self, room):
+        self.room, self.request = room, None
+
+    async def submit(self, request):
+        self.request = request
+
+    async def next_step(self):
+        request = self.request
+        needed = len(request.prompt_token_ids) + request.sampling.max_tokens
+        assert needed <= self.room, f"{needed} tokens wait for ever; {self.room} fit"
+        return EngineStep([EngineOutput(request.request_id, finish=Finish.LENGTH)])
+
+    def load(self):
+        return None
+
+
+@pytest.mark.parametrize("kv_tokens", [16, 32, 48, 128, 1024, 2**20])
+@pytest.mark.parametrize("kept_free", [0, 1, 7])
+async def test_it_fits_also_where_some_is_kept_free(kv_tokens, kept_free):
+    model = SimpleNamespace(max_model_len=4096, vocab_size=100)
+    info = SimpleNamespace(model=model, kv_tokens=kv_tokens, max_num_batched_tokens=2048)
+    engine = Engine(kv_tokens - kept_free)
+    await warm_up(engine, info)
+    assert len(engine.request.prompt_token_ids) >= min(512, (kv_tokens - 2) // 2)

@@ -1,0 +1,111 @@
+"""Streams that ask to become links, all at once: one per id, and no more than there are places."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+
+from baton.kvtransfer import links as links_module
+from baton.kvtransfer.links import LINK_METHOD, Links
+from baton.runtime import rpc
+from baton.v1 import kv_transfer_pb2 as pb
+
+PATIENCE_S = 20.0
+FINGERPRINT = pb.KvFingerprint(block_bytes=64)
+
+
+class Handler:
+    def link_frame(self, link_id, frame):
+        raise AssertionError("nobody sends frames")
+
+    def link_lost(self, link_id, detail):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def serving():
+    links = Links(["gloo"], Handler(), lambda: FINGERPRINT, open_timeout_s=1.0, frame_timeout_s=1.0)
+    server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
+    port = server.add_insecure_port("127.0.0.1:0")
+    links.add_to(server)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        yield links, channel
+    await links.close()
+    await server.stop(0)
+
+
+async def refusals(channel, link_ids):
+    """What each of these streams, opened together, is told; they stay open until all know."""
+    calls = [
+        channel.stream_stream(
+            LINK_METHOD,
+            request_serializer=pb.LinkMessage.SerializeToString,
+            response_deserializer=pb.LinkMessage.FromString,
+        )()
+        for _ in link_ids
+    ]
+
+    async def ask(call, link_id):
+        hello = pb.LinkHello(link_id=link_id, backend="gloo", fingerprint=FINGERPRINT)
+        await call.write(pb.LinkMessage(hello=hello))
+        answer = await call.read()
+        return answer.hello.refusal
+
+    async with asyncio.timeout(PATIENCE_S):
+        told = await asyncio.gather(*map(ask, calls, link_ids))
+    for call in calls:
+        call.cancel()
+    return told
+
+
+async def all_gone(links, link_ids):
+    async with asyncio.timeout(PATIENCE_S):
+        while any(map(links.brings, link_ids)):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("ids", [["one"] * 6, ["a", "b", "c", "d"]], ids=["same", "too many"])
+async def test_of_streams_that_come_together_only_some_become_links(monkeypatch, ids):
+    places = 1 if len(set(ids)) == 1 else 2
+    monkeypatch.setattr(links_module, "MAX_LINKS", 2)
+    async with serving() as (links, channel):
+        # As slow to look up its own address as it may be: all are asked about it first.
+        looked = asyncio.Event()
+        num_looking = 0
+
+        async def look(function, *arguments):
+            nonlocal num_looking
+            num_looking += 1
+            if num_looking == len(ids):
+                looked.set()
+            await looked.wait()
+            return function(*arguments)
+
+        monkeypatch.setattr(links_module.asyncio, "to_thread", look)
+        told = await refusals(channel, ids)
+        assert sum(not refusal for refusal in told) == places
+        words = "must be new" if places == 1 else "2 links are in use"
+        assert all(words in refusal for refusal in told if refusal)
+        await all_gone(links, ids)
+        monkeypatch.undo()
+        # Nothing is left of them: the same id may come again.
+        async with asyncio.timeout(PATIENCE_S):
+            while (await refusals(channel, ids[:1]))[0]:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_stream_that_ends_before_its_answer_leaves_no_link():
+    async with serving() as (links, channel):
+        call = channel.stream_stream(
+            LINK_METHOD,
+            request_serializer=pb.LinkMessage.SerializeToString,
+            response_deserializer=pb.LinkMessage.FromString,
+        )()
+        hello = pb.LinkHello(link_id="gone", backend="gloo", fingerprint=FINGERPRINT)
+        await call.write(pb.LinkMessage(hello=hello))
+        call.cancel()
+        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+            await call.read()
+        await all_gone(links, ["gone"])
