@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
 
+from baton.bench.cost_answers import prefix
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
+# Submissions in one message, and field number and wire type of SessionRequest.batch.
+MAX_BATCH, _BATCH = 64, b"\x1a"
 # Single streams that share a connection.
 STREAMS_PER_CONNECTION = 32
 
@@ -111,25 +115,44 @@ class SessionClient(_Tally):
             for slot in range(num_slots)
         ]
         self._asked: dict[int, Asked] = {}
-        self._writing = asyncio.Lock()
-        self._reader = asyncio.create_task(self._read())
+        self._to_send: deque[int] = deque()
+        self._posted = asyncio.Event()
+        self._takes_batches = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def ask(self, slot: int) -> None:
-        done = asyncio.get_running_loop().create_future()
-        async with self._writing:
-            self._asked[slot] = Asked(time.perf_counter(), done)
-            await self._call.write(self._submissions[slot])
-        await done
+        asked = Asked(time.perf_counter(), asyncio.get_running_loop().create_future())
+        self._asked[slot] = asked
+        self._to_send.append(slot)
+        self._posted.set()
+        await asked.done
 
     async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
+
+    async def _write(self) -> None:
+        """As the client library does it: what waits goes as one message."""
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            while self._to_send:
+                most = MAX_BATCH if self._takes_batches else 1
+                found = [
+                    self._submissions[self._to_send.popleft()]
+                    for _ in range(min(most, len(self._to_send)))
+                ]
+                if len(found) > 1:
+                    found = [part for one in found for part in (prefix(_BATCH, len(one)), one)]
+                await self._call.write(b"".join(found))
 
     async def _read(self) -> None:
         try:
             while (batch := await self._call.read()) is not grpc.aio.EOF:
                 now = time.perf_counter()
+                self._takes_batches |= batch.takes_batches
                 for event in batch.events:
                     self._event(event, now)
             raise ConnectionError(await self._call.details())

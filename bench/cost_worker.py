@@ -132,9 +132,10 @@ class Attachment:
 
     async def commands(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
         while (message := await self._call.read()) is not grpc.aio.EOF:
-            if message.seq:
-                self._received = message.seq
-                yield message
+            for one in message.batch or (message,):
+                if one.seq:
+                    self._received = one.seq
+                    yield one
 
     async def step(self, outputs: bytes) -> None:
         self._seq += 1
@@ -190,6 +191,7 @@ def hello(worker_id: str, role: common_pb2.Role.ValueType) -> cluster_pb2.Hello:
         ),
         kv_address=f"{worker_id}.invalid:1",
         engine="scripted",
+        takes_batches=True,
     )
 
 

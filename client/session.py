@@ -18,6 +18,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 
 # Of the message around a request.
 _ENVELOPE_BYTES = 64
+# What one message may carry of what waits; a submission that is longer goes by itself.
+_MAX_BATCH, _MAX_BATCH_BYTES = 64, 2**20
 # Ends of the whole stream that the same requests would meet again.
 _REFUSALS = {
     code_pb2.UNAUTHENTICATED,
@@ -95,7 +97,7 @@ class Session:
         self._unaccepted: set[int] = set()
         self._to_send = asyncio.Event()
         self._closed = False
-        self._served = False
+        self._served = self._takes_batches = False
         self.leaving = False
 
     @property
@@ -159,6 +161,7 @@ class Session:
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
+                self._takes_batches |= batch.takes_batches
                 for event in batch.events:
                     self._hand_out(event)
         except grpc.RpcError as error:
@@ -237,19 +240,34 @@ class Session:
             self._answered(number)
 
     async def _write(self) -> None:
+        """What comes while a message is being written follows as one."""
         try:
             while True:
-                while self._submits:
-                    number = next(iter(self._submits))
-                    submit = self._submits.pop(number)
-                    await self._call.write(inference_pb2.SessionRequest(submit=submit))
-                while self._cancels:
-                    number = next(iter(self._cancels))
-                    del self._cancels[number]
-                    cancel = inference_pb2.Cancel(stream=number)
-                    await self._call.write(inference_pb2.SessionRequest(cancel=cancel))
+                while self._submits or self._cancels:
+                    found = self._next_messages()
+                    one = len(found) == 1
+                    await self._call.write(
+                        found[0] if one else inference_pb2.SessionRequest(batch=found)
+                    )
                 self._to_send.clear()
                 await self._to_send.wait()
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The stream ended; the reader learns why and tells everyone.
             return
+
+    def _next_messages(self) -> list[inference_pb2.SessionRequest]:
+        """Takes out what goes next: submissions first, as many as one message may hold."""
+        found, num_bytes = list[inference_pb2.SessionRequest](), 0
+        most = _MAX_BATCH if self._takes_batches else 1
+        while self._submits and len(found) < most:
+            number = next(iter(self._submits))
+            num_bytes += self._submits[number].ByteSize()
+            if found and num_bytes > _MAX_BATCH_BYTES:
+                break
+            found.append(inference_pb2.SessionRequest(submit=self._submits.pop(number)))
+        while not self._submits and self._cancels and len(found) < most:
+            number = next(iter(self._cancels))
+            del self._cancels[number]
+            cancel = inference_pb2.Cancel(stream=number)
+            found.append(inference_pb2.SessionRequest(cancel=cancel))
+        return found

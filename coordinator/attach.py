@@ -21,9 +21,20 @@ _HELLO_TIMEOUT_S = 10.0
 _MAX_WORKER_ID_CHARS = 128
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
-_Context: TypeAlias = (
-    "grpc.aio.ServicerContext[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]"
-)
+# It writes encoded messages.
+_Context: TypeAlias = "grpc.aio.ServicerContext[cluster_pb2.WorkerMessage, bytes]"
+
+
+def add_to_server(service: ClusterService, server: grpc.aio.Server) -> None:
+    """As the generated code does it, but for what is written: commands are encoded already."""
+    attach = grpc.stream_stream_rpc_method_handler(
+        service.Attach, cluster_pb2.WorkerMessage.FromString
+    )
+    name = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(name, {"Attach": attach})]
+    )
+    server.add_registered_method_handlers(name, {"Attach": attach})
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
@@ -44,7 +55,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
             return
         try:
-            await context.write(cluster_pb2.CoordinatorMessage(welcome=self._welcome(link)))
+            link.takes_batches = hello.takes_batches
+            welcome = cluster_pb2.CoordinatorMessage(welcome=self._welcome(link))
+            await context.write(welcome.SerializeToString())
             reader = asyncio.create_task(self._read(link, stream, context))
             reader.add_done_callback(lambda _: link.wake.set())
             try:
@@ -89,6 +102,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ack=link.received,
             role=link.role,
             adopted=link.adopted,
+            takes_batches=True,
         )
         welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))
@@ -96,24 +110,28 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def _read(self, link: WorkerLink, stream: object, context: _Context) -> None:
         while isinstance(message := await context.read(), cluster_pb2.WorkerMessage):
-            if link.stream is not stream or link.ended:
+            for one in message.batch or (message,):
+                if link.stream is not stream or link.ended:
+                    return
+                link.acknowledge(max(message.ack, one.ack))
+                self._take(link, one)
+
+    def _take(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
+        if message.seq:
+            if message.seq <= link.received:
                 return
-            link.acknowledge(message.ack)
-            if message.seq:
-                if message.seq <= link.received:
-                    continue
-                if message.seq != link.received + 1:
-                    raise InvalidArgument("seq", message.seq, f"must be {link.received + 1}")
-            try:
-                self._apply(link, message)
-            except BatonError:
-                raise
-            except Exception as error:
-                # Kept by the worker, it would come again on every new stream: the worker goes.
-                _log.exception("a message could not be applied", extra={"worker": link.key[0]})
-                raise Internal(f"a message could not be applied: {error!r}") from error
-            if message.seq:
-                link.processed(message.seq)
+            if message.seq != link.received + 1:
+                raise InvalidArgument("seq", message.seq, f"must be {link.received + 1}")
+        try:
+            self._apply(link, message)
+        except BatonError:
+            raise
+        except Exception as error:
+            # Kept by the worker, it would come again on every new stream: the worker goes.
+            _log.exception("a message could not be applied", extra={"worker": link.key[0]})
+            raise Internal(f"a message could not be applied: {error!r}") from error
+        if message.seq:
+            link.processed(message.seq)
 
     def _apply(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
         kind, post, worker = message.WhichOneof("message"), self._shell.post, link.key

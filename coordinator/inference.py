@@ -12,7 +12,7 @@ import grpc
 from baton.coordinator import events as ev
 from baton.coordinator.intake import Intake
 from baton.coordinator.request import StreamKey
-from baton.coordinator.session_events import generate_events
+from baton.coordinator.session_events import TAKES_BATCHES, generate_events
 from baton.coordinator.shell import ClientSession, Shell
 from baton.coordinator.stall import StallGuard, slow_reader
 from baton.runtime.access import ANYONE, Caller
@@ -30,6 +30,8 @@ from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 # A session's first valid credential has to come by then.
 _UNKNOWN_S = 10.0
+# Messages of a client in one, and how many of these are taken before others have their turn.
+_MAX_BATCH, _MAX_AT_ONCE = 64, 16
 
 # Both write encoded messages.
 _GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
@@ -213,13 +215,22 @@ class _SessionCall:
 
     async def _read(self) -> None:
         while isinstance(message := await self._context.read(), inference_pb2.SessionRequest):
-            kind = message.WhichOneof("message")
-            if kind == "submit":
-                self._submit(message.submit)
-            elif kind == "cancel":
-                self._cancel(message.cancel.stream)
-            else:
-                raise InvalidArgument("message", None, "must be submit or cancel")
+            if len(message.batch) > _MAX_BATCH:
+                what = f"{len(message.batch)} messages"
+                raise InvalidArgument("batch", what, f"at most {_MAX_BATCH}")
+            for number, one in enumerate(message.batch or (message,), start=1):
+                self._take(one)
+                if number % _MAX_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _take(self, message: inference_pb2.SessionRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(message.submit)
+        elif kind == "cancel":
+            self._cancel(message.cancel.stream)
+        else:
+            raise InvalidArgument("message", None, "must be submit or cancel")
 
     def _submit(self, submit: inference_pb2.Submit) -> None:
         session, stream = self._session, submit.stream
@@ -310,13 +321,14 @@ class _SessionCall:
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         """Until the client has said and heard everything; raises what the reader raised."""
-        session = self._session
+        session, head = self._session, TAKES_BATCHES
         while True:
             taken = await session.outbox.take()
             if session.slow:
                 raise slow_reader()
             if taken:
-                await self._guard.write(taken)
+                await self._guard.write(head + taken)
+                head = b""
             if session.left is not None and session.outbox.empty:
                 raise session.left
             if reader.done():

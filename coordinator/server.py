@@ -11,8 +11,8 @@ from types import TracebackType
 
 from grpc_health.v1 import health_pb2
 
+from baton.coordinator import attach, inference, metrics
 from baton.coordinator import events as ev
-from baton.coordinator import inference, metrics
 from baton.coordinator.admin import AdminService
 from baton.coordinator.attach import ClusterService
 from baton.coordinator.core import Core
@@ -35,7 +35,7 @@ from baton.runtime.lifecycle import stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
-from baton.v1 import admin_pb2_grpc, cluster_pb2_grpc
+from baton.v1 import admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ class Coordinator:
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
         admin = AdminService(self.shell, intake, self._config)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.shell, coordinator), self._server
-        )
+        attach.add_to_server(ClusterService(self.shell, coordinator), self._server)
         self._health = rpc.add_health_and_reflection(self._server, _SERVICES)
         self.address = rpc.bind(self._server, coordinator.listen, "coordinator.listen", protection)
         self.metrics_address = self._metrics.address

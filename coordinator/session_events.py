@@ -14,13 +14,17 @@ from typing import TypeAlias
 
 from baton.coordinator.request import StreamKey
 from baton.runtime.errors import BatonError, from_message, to_message
+from baton.runtime.wire import field, length_tag, varint_tag
 from baton.v1 import common_pb2, inference_pb2
 
 Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError
 
-# Field number and wire type of SessionEvents.events, SessionEvent.stream, SessionEvent.delta and
-# GenerateEvent.delta.
-_EVENTS, _STREAM, _DELTA, _GENERATE_DELTA = 1 << 3 | 2, 1 << 3, 3 << 3 | 2, 2 << 3 | 2
+_EVENTS = length_tag(inference_pb2.SessionEvents.DESCRIPTOR, "events")
+_STREAM = varint_tag(inference_pb2.SessionEvent.DESCRIPTOR, "stream")
+_DELTA = length_tag(inference_pb2.SessionEvent.DESCRIPTOR, "delta")
+_GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
+# Goes before a session's first events.
+TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
 
 
 def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
@@ -44,7 +48,7 @@ def encoded_event(stream: int, event: Event) -> bytes:
     else:
         wrapped = inference_pb2.SessionEvent(stream=stream, finished=event)
     data = wrapped.SerializeToString()
-    return _field(_EVENTS, len(data)) + data
+    return field(_EVENTS, len(data)) + data
 
 
 def split(batch: bytes) -> list[bytes]:
@@ -82,7 +86,7 @@ def generate_events(batch: bytes) -> Iterator[tuple[bytes, bool]]:
     for event in coalesced(batch).events:
         if event.HasField("delta"):
             data = event.delta.SerializeToString()
-            yield _field(_GENERATE_DELTA, len(data)) + data, False
+            yield field(_GENERATE_DELTA, len(data)) + data, False
         elif event.HasField("accepted"):
             accepted = inference_pb2.GenerateEvent(accepted=event.accepted)
             yield accepted.SerializeToString(), False
@@ -105,15 +109,5 @@ def _extend(delta: common_pb2.TokenDelta, more: list[common_pb2.TokenDelta]) -> 
 @functools.lru_cache(maxsize=2**14)
 def _head(stream: int, num_bytes: int) -> bytes:
     """What comes before the delta of so many bytes in a SessionEvents message."""
-    head = _field(_STREAM, stream) + _field(_DELTA, num_bytes)
-    return _field(_EVENTS, len(head) + num_bytes) + head
-
-
-def _field(tag: int, value: int) -> bytes:
-    """A field's tag, and its value or length as a varint."""
-    found = bytearray((tag,))
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
+    head = field(_STREAM, stream) + field(_DELTA, num_bytes)
+    return field(_EVENTS, len(head) + num_bytes) + head

@@ -108,6 +108,7 @@ class Outgoing(Protocol):
     @property
     def has_unsent(self) -> bool: ...
     def next_unsent(self) -> cluster_pb2.WorkerMessage | None: ...
+    def next_batch(self) -> cluster_pb2.WorkerMessage | None: ...
     def acknowledge(self, seq: int) -> None: ...
     def mark_hello(self) -> None: ...
     def resume(self, ack: int) -> None: ...
@@ -143,7 +144,7 @@ class Attachment:
         self._received = self._acknowledged = 0
         self._heartbeat_s, self._grace_s = 1.0, 0.0
         self._load: cluster_pb2.LoadReport | None = None
-        self._leaving = False
+        self._leaving = self._sends_batches = False
         self.detached = asyncio.Event()
         self.detached.set()
 
@@ -209,6 +210,7 @@ class Attachment:
     async def _introduce(self, call: _Call) -> None:
         hello = self._host.hello()
         hello.generation, hello.ack = self._generation, self._received
+        hello.takes_batches = True
         self._outbox.mark_hello()
         async with asyncio.timeout(_WELCOME_TIMEOUT_S):
             await call.write(cluster_pb2.WorkerMessage(hello=hello))
@@ -218,6 +220,7 @@ class Attachment:
         if not first.HasField("welcome"):
             raise EOFError("the coordinator's first message is no welcome")
         welcome = first.welcome
+        self._sends_batches = welcome.takes_batches
         self._heartbeat_s = welcome.heartbeat_interval.ToNanoseconds() / 1e9 or 1.0
         self._grace_s = welcome.adoption_grace.ToNanoseconds() / 1e9
         if welcome.generation == self._generation:
@@ -234,22 +237,32 @@ class Attachment:
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), cluster_pb2.CoordinatorMessage):
             self._outbox.acknowledge(message.ack)
-            if message.seq == 0 or message.seq <= self._received:
-                continue
-            if message.seq != self._received + 1:
-                raise EOFError(f"message {message.seq} came after {self._received}")
-            self._host.on_command(message)
-            self._received = message.seq
+            if not message.batch:
+                self._take(message)
+            for one in message.batch:
+                # A part of a message keeps all of it alive, and a request lives for long.
+                own = cluster_pb2.CoordinatorMessage()
+                own.CopyFrom(one)
+                self._take(own)
             if self._received - self._acknowledged >= _ACK_EVERY:
                 self._outbox.posted.set()
         if not self._leaving:
             raise EOFError("the coordinator ended the stream")
 
+    def _take(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        if message.seq == 0 or message.seq <= self._received:
+            return
+        if message.seq != self._received + 1:
+            raise EOFError(f"message {message.seq} came after {self._received}")
+        self._host.on_command(message)
+        self._received = message.seq
+
     async def _write(self, call: _Call) -> None:
         posted = self._outbox.posted
+        following = self._outbox.next_batch if self._sends_batches else self._outbox.next_unsent
         while True:
             posted.clear()
-            while (message := self._outbox.next_unsent()) is not None:
+            while (message := following()) is not None:
                 await self._send(call, message)
             if self._load is not None:
                 load, self._load = self._load, None

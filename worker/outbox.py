@@ -9,6 +9,9 @@ from itertools import islice
 
 from baton.v1 import cluster_pb2
 
+# What one message may carry of what waits; one that is longer goes by itself.
+_MAX_BATCH_MESSAGES, _MAX_BATCH_BYTES = 64, 2**20
+
 
 class Outbox:
     """Messages of one worker incarnation, numbered from 1 per coordinator generation.
@@ -64,6 +67,20 @@ class Outbox:
         message = self._kept[self._next_to_send - self._first_seq][0]
         self._next_to_send += 1
         return message
+
+    def next_batch(self) -> cluster_pb2.WorkerMessage | None:
+        """The next message to send on this stream, or several as one; they count as sent."""
+        if self._next_seq - self._next_to_send <= 1:
+            return self.next_unsent()
+        index = self._next_to_send - self._first_seq
+        found, num_bytes = list[cluster_pb2.WorkerMessage](), 0
+        for message, size in islice(self._kept, index, index + _MAX_BATCH_MESSAGES):
+            num_bytes += size
+            if found and num_bytes > _MAX_BATCH_BYTES:
+                break
+            found.append(message)
+        self._next_to_send += len(found)
+        return cluster_pb2.WorkerMessage(batch=found) if len(found) > 1 else found[0]
 
     def acknowledge(self, seq: int) -> None:
         """The coordinator has processed all up to `seq`; older acknowledgements are harmless."""

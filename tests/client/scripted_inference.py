@@ -23,6 +23,8 @@ class Connection:
     received: asyncio.Queue = field(default_factory=asyncio.Queue)
     outgoing: asyncio.Queue = field(default_factory=asyncio.Queue)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    # How many submissions and cancels each message had.
+    sizes: list[int] = field(default_factory=list)
 
     async def submitted(self) -> inference_pb2.Submit:
         message = await asyncio.wait_for(self.received.get(), TIMEOUT_S)
@@ -34,8 +36,8 @@ class Connection:
         assert message.WhichOneof("message") == "cancel", message
         return message.cancel.stream
 
-    def send(self, *events: inference_pb2.SessionEvent) -> None:
-        self.outgoing.put_nowait(inference_pb2.SessionEvents(events=events))
+    def send(self, *events: inference_pb2.SessionEvent, **fields: bool) -> None:
+        self.outgoing.put_nowait(inference_pb2.SessionEvents(events=events, **fields))
 
     def end(self, error: errors.BatonError | None = None) -> None:
         self.outgoing.put_nowait(error)
@@ -54,7 +56,10 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
         async def read():
             async for message in request_iterator:
-                connection.received.put_nowait(message)
+                found = message.batch or [message]
+                connection.sizes.append(len(found))
+                for one in found:
+                    connection.received.put_nowait(one)
 
         reader = asyncio.create_task(read())
         try:

@@ -27,6 +27,8 @@ class ScriptedWorker:
         self.received = 0
         self.seq = 0
         self.kept: list[cluster_pb2.WorkerMessage] = []
+        # How many messages came in one, where it was more than one.
+        self.batches: list[int] = []
         self.drained = asyncio.Event()
         # One write at a time, as gRPC wants it.
         self._writing = asyncio.Lock()
@@ -103,12 +105,15 @@ class ScriptedWorker:
     async def _read(self) -> None:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             self.acked = max(self.acked, message.ack)
-            if message.seq:
-                assert message.seq == self.received + 1
-                self.received = message.seq
-                self.commands.put_nowait(message)
-                if self.auto:
-                    await self._serve(message)
+            if message.batch:
+                self.batches.append(len(message.batch))
+            for one in message.batch or [message]:
+                if one.seq:
+                    assert one.seq == self.received + 1
+                    self.received = one.seq
+                    self.commands.put_nowait(one)
+                    if self.auto:
+                        await self._serve(one)
 
     async def _serve(self, message: cluster_pb2.CoordinatorMessage) -> None:
         kind = message.WhichOneof("message")

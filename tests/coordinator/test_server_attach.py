@@ -100,6 +100,55 @@ async def test_reconnect_loses_nothing_either_way(coordinator, channel, say_hell
     assert coordinator.shell.core.num_requests == 0
 
 
+async def test_what_waits_for_a_worker_comes_as_one_message(coordinator, channel, say_hello):
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    hellos[0].takes_batches = True
+    async with attached(coordinator.address, *hellos) as (p, d):
+        assert p.welcome.takes_batches
+        await p.disconnect()
+        calls = [inference.Generate(generate(), timeout=WAIT_S) for _ in range(3)]
+        for call in calls:
+            assert (await call.read()).HasField("accepted")
+        await p.connect()
+        for call in calls:
+            events = [event async for event in call]
+            assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
+        assert p.batches == [3]
+        # It said nothing of them.
+        assert not d.batches
+
+
+async def test_messages_in_a_batch_are_taken_one_by_one(coordinator, channel, say_hello):
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    async with attached(coordinator.address, *hellos, auto=False) as (p, d):
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        await p.step(answer((await p.command("prefill")).spec, 0, 1, 0))
+        spec = (await d.command("decode")).spec
+        steps = [
+            cluster_pb2.WorkerMessage(
+                seq=number,
+                step=cluster_pb2.StepOutputs(
+                    outputs=[answer(spec, number, 1, LENGTH if number == 3 else None)]
+                ),
+            )
+            for number in (1, 2, 3)
+        ]
+        await d.raw(steps[0])
+        # The first is known already.
+        await d.raw(cluster_pb2.WorkerMessage(batch=steps, ack=d.received))
+        events = [event async for event in call]
+        assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
+        assert events[-1].finished.reason == LENGTH
+        skipping = [cluster_pb2.WorkerMessage(seq=seq) for seq in (4, 6)]
+        await d.raw(cluster_pb2.WorkerMessage(batch=skipping))
+        code, details = await d.ended()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "seq is 6; must be 5" in details
+
+
 async def test_newer_stream_takes_over_from_a_half_open_one(coordinator, say_hello):
     async with attached(coordinator.address, say_hello("p", PREFILL)) as (first,):
         second = ScriptedWorker(coordinator.address, say_hello("p", PREFILL))

@@ -261,6 +261,32 @@ async def test_session_multiplexes_and_batches_each_step(pair, inference):
             assert await client.call.code() is grpc.StatusCode.OK
 
 
+async def test_a_batch_is_taken_one_by_one(pair, inference):
+    async with pair():
+        client = Client(inference)
+        await client.submit(1, generate())
+        await client.until(1, "finished")
+        assert client.batches[0].takes_batches
+        assert not any(batch.takes_batches for batch in client.batches[1:])
+        batch = [
+            inference_pb2.SessionRequest(submit=inference_pb2.Submit(stream=stream, request=asked))
+            for stream, asked in (
+                (2, generate()),
+                (3, generate("")),
+                *((n, generate()) for n in range(4, 24)),
+            )
+        ]
+        cancel = inference_pb2.SessionRequest(cancel=inference_pb2.Cancel(stream=99))
+        await client.call.write(inference_pb2.SessionRequest(batch=[*batch, cancel]))
+        await client.until(3, "failed")
+        for stream in (2, *range(4, 24)):
+            events = await client.until(stream, "finished")
+            assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
+        await client.call.write(inference_pb2.SessionRequest(batch=[cancel] * 65))
+        assert await client.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "batch is 65 messages; at most 64" in await client.call.details()
+
+
 async def test_bad_submission_fails_alone(pair, inference):
     async with pair():
         client = Client(inference)

@@ -30,12 +30,16 @@ class Stream:
     async def pump(self, coordinator: "ScriptedCoordinator") -> None:
         while (message := await self._context.read()) is not grpc.aio.EOF:
             self.acks = max(self.acks, message.ack)
+            if message.batch:
+                assert coordinator.takes_batches
+                coordinator.batches.append(len(message.batch))
             if message.HasField("load"):
                 self.load = message.load
-            elif message.seq:
-                assert message.seq == coordinator.received + 1, "a message is missing or doubled"
-                coordinator.received = message.seq
-                self._inbox.put_nowait(message)
+            for one in message.batch or [message]:
+                if one.seq:
+                    assert one.seq == coordinator.received + 1, "a message is missing or doubled"
+                    coordinator.received = one.seq
+                    self._inbox.put_nowait(one)
             self.heard.set()
         self.ended.set()
 
@@ -112,6 +116,9 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         self.received = 0
         self.sent = 0
         self.adopted: Sequence[cluster_pb2.AdoptedRequest] = ()
+        self.takes_batches = False
+        # How many messages came in one, where it was more than one.
+        self.batches: list[int] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.address = ""
         self._streams: asyncio.Queue[Stream] = asyncio.Queue()
@@ -134,7 +141,10 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         if self.refusal is not None:
             await context.abort(*self.refusal)
         welcome = cluster_pb2.Welcome(
-            generation=self.generation, ack=self.received, adopted=self.adopted
+            generation=self.generation,
+            ack=self.received,
+            adopted=self.adopted,
+            takes_batches=self.takes_batches,
         )
         welcome.heartbeat_interval.FromMilliseconds(50)
         welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))
@@ -154,6 +164,14 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         """Sends a kept message."""
         self.sent += 1
         await stream.send(seq=self.sent, ack=self.received, **command)
+
+    async def command_batch(self, stream: Stream, *commands: dict[str, object]) -> None:
+        """Sends kept messages as one."""
+        batch = []
+        for command in commands:
+            self.sent += 1
+            batch.append(cluster_pb2.CoordinatorMessage(seq=self.sent, **command))
+        await stream.send(ack=self.received, batch=batch)
 
 
 class RunningWorker:

@@ -44,6 +44,27 @@ async def test_a_broken_stream_loses_and_repeats_nothing(coordinator, start_work
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 30)
 
 
+async def test_batches_are_as_good_as_single_messages(coordinator, start_worker, vocabulary):
+    coordinator.takes_batches = True
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    assert stream.hello.takes_batches
+    commands = [decode(f"r{index}", [5, 6, index], max_tokens=30) for index in range(3)]
+    await coordinator.command_batch(stream, *({"decode": command} for command in commands))
+    await some_outputs(stream, 6)
+    stream.end()
+    await stream.ended.wait()
+    # It loses all that it heard: nothing was acknowledged, so everything comes again.
+    coordinator.received, outputs = 0, []
+    stream = await coordinator.stream()
+    while sum(output.WhichOneof("end") is not None for output in outputs) < 3:
+        outputs += (await stream.next_of("step")).step.outputs
+    for index in range(3):
+        of_one = [output for output in outputs if output.request_id == f"r{index}"]
+        assert tokens_of(of_one) == expected_tokens(vocabulary, [5, 6, index], 30)
+    assert max(coordinator.batches) > 1
+
+
 async def test_another_coordinator_adopts_some_and_the_rest_ends(
     coordinator, start_worker, vocabulary
 ):

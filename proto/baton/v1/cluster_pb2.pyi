@@ -57,6 +57,7 @@ class WorkerMessage(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     STATE_CHANGED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (load reports, bare acknowledgements, Hello)."""
     ack: _builtins.int
@@ -75,6 +76,13 @@ class WorkerMessage(_message.Message):
     def state_changed(self) -> Global___WorkerStateChanged: ...
     @_builtins.property
     def cache(self) -> Global___CacheEvents: ...
+    @_builtins.property
+    def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
+        """In the place of one message several, in order, to a coordinator whose Welcome.takes_batches says
+        that it may be so: this one says nothing but `ack`, each of these its own `seq`, and none of them
+        is a batch. What waits while a message is being written follows as one.
+        """
+
     def __init__(
         self,
         *,
@@ -86,10 +94,11 @@ class WorkerMessage(_message.Message):
         handoff: Global___HandoffReport | None = ...,
         state_changed: Global___WorkerStateChanged | None = ...,
         cache: Global___CacheEvents | None = ...,
+        batch: _abc.Iterable[Global___WorkerMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -111,6 +120,7 @@ class CoordinatorMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     EXPECT_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
     ack: _builtins.int
@@ -131,6 +141,10 @@ class CoordinatorMessage(_message.Message):
     def release(self) -> Global___ReleaseCommand: ...
     @_builtins.property
     def expect(self) -> Global___ExpectCommand: ...
+    @_builtins.property
+    def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
+        """As WorkerMessage.batch, to a worker whose Hello.takes_batches says that it may be so."""
+
     def __init__(
         self,
         *,
@@ -144,10 +158,11 @@ class CoordinatorMessage(_message.Message):
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
         expect: Global___ExpectCommand | None = ...,
+        batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -217,6 +232,7 @@ class Hello(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
+    TAKES_BATCHES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across restarts of the process; unique in the cluster."""
     incarnation: _builtins.int
@@ -236,6 +252,8 @@ class Hello(_message.Message):
     ack: _builtins.int
     """Of that generation: highest CoordinatorMessage.seq processed."""
     pid: _builtins.int
+    takes_batches: _builtins.bool
+    """CoordinatorMessage.batch is understood."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -280,10 +298,11 @@ class Hello(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        takes_batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "takes_batches", b"takes_batches", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,12 +430,15 @@ class Welcome(_message.Message):
     ADOPTION_GRACE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADOPTED_FIELD_NUMBER: _builtins.int
+    TAKES_BATCHES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random per coordinator start."""
     ack: _builtins.int
     """Highest WorkerMessage.seq processed of this incarnation; 0 after a restart of either side."""
     role: _common_pb2.Role.ValueType
     """The role to serve; may differ from the Hello's."""
+    takes_batches: _builtins.bool
+    """WorkerMessage.batch is understood."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -436,10 +458,11 @@ class Welcome(_message.Message):
         adoption_grace: _duration_pb2.Duration | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         adopted: _abc.Iterable[Global___AdoptedRequest] | None = ...,
+        takes_batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adoption_grace", b"adoption_grace", "heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role", "takes_batches", b"takes_batches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,83 @@
+"""What a worker's stream carries, whatever its streams do: everything once, in order, bounded."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.coordinator.link import MAX_BATCH_MESSAGES, WorkerLink
+from baton.v1 import cluster_pb2
+
+
+class _Worker:
+    """The other end: what it has processed, as cluster.proto has it."""
+
+    def __init__(self) -> None:
+        self.processed: list[str] = []
+        self.acknowledged = 0
+
+    def take(self, encoded: bytes) -> int:
+        """How many messages were in this one."""
+        message = cluster_pb2.CoordinatorMessage.FromString(encoded)
+        assert not message.batch or (not message.seq and message.WhichOneof("message") is None)
+        self.acknowledged = message.ack
+        found = message.batch or [message]
+        for one in found:
+            assert not one.batch
+            if one.seq > len(self.processed):
+                assert one.seq == len(self.processed) + 1
+                self.processed.append(one.cancel.request_id)
+        return len(found)
+
+
+@given(
+    st.lists(st.sampled_from(["send", "carry", "ack", "stream", "older worker"]), max_size=60),
+    st.data(),
+)
+def test_whatever_streams_do_everything_arrives_once_in_order(
+    actions: list[str], data: st.DataObject
+) -> None:
+    link, worker, sent = WorkerLink(("w", 1)), _Worker(), list[str]()
+
+    def carry(at_most: int) -> None:
+        while at_most and (encoded := link.next_to_send()) is not None:
+            at_most -= 1
+            num_messages = worker.take(encoded)
+            assert num_messages == 1 or link.takes_batches
+            assert worker.acknowledged == link.received
+
+    link.takes_batches = True
+    link.open(object(), 0)
+    for action in actions:
+        if action == "send":
+            for _ in range(data.draw(st.integers(1, 4))):
+                sent.append(f"r{len(sent)}")
+                link.send(cluster_pb2.CancelCommand(request_id=sent[-1]))
+        elif action == "carry":
+            carry(data.draw(st.integers(1, 3)))
+        elif action == "ack":
+            link.acknowledge(data.draw(st.integers(0, len(worker.processed))))
+            link.processed(link.received + 1)
+        else:
+            # What was on its way is lost, in part: the worker says what it has.
+            link.takes_batches = action == "stream"
+            link.open(object(), len(worker.processed))
+    carry(-1)
+    assert worker.processed == sent
+
+
+def test_what_waits_goes_as_one_message_of_bounded_size() -> None:
+    link, worker = WorkerLink(("w", 1)), _Worker()
+    link.takes_batches = True
+    for number in range(MAX_BATCH_MESSAGES + 1):
+        link.send(cluster_pb2.CancelCommand(request_id=f"{number}"))
+    sizes = []
+    while (encoded := link.next_to_send()) is not None:
+        sizes.append(worker.take(encoded))
+    assert sizes == [MAX_BATCH_MESSAGES, 1]
+    # Long ones do not make a message that is longer than one of them has to be.
+    for number in range(4):
+        link.send(cluster_pb2.CancelCommand(request_id=f"{number}" + "x" * 600_000))
+    for _ in range(4):
+        assert worker.take(link.next_to_send() or b"") == 1
+    assert link.next_to_send() is None
