@@ -45,14 +45,20 @@ class Asked:
     last_at: float = 0.0
 
 
+def traceparent(slot: int) -> str:
+    """Of a request whose caller wants its spans (W3C trace context)."""
+    return f"00-{slot + 1:032x}-{slot + 1:016x}-01"
+
+
 def generate_request(
-    slot: int, num_prompt_tokens: int, num_tokens: int
+    slot: int, num_prompt_tokens: int, num_tokens: int, *, traced: bool = False
 ) -> inference_pb2.GenerateRequest:
     """The coordinator makes up its id."""
     prompt = [(slot * 31 + index * 17) % 50_000 for index in range(num_prompt_tokens)]
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+        traceparent=traceparent(slot) if traced else "",
     )
 
 
@@ -90,6 +96,7 @@ class SessionClient(_Tally):
         num_prompt_tokens: of each request.
         num_tokens: of each answer.
         dial: TLS, or not.
+        traced: whether its requests are.
     """
 
     def __init__(
@@ -99,6 +106,8 @@ class SessionClient(_Tally):
         num_prompt_tokens: int,
         num_tokens: int,
         dial: Dial = PLAIN,
+        *,
+        traced: bool = False,
     ) -> None:
         super().__init__(num_tokens)
         self._channel = rpc.channel(address, dial=dial)
@@ -109,7 +118,8 @@ class SessionClient(_Tally):
         self._submissions = [
             inference_pb2.SessionRequest(
                 submit=inference_pb2.Submit(
-                    stream=slot, request=generate_request(slot, num_prompt_tokens, num_tokens)
+                    stream=slot,
+                    request=generate_request(slot, num_prompt_tokens, num_tokens, traced=traced),
                 )
             ).SerializeToString()
             for slot in range(num_slots)

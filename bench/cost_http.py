@@ -8,7 +8,7 @@ import ssl
 import time
 from urllib.parse import urlsplit
 
-from baton.bench.cost_client import Seen
+from baton.bench.cost_client import Seen, traceparent
 
 _TOKEN, _END = b" tok", b"0\r\n\r\n"
 
@@ -21,6 +21,7 @@ class HttpClient:
         num_prompt_tokens: of each request.
         num_tokens: of each answer.
         tls: None: without.
+        traced: whether its requests are.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class HttpClient:
         num_prompt_tokens: int,
         num_tokens: int,
         tls: ssl.SSLContext | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
-        self.seen, self._tls = Seen(), tls
+        self.seen, self._tls, self._traced = Seen(), tls, traced
         self._address = urlsplit(url)
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
@@ -78,6 +81,8 @@ class HttpClient:
         )
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
-        return (head + body).encode()
+        if self._traced:
+            head += f"traceparent: {traceparent(slot)}\r\n"
+        return f"{head}\r\n{body}".encode()

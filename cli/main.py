@@ -25,6 +25,7 @@ from baton.cli import (
     generate,
     keys,
     processes,
+    profile,
     replay,
     simulate,
     state,
@@ -59,6 +60,7 @@ app.command("autoscale")(control.autoscale)
 app.command("drain")(control.drain)
 app.command("flip")(control.flip)
 app.command("why")(control.why)
+app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
 app.command("certs")(certs.certs)
 app.add_typer(config.app, name="config")

@@ -190,6 +190,31 @@ class AdminClient:
         finally:
             call.cancel()
 
+    async def profile(
+        self, worker_id: str, seconds: float | None = None
+    ) -> AsyncGenerator[admin_pb2.ProfileEvent, None]:
+        """Records what a worker's engine computes, and gives its traces; see Admin.Profile.
+
+        Leaving ends the recording. NotFoundError, FailedPreconditionError (it is being profiled
+        already, or cannot be), ResourceExhaustedError (too large), UnavailableError (it was lost).
+
+        Args:
+            worker_id: attached.
+            seconds: 1 to 60; None: 5.
+        """
+        request = admin_pb2.ProfileRequest(worker_id=worker_id)
+        if seconds is not None:
+            request.duration.FromMicroseconds(round(seconds * 1e6))
+        call = self._stub.Profile(request)
+        try:
+            async for event in call:
+                self.has_answered = True
+                yield event
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error, self.address) from None
+        finally:
+            call.cancel()
+
     @property
     def _stub(self) -> admin_pb2_grpc.AdminAsyncStub:
         if self._channel is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,12 +19,20 @@ from baton.coordinator.intake import Intake
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import KindLatency, WorkerKind
 from baton.coordinator.load_index import POOL_OF
+from baton.coordinator.profiles import seconds_of
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import MAX_SAMPLES, sample, status
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import BatonError, InvalidArgument, NotFound, abort, shown
+from baton.runtime.errors import (
+    BatonError,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    abort,
+    shown,
+)
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 Q = TypeVar("Q")
@@ -190,6 +199,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:  # type: ignore[override]
         try:
             await self._scaling.watch(request, context.write)
+        except BatonError as error:
+            await abort(context, error)
+
+    async def Profile(  # type: ignore[override]
+        self, request: admin_pb2.ProfileRequest, context: Any
+    ) -> None:
+        try:
+            seconds, worker = seconds_of(request), self._scaling.worker(request.worker_id)
+            if not worker.connected:
+                raise Unavailable(f"worker {worker.id} is not connected")
+            async with contextlib.aclosing(self._shell.profiles.of(worker.key, seconds)) as events:
+                async for event in events:
+                    await context.write(event)
         except BatonError as error:
             await abort(context, error)
 

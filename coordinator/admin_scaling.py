@@ -197,13 +197,18 @@ class ScalingCalls:
         finally:
             self._num_watchers -= 1
 
-    # ---- Inside.
-
-    def _worker(self, worker_id: str) -> Worker:
+    def worker(self, worker_id: str) -> Worker:
+        """Of that name. Raises NotFound."""
         worker = self._shell.core.workers.by_id(worker_id)
         if worker is None:
             attached = ", ".join(sorted(one.id for one in self._shell.core.workers)) or "none"
             raise NotFound(f"no worker {shown(worker_id)}; attached: {attached}")
+        return worker
+
+    # ---- Inside.
+
+    def _worker(self, worker_id: str) -> Worker:
+        worker = self.worker(worker_id)
         if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
             raise FailedPrecondition(f"worker {worker_id} is draining")
         return worker

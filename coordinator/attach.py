@@ -146,6 +146,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             post(ev.WorkerCache(worker, message.cache))
         elif kind == "state_changed":
             post(ev.WorkerChanged(worker, message.state_changed))
+        elif kind == "profile":
+            post(ev.WorkerHeard(worker))
+            self._shell.profiles.on_report(worker, message.profile)
         elif kind is None:
             post(ev.WorkerHeard(worker))
         else:

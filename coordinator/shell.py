@@ -15,6 +15,7 @@ from baton.coordinator.core import Core
 from baton.coordinator.crew import Crew
 from baton.coordinator.link import WorkerLink
 from baton.coordinator.outbox import Outbox
+from baton.coordinator.profiles import Profiles
 from baton.coordinator.request import StreamKey, WorkerKey
 from baton.coordinator.session_events import encoded_deltas
 from baton.coordinator.stall import slow_reader
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 # The event loop's clock may be a millisecond behind ours.
 _TIMER_SLACK_S = 0.001
 _MAX_SLOW_WRITES = 256
+_DEAF = "acknowledges nothing it is sent"
 
 
 class ClientSession:
@@ -73,6 +75,7 @@ class Shell:
         generation: of this coordinator; random per start, never 0.
         started_at: wall clock, seconds since the epoch.
         crew: who starts and ends workers here; None: nobody does.
+        profiles: of workers, that are being recorded.
     """
 
     def __init__(self, core: Core) -> None:
@@ -86,6 +89,7 @@ class Shell:
         self._sessions: dict[int, ClientSession] = {}
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
+        self.profiles = Profiles(self._command)
         self._refusal: BatonError | None = None
         self._left: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -231,6 +235,13 @@ class Shell:
             if self._links.get(link.key) is link:
                 self.post(ev.WorkerDetached(link.key))
 
+    def _command(self, worker: WorkerKey, command: ev.Command) -> None:
+        """Tells a worker something that is not the core's business."""
+        link = self._links.get(worker)
+        if link is not None and not link.send(command):
+            worker_id, incarnation = worker
+            self.post(ev.WorkerLost(worker_id, _DEAF, incarnation))
+
     # ---- Effects
 
     def _send_accepted(self, effect: ev.SendAccepted) -> None:
@@ -283,9 +294,7 @@ class Shell:
         link = self._links.get(effect.worker)
         if link is not None and not link.send(effect.command):
             worker_id, incarnation = effect.worker
-            self._follow_ups.append(
-                ev.WorkerLost(worker_id, "acknowledges nothing it is sent", incarnation)
-            )
+            self._follow_ups.append(ev.WorkerLost(worker_id, _DEAF, incarnation))
 
     def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
         if effect.worker not in self._links:
@@ -302,6 +311,7 @@ class Shell:
         link = self._links.pop(effect.worker, None)
         if link is not None:
             link.end(effect.error)
+        self.profiles.lost(effect.worker, str(effect.error or "it left"))
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 from baton.kvtransfer.layout import KvLayout
@@ -21,6 +22,10 @@ class EngineDead(Exception):
 
 class RequestRejected(Exception):
     """The engine does not take this request; others are not affected. The message says why."""
+
+
+class NoProfiler(Exception):
+    """The engine cannot record what it computes. The message says why."""
 
 
 class Finish(Enum):
@@ -235,6 +240,14 @@ class EngineInfo:
     kv_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank computed: JSON in Chrome's trace event format."""
+
+    rank: int
+    path: Path
+
+
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
@@ -269,6 +282,18 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
+        ...
+
+    async def start_profile(self) -> None:
+        """Records what every rank computes from now on. Raises NoProfiler, EngineDead."""
+        ...
+
+    async def stop_profile(self) -> Sequence[Trace]:
+        """Ends that; steps may wait while it is written. Raises EngineDead.
+
+        Returns:
+            A trace per rank, the caller's to remove; none when nothing was recorded.
+        """
         ...
 
     async def stop(self) -> None:

@@ -13,8 +13,11 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from time import monotonic
 
 from baton.engine.base import (
@@ -28,12 +31,14 @@ from baton.engine.base import (
     Logprob,
     RequestRejected,
     StepSample,
+    Trace,
 )
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffPort, WrongBaton
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
+from baton.engine.sim_trace import StepTrace
 from baton.kvtransfer.control import ServiceGone
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
@@ -97,6 +102,7 @@ class SimulatedEngine:
         self._dead: str | None = None
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
+        self._trace: StepTrace | None = None
         self._early: list[EngineOutput] = []
         self._steps: deque[EngineStep] = deque()
         self._has_work, self._has_steps, self._has_room = (asyncio.Event() for _ in range(3))
@@ -203,6 +209,21 @@ class SimulatedEngine:
             ),
             samples=samples,
         )
+
+    async def start_profile(self) -> None:
+        self._trace = StepTrace()
+
+    async def stop_profile(self) -> Sequence[Trace]:
+        """Of one rank: its steps, which are all that there is to record."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return ()
+        # Beside the socket, in the worker's own directory.
+        directory = Path(self._transfer_socket).parent if self._transfer_socket else None
+        descriptor, name = tempfile.mkstemp(".trace.json", dir=directory)
+        os.close(descriptor)
+        await asyncio.to_thread(trace.write, Path(name))
+        return (Trace(0, Path(name)),)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -311,16 +332,24 @@ class SimulatedEngine:
         duration_s *= self._settings.time_scale
         await self._pass_layers(work, started_at, duration_s)
         outputs = [output for item in work if (output := self._advance(item)) is not None]
+        ended_at = monotonic()
         self._num_steps += 1
-        self._samples.append(
-            StepSample(
-                num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks),
-                num_decodes=len(kv_tokens),
-                num_kv_tokens=sum(kv_tokens),
-                duration_s=monotonic() - started_at,
-                prefill_token_squares=sum(chunk.token_squares for chunk in chunks),
-            )
+        sample = StepSample(
+            num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks),
+            num_decodes=len(kv_tokens),
+            num_kv_tokens=sum(kv_tokens),
+            duration_s=ended_at - started_at,
+            prefill_token_squares=sum(chunk.token_squares for chunk in chunks),
         )
+        self._samples.append(sample)
+        if self._trace is not None:
+            self._trace.step(
+                started_at,
+                ended_at,
+                num_prefill_tokens=sample.num_prefill_tokens,
+                num_decodes=sample.num_decodes,
+                num_kv_tokens=sample.num_kv_tokens,
+            )
         self._publish(outputs)
 
     async def _pass_layers(

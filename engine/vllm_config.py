@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllm.config import set_current_vllm_config
+from vllm.config import ProfilerConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
@@ -41,8 +41,16 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
         return model
 
 
-def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+def checked_args(
+    model: str, served_name: str, engine_args: dict[str, Any], traces: Path
+) -> dict[str, Any]:
     """What RefusingEngineArgs is made of: what was passed through, and what Baton sets itself.
+
+    Args:
+        model: directory or hub id.
+        served_name: what requests call it.
+        engine_args: passed through.
+        traces: directory that profiles are written to.
 
     Raises:
         EngineDead: an argument vLLM does not know, that is Baton's to set, or that Baton refuses.
@@ -70,6 +78,7 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         "scheduling_policy": "priority",
         "enable_log_requests": False,
         **engine_args,
+        "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
     if args.get("enable_prefix_caching") is not False:
         # Collected, and taken by the connector; vLLM need not publish them.
@@ -82,6 +91,34 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
         args["logits_processors"] = [*args.get("logits_processors", []), own]
     return args
+
+
+def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
+    """Ready to record, which costs nothing until somebody asks for a profile.
+
+    Args:
+        given: what else to record, under vLLM's names (`torch_profiler_with_stack` and so on).
+        traces: directory of what is written.
+
+    Raises:
+        EngineDead: vLLM does not know such a setting, or it is Baton's.
+    """
+    # Compressing happens elsewhere: ranks compute nothing while they write.
+    own = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_use_gzip": False,
+        "ignore_frontend": True,
+    }
+    for name in own.keys() & given.keys():
+        raise EngineDead(f"engine_args.profiler_config.{name}: is set by Baton")
+    # Stacks of Python make a trace several times as large, and its steps as slow.
+    settings = {"torch_profiler_with_stack": False, **given, **own}
+    try:
+        return ProfilerConfig(**settings)
+    except (TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise EngineDead(f"engine_args.profiler_config: {message}") from None
 
 
 def bind_threads(config: Any) -> list[int]:

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -42,8 +43,10 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
+    NoProfiler,
     RequestRejected,
     StepSample,
+    Trace,
 )
 from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_args, layout_of
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
@@ -66,6 +69,8 @@ _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
 # As vLLM's CPU communicator names them.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
+# As vLLM names traces, and what it writes beside them.
+_TRACE_RANK = re.compile(r"_rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,6 +129,7 @@ class VllmEngine:
     ) -> None:
         self._model, self._served_name = model, served_name
         self._engine_args, self._transfer_socket = engine_args, transfer_socket
+        self._traces = Path(transfer_socket).parent / "traces"
         self._live: dict[str, _Live] = {}
         self._by_internal_id: dict[str, _Live] = {}
         self._announced: dict[str, _Announced] = {}
@@ -147,7 +153,9 @@ class VllmEngine:
 
     def _start(self) -> EngineInfo:
         begun_at = time.monotonic()
-        args = RefusingEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
+        args = RefusingEngineArgs(
+            **checked_args(self._model, self._served_name, self._engine_args, self._traces)
+        )
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -502,6 +510,28 @@ class VllmEngine:
             prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
             samples=samples,
         )
+
+    async def start_profile(self) -> None:
+        try:
+            await self._core.profile_async(True)
+        except EngineDeadError as error:
+            raise EngineDead(str(error)) from error
+        except Exception as error:
+            raise NoProfiler(f"vLLM cannot profile: {' '.join(str(error).split())}") from error
+
+    async def stop_profile(self) -> Sequence[Trace]:
+        try:
+            await self._core.profile_async(False)
+        except EngineDeadError as error:
+            raise EngineDead(str(error)) from error
+        traces = []
+        for path in sorted(self._traces.glob("*")):
+            if found := _TRACE_RANK.search(path.name):
+                traces.append(Trace(int(found[1]), path))
+            else:
+                # A table of what took longest, which CPU ranks write too.
+                path.unlink(missing_ok=True)
+        return sorted(traces, key=lambda trace: trace.rank)
 
     async def stop(self) -> None:
         core, self._core = self._core, None

@@ -17,6 +17,7 @@ from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
 from baton.worker.outbox import Outbox
+from baton.worker.profiles import Profiles
 from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class WorkerHost:
         outbox: Outbox,
         collector: WorkerCollector,
         handoffs: HandoffLog,
+        profiles: Profiles,
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
         labels: Mapping[str, str],
@@ -59,7 +61,8 @@ class WorkerHost:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
-        self._handoffs, self._startup_ms, self._labels = handoffs, startup_ms, labels
+        self._handoffs, self._profiles = handoffs, profiles
+        self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
@@ -114,6 +117,8 @@ class WorkerHost:
         """
         self._runner.report_cache()
         load = self._engine.load()
+        # Those that are recorded cost more than others will.
+        samples = load.samples if not self._profiles.recording else ()
         try:
             transfer = await self._transfer.stats()
         except ServiceGone:
@@ -134,7 +139,7 @@ class WorkerHost:
                     duration_us=round(sample.duration_s * 1e6),
                     prefill_token_squares=sample.prefill_token_squares,
                 )
-                for sample in load.samples
+                for sample in samples
             ],
             prefill_tokens_waiting=load.prefill_tokens_waiting,
             num_handoffs=transfer.num_sends + transfer.num_receives,
@@ -171,6 +176,8 @@ class WorkerHost:
                     self.drain_s.set_result((timeout_s, message.drain.reason))
             case "release":
                 self.released.set()
+            case "profile":
+                self._profiles.on_command(message.profile)
             case kind:
                 # From a newer coordinator; it can see that nothing came of it.
                 _log.warning("unknown command %s", kind)
@@ -187,6 +194,7 @@ class WorkerHost:
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         self._runner.keep_only(adopted)
+        self._profiles.cancel()
 
     def abandon(self, reason: str) -> None:
         self._runner.fail_all(Unavailable(reason))

@@ -38,6 +38,7 @@ from baton.worker.handoffs import HandoffLog
 from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
+from baton.worker.profiles import Profiles
 from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -228,6 +229,8 @@ class _Worker:
             max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
+        profiles = Profiles(engine, outbox)
+        stack.push_async_callback(profiles.close)
         host = WorkerHost(
             self._worker_id,
             secrets.randbits(63) | 1,
@@ -240,6 +243,7 @@ class _Worker:
             outbox=outbox,
             collector=collector,
             handoffs=handoffs,
+            profiles=profiles,
             startup_ms=self._startup_ms,
             max_requests=self._max_requests,
             labels={"host": socket.gethostname(), **config.worker.labels},

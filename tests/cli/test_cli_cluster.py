@@ -1,5 +1,6 @@
 """The command line against a whole simulated cluster, as a person would use it."""
 
+import gzip
 import json
 import os
 import queue
@@ -281,6 +282,31 @@ def test_one_request_and_the_whole_cell_are_explained(ask):
     drawn = ask("top", "--once").out
     assert "prefill-0" in drawn
     assert "interactive" in drawn
+
+
+def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_path):
+    out = tmp_path / "trace.json.gz"
+    recording = Process(
+        "profile", "decode-0", "--seconds", "60", "--out", str(out), home=tmp_path, address=cluster
+    )
+    try:
+        eventually(lambda: recording.err() == "recording decode-0 for 60 s\n")
+        busy = ask("profile", "decode-0", "--out", str(tmp_path / "other"))
+        assert (busy.code, "profiled already" in busy.err) == (1, True)
+        assert recording.stop() == (130, [])
+    finally:
+        recording.close()
+    # Its worker is told, and is ready for the next one at once.
+    result = ask("profile", "decode-0", "--seconds", "1", "--out", str(out), "--json")
+    assert result.code == 0, result.err
+    (found,) = json.loads(result.out)
+    assert (found["rank"], found["path"]) == (0, str(out))
+    assert found["bytes"] == out.stat().st_size
+    assert json.loads(gzip.decompress(out.read_bytes()))["engine"] == "simulated"
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.log", out.name}
+    assert ask("profile", "nobody", "--out", str(out)).code == 2
+    assert ask("profile", "decode-0", "--seconds", "61").code == 2
+    assert ask("profile", "decode-0", "--out", str(tmp_path)).code == 2
 
 
 def eventually(question, timeout_s=10.0):

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import jwt
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from baton.client import Tls
 from baton.coordinator.server import Coordinator
@@ -118,6 +121,35 @@ class Keys:
 @pytest.fixture
 def keys(tmp_path) -> Keys:
     return Keys(tmp_path / "keys.yaml")
+
+
+class Issuer:
+    """An identity provider that signs tokens."""
+
+    def __init__(self, file: Path) -> None:
+        self.key, self.file = ec.generate_private_key(ec.SECP256R1()), file
+        public, encoding = self.key.public_key(), serialization.Encoding.PEM
+        kind = serialization.PublicFormat.SubjectPublicKeyInfo
+        file.write_bytes(public.public_bytes(encoding, kind))
+        # A `security.jwt` section.
+        self.config = {"key_file": str(file), "issuer": "https://idp.test", "audience": "baton"}
+
+    def token(self, key=None, algorithm="ES256", headers=None, **changes) -> str:
+        claims = {
+            "iss": self.config["issuer"],
+            "aud": self.config["audience"],
+            "exp": datetime.now(UTC) + timedelta(hours=1),
+            "sub": "svc",
+            "tenant": "search",
+            **changes,
+        }
+        claims = {name: value for name, value in claims.items() if value is not None}
+        return jwt.encode(claims, key or self.key, algorithm, headers)
+
+
+@pytest.fixture
+def issuer(tmp_path) -> Issuer:
+    return Issuer(tmp_path / "issuer.pem")
 
 
 class Log(logging.Handler):

@@ -6,21 +6,23 @@ from pathlib import Path
 
 import jwt
 import pytest
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from baton.runtime.access import Access
 from baton.runtime.config import ConfigError
 from baton.runtime.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from baton.runtime.refusals import Refusals
-from baton.runtime.security_config import JwtConfig, SecurityConfig
+from baton.runtime.security_config import SecurityConfig
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
-ISSUER, AUDIENCE = "https://idp.test", "baton"
 
 
 def access(**security) -> Access:
     return Access(SecurityConfig(**security), Refusals(), NOW.timestamp)
+
+
+def jwt_access(issuer) -> Access:
+    return Access(SecurityConfig(jwt=issuer.config), Refusals())
 
 
 def refused(access: Access) -> dict[str, int]:
@@ -198,44 +200,8 @@ def test_many_refusals_fill_no_log(log):
 # ---- JWTs.
 
 
-@pytest.fixture
-def issuer(tmp_path):
-    """Signs tokens; `file` is its public key."""
-
-    class Issuer:
-        key = ec.generate_private_key(ec.SECP256R1())
-        file = tmp_path / "issuer.pem"
-
-        def token(self, key=None, algorithm="ES256", headers=None, **changes):
-            claims = {
-                "iss": ISSUER,
-                "aud": AUDIENCE,
-                "exp": datetime.now(UTC) + timedelta(hours=1),
-                "sub": "svc",
-                "tenant": "search",
-                **changes,
-            }
-            claims = {name: value for name, value in claims.items() if value is not None}
-            return jwt.encode(claims, key or self.key, algorithm, headers)
-
-        def pem(self):
-            return self.key.public_key().public_bytes(
-                serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-            )
-
-        def config(self):
-            return JwtConfig(key_file=str(self.file), issuer=ISSUER, audience=AUDIENCE)
-
-        def access(self):
-            return Access(SecurityConfig(jwt=self.config()), Refusals())
-
-    found = Issuer()
-    found.file.write_bytes(found.pem())
-    return found
-
-
 def test_a_token_carries_the_same_grants(issuer):
-    found = issuer.access()
+    found = jwt_access(issuer)
     caller = request(found, issuer.token(lanes=["batch"], max_output_tokens=5), lane="batch")
     assert (caller.name, caller.grants.tenant) == ("jwt:svc", "search")
     with pytest.raises(PermissionDenied):
@@ -287,7 +253,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
     ],
 )
 def test_tokens_that_do_not_count(issuer, log, changes, reason):
-    found, token = issuer.access(), issuer.token(**changes)
+    found, token = jwt_access(issuer), issuer.token(**changes)
     with pytest.raises((Unauthenticated, PermissionDenied)) as caught:
         found.caller(f"Bearer {token}")
     assert refused(found) == {reason: 1}
@@ -295,7 +261,7 @@ def test_tokens_that_do_not_count(issuer, log, changes, reason):
 
 
 def test_signatures_of_others_do_not_count(issuer):
-    found = issuer.access()
+    found = jwt_access(issuer)
     for token in (
         issuer.token(key=ec.generate_private_key(ec.SECP256R1())),
         # The public key as a shared secret.
@@ -313,7 +279,7 @@ def test_a_key_set_goes_by_the_id_of_the_key(issuer):
     second_jwk = json.loads(jwt.algorithms.OKPAlgorithm.to_jwk(second.public_key()))
     keys = [{**first_jwk, "kid": "a"}, {**second_jwk, "kid": "b", "alg": "EdDSA"}]
     issuer.file.write_text(json.dumps({"keys": keys}))
-    found = issuer.access()
+    found = jwt_access(issuer)
     found.caller(f"Bearer {issuer.token(headers={'kid': 'a'})}")
     found.caller(f"Bearer {issuer.token(key=second, algorithm='EdDSA', headers={'kid': 'b'})}")
     with pytest.raises(Unauthenticated):
@@ -330,4 +296,4 @@ def test_a_key_set_goes_by_the_id_of_the_key(issuer):
 def test_a_file_that_is_no_key_is_refused_at_start(issuer, wrong):
     issuer.file.write_bytes(wrong)
     with pytest.raises(ConfigError, match="neither a public key in PEM nor a JWKS"):
-        issuer.access()
+        jwt_access(issuer)

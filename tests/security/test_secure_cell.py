@@ -184,9 +184,13 @@ async def test_everything_works_for_those_who_may(cell):
             assert (headers["www-authenticate"] == "Bearer") is (status == 401)
             assert key[-40:] not in body["error"]["message"] or not key
         assert (await cell.post(cell.keys["batch"], prompt=PROMPT, priority=1))[0] == 200
-        with pytest.raises(PermissionDeniedError):
-            async with cell.admin("search") as user:
+        async with cell.admin("search") as user:
+            with pytest.raises(PermissionDeniedError):
                 await user.list_workers()
+            with pytest.raises(PermissionDeniedError):
+                await anext(user.profile("d"))
+        kinds = [event.WhichOneof("event") async for event in admin.profile("d", 1)]
+        assert kinds == ["started", "file", "data"]
         await _only_members_push(cell, workers["d"].kv_address)
         await _is_counted(
             cell, 'baton_access_refusals_total{reason="unknown",service="KvTransfer"}'

@@ -100,6 +100,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/baton.v1.Admin/Profile',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -201,6 +206,17 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records what a worker's engine computes for a while, without a restart, and gives the traces:
+        `started`, then for each rank a `file` and its `data` in order. Ending the call ends the
+        recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
+        no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
+        RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -268,6 +284,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.WatchRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.WatchEvent.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -622,6 +643,33 @@ class Admin:
             '/baton.v1.Admin/Watch',
             baton_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/Profile',
+            baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,13 @@ class AdminStub:
     """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
     fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
     """
+    Profile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileEvent]
+    """Records what a worker's engine computes for a while, without a restart, and gives the traces:
+    `started`, then for each rank a `file` and its `data` in order. Ending the call ends the
+    recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
+    no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
+    RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -106,6 +113,13 @@ class AdminAsyncStub(AdminStub):
     Watch: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchEvent]  # type: ignore[assignment]
     """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
     fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+    """
+    Profile: _aio.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileEvent]  # type: ignore[assignment]
+    """Records what a worker's engine computes for a while, without a restart, and gives the traces:
+    `started`, then for each rank a `file` and its `data` in order. Ending the call ends the
+    recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
+    no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
+    RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -221,6 +235,19 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchEvent], _abc.AsyncIterator[_admin_pb2.WatchEvent]]:
         """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
         fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ProfileEvent], _abc.AsyncIterator[_admin_pb2.ProfileEvent]]:
+        """Records what a worker's engine computes for a while, without a restart, and gives the traces:
+        `started`, then for each rank a `file` and its `data` in order. Ending the call ends the
+        recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
+        no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
+        RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -57,6 +57,7 @@ class WorkerMessage(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     STATE_CHANGED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (load reports, bare acknowledgements, Hello)."""
@@ -77,6 +78,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def cache(self) -> Global___CacheEvents: ...
     @_builtins.property
+    def profile(self) -> Global___ProfileReport: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
         """In the place of one message several, in order, to a coordinator whose Welcome.takes_batches says
         that it may be so: this one says nothing but `ack`, each of these its own `seq`, and none of them
@@ -94,13 +97,14 @@ class WorkerMessage(_message.Message):
         handoff: Global___HandoffReport | None = ...,
         state_changed: Global___WorkerStateChanged | None = ...,
         cache: Global___CacheEvents | None = ...,
+        profile: Global___ProfileReport | None = ...,
         batch: _abc.Iterable[Global___WorkerMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -120,6 +124,7 @@ class CoordinatorMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     EXPECT_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
@@ -142,6 +147,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def expect(self) -> Global___ExpectCommand: ...
     @_builtins.property
+    def profile(self) -> Global___ProfileCommand: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """As WorkerMessage.batch, to a worker whose Hello.takes_batches says that it may be so."""
 
@@ -158,13 +165,14 @@ class CoordinatorMessage(_message.Message):
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
         expect: Global___ExpectCommand | None = ...,
+        profile: Global___ProfileCommand | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect", "profile"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1262,3 +1270,149 @@ class CacheEvents(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
+
+@_typing.final
+class ProfileCommand(_message.Message):
+    """Records what the worker's engine computes, for an operator; one at a time. Its reports end with
+    `done` or `failed`, unless it is cancelled, or the worker hears a new coordinator generation.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    ALLOWED_BYTES_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.int
+    """Random, not 0; reports and later commands carry it. Those of another profile are ignored."""
+    allowed_bytes: _builtins.int
+    """Of ProfileReport.data, in sum from the first on: so many may be sent, none before this. A worker
+    that is allowed no more for half a minute gives the profile up.
+    """
+    cancel: _builtins.bool
+    """Stop recording, and send nothing."""
+    @_builtins.property
+    def record(self) -> _duration_pb2.Duration:
+        """Record for so long, then report the traces."""
+
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.int = ...,
+        record: _duration_pb2.Duration | None = ...,
+        allowed_bytes: _builtins.int = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allowed_bytes", b"allowed_bytes", "cancel", b"cancel", "command", b"command", "record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_bytes", b"allowed_bytes", "cancel", b"cancel", "command", b"command", "profile_id", b"profile_id", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["record", "allowed_bytes", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___ProfileCommand: _TypeAlias = ProfileCommand  # noqa: Y015
+
+@_typing.final
+class ProfileReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.int
+    data: _builtins.bytes
+    """Of the file before, in order; at most 256 KiB."""
+    @_builtins.property
+    def started(self) -> Global___ProfileStarted: ...
+    @_builtins.property
+    def file(self) -> Global___TraceFile:
+        """One per rank, each before its bytes."""
+
+    @_builtins.property
+    def done(self) -> Global___ProfileDone: ...
+    @_builtins.property
+    def failed(self) -> _common_pb2.RequestError: ...
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.int = ...,
+        started: Global___ProfileStarted | None = ...,
+        file: Global___TraceFile | None = ...,
+        data: _builtins.bytes = ...,
+        done: Global___ProfileDone | None = ...,
+        failed: _common_pb2.RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "done", b"done", "failed", b"failed", "file", b"file", "report", b"report", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "done", b"done", "failed", b"failed", "file", b"file", "profile_id", b"profile_id", "report", b"report", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "file", "data", "done", "failed"]  # noqa: Y015
+    _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
+
+Global___ProfileReport: _TypeAlias = ProfileReport  # noqa: Y015
+
+@_typing.final
+class ProfileStarted(_message.Message):
+    """The engine records from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileStarted: _TypeAlias = ProfileStarted  # noqa: Y015
+
+@_typing.final
+class ProfileDone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileDone: _TypeAlias = ProfileDone  # noqa: Y015
+
+@_typing.final
+class TraceFile(_message.Message):
+    """A trace in Chrome's trace event format: JSON, compressed with gzip."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_FILES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Of the worker's tensor-parallel group, from 0."""
+    num_bytes: _builtins.int
+    num_files: _builtins.int
+    """Of the whole profile."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        num_files: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_files", b"num_files", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceFile: _TypeAlias = TraceFile  # noqa: Y015

@@ -1,0 +1,203 @@
+"""A coordinator, a gateway and prepared workers: what they use, and what their clients see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from baton.bench import stats, systems
+from baton.bench.coordinator_cost import pinned, ready
+from baton.bench.cost_answers import MODEL
+from baton.bench.cost_client import Client, Seen, SessionClient
+from baton.bench.cost_http import HttpClient
+from baton.runtime import dev_certs
+from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.tls import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked.
+
+    Attributes:
+        step_ms: from one token of a stream to the next.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_tokens: int
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Processes that serve, with TLS (`ca_file`) or without."""
+
+    coordinator: systems.Process
+    gateway: systems.Process
+    worker: systems.Process
+    url: str
+    ca_file: str
+
+    @property
+    def pids(self) -> tuple[int, int, int]:
+        """Of the gateway, the coordinator and the worker."""
+        return self.gateway.popen.pid, self.coordinator.popen.pid, self.worker.popen.pid
+
+    def client(self, load: Load, *, http: bool, traced: bool) -> Client:
+        """One that asks over HTTP or gRPC, and wants spans of what it asks or not."""
+        if http:
+            context = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else None
+            return HttpClient(
+                self.url, load.num_prompt_tokens, load.num_tokens, context, traced=traced
+            )
+        dial = Dial(TlsFiles(self.ca_file)) if self.ca_file else PLAIN
+        return SessionClient(
+            self.coordinator.address,
+            load.num_requests,
+            load.num_prompt_tokens,
+            load.num_tokens,
+            dial,
+            traced=traced,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run, or the medians of some; times in ms, CPU per 1,000 tokens.
+
+    Attributes:
+        others: cores taken by processes that are no part of this.
+    """
+
+    tokens_per_s: float
+    gateway_cpu_ms: float
+    coordinator_cpu_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    gateway_mb: float
+    others: float
+
+    @classmethod
+    def median(cls, runs: Sequence[Figures]) -> Figures:
+        return cls(*(stats.median(values) for values in zip(*map(astuple, runs), strict=True)))
+
+
+class Meter:
+    """Processor seconds and what the client saw, from when it is made.
+
+    Args:
+        client: its `seen` begins anew.
+        system: that it asks.
+        idle: other processes of this, which do next to nothing meanwhile.
+    """
+
+    def __init__(self, client: Client, system: System, idle: Sequence[int]) -> None:
+        self._client = client
+        pids = (*system.pids, os.getpid(), *idle)
+        self._processes = [psutil.Process(one) for one in pids]
+        client.seen = Seen()
+        self._began_at = time.perf_counter()
+        self._before = self._used_s()
+
+    def stop(self) -> Figures:
+        elapsed_s = time.perf_counter() - self._began_at
+        all_s, *own_s = (
+            now - before for now, before in zip(self._used_s(), self._before, strict=True)
+        )
+        seen = self._client.seen
+        num_tokens = max(1, seen.num_tokens)
+        return Figures(
+            tokens_per_s=seen.num_tokens / elapsed_s,
+            gateway_cpu_ms=own_s[0] * 1e6 / num_tokens,
+            coordinator_cpu_ms=own_s[1] * 1e6 / num_tokens,
+            ttft_p50_ms=stats.percentile(seen.ttfts_s, 50) * 1e3,
+            ttft_p99_ms=stats.percentile(seen.ttfts_s, 99) * 1e3,
+            itl_p50_ms=stats.percentile(seen.gaps_s, 50) * 1e3,
+            itl_p99_ms=stats.percentile(seen.gaps_s, 99) * 1e3,
+            gateway_mb=self._processes[0].memory_info().rss / 1e6,
+            others=max(0.0, all_s - sum(own_s)) / elapsed_s,
+        )
+
+    def _used_s(self) -> list[float]:
+        """Of everything, then of each process."""
+        everything = psutil.cpu_times()
+        found = [sum(everything) - everything.idle - everything.iowait]
+        for process in self._processes:
+            times = process.cpu_times()
+            found.append(float(times.user + times.system))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def spans_sink() -> AsyncIterator[tuple[str, int]]:
+    """Somebody who takes spans: `tracing.otlp_endpoint`, and a process id."""
+    with systems.module("baton.bench.otlp_sink", []) as sink:
+        yield f"http://{await _told(sink)}", sink.popen.pid
+
+
+@contextlib.asynccontextmanager
+async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> AsyncIterator[System]:
+    """Coordinator, gateway and worker.
+
+    Args:
+        load: that comes.
+        cores: of the gateway.
+        sections: of their configuration: `security` and `tracing`.
+    """
+    config = {
+        "model": "demo",
+        "served_model_name": MODEL,
+        "engine": "simulated",
+        "log_level": "warning",
+        "prefill": {"max_requests_per_worker": load.num_requests},
+        "decode": {"max_requests_per_worker": load.num_requests},
+        **sections,
+    }
+    security: dict[str, str] = sections.get("security", {})
+    ca_file = security.get("ca_file", "")
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(systems.coordinator(config))
+        await ready(coordinator)
+        arguments = ["--tokens", f"{load.num_tokens}", "--step-ms", f"{load.step_ms}"]
+        arguments += ["--coordinator", coordinator.address, "--tls-ca", ca_file]
+        arguments += ["--requests", f"{load.num_requests}"]
+        worker = stack.enter_context(systems.module("baton.bench.cost_worker", arguments))
+        await ready(worker)
+        file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+        yaml.safe_dump({"security": security}, file)
+        file.flush()
+        arguments = ["gateway", "--coordinator", coordinator.address]
+        arguments += ["--listen", "127.0.0.1:0", "--config", file.name]
+        with pinned(cores):
+            gateway = stack.enter_context(systems.module("baton.cli.main", arguments))
+        url = (await _told(gateway)).removeprefix("http=")
+        yield System(coordinator, gateway, worker, url, ca_file)
+
+
+async def _told(process: systems.Process) -> str:
+    """What stands behind "ready"."""
+    await ready(process)
+    found = re.search(r"ready (\S+)", process.log.read_text())
+    assert found is not None
+    return found[1]
+
+
+def certificates(directory: str) -> dict[str, str]:
+    """A `security` section with certificates made there."""
+    dev_certs.make(directory)
+    names = {"ca_file": "ca.pem", "cert_file": "server.pem", "key_file": "server.key"}
+    return {key: str(Path(directory) / name) for key, name in names.items()}

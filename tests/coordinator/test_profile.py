@@ -1,0 +1,155 @@
+"""Admin.Profile over a real server, with workers that record what a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted_worker import WAIT_S, attached
+
+from baton.client import AdminClient, errors
+from baton.runtime.errors import FailedPrecondition, to_message
+from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
+from baton.v1 import cluster_pb2, common_pb2
+
+DECODE = common_pb2.ROLE_DECODE
+
+
+@pytest.fixture
+async def worker(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("d", DECODE)) as (worker,):
+        yield worker
+
+
+@pytest.fixture
+async def admin(coordinator):
+    async with AdminClient(coordinator.address) as admin:
+        yield admin
+
+
+async def report(worker, profile_id, **what):
+    await worker.say(profile=cluster_pb2.ProfileReport(profile_id=profile_id, **what))
+
+
+async def begun(worker, events):
+    """Until the caller knows that it records; the profile's id."""
+    first = asyncio.ensure_future(anext(events))
+    while not (command := await worker.command("profile")).HasField("record"):
+        pass  # Of the one before.
+    assert command.record.ToSeconds() == 5
+    await report(worker, command.profile_id, started=cluster_pb2.ProfileStarted())
+    assert (await asyncio.wait_for(first, WAIT_S)).HasField("started")
+    allowed = await worker.command("profile")
+    assert (allowed.profile_id, allowed.allowed_bytes) == (command.profile_id, WINDOW_BYTES)
+    return command.profile_id
+
+
+async def send(worker, profile_id, content):
+    """A file as it is allowed; how often more was."""
+    file = cluster_pb2.TraceFile(rank=0, num_bytes=len(content), num_files=1)
+    await report(worker, profile_id, file=file)
+    allowed, times = WINDOW_BYTES, 0
+    for start in range(0, len(content), CHUNK_BYTES):
+        data = content[start : start + CHUNK_BYTES]
+        while start + len(data) > allowed:
+            command = await worker.command("profile")
+            assert command.allowed_bytes > allowed
+            allowed, times = command.allowed_bytes, times + 1
+        await report(worker, profile_id, data=data)
+    await report(worker, profile_id, done=cluster_pb2.ProfileDone())
+    return times
+
+
+async def test_a_trace_comes_back_whole_however_large(admin, worker):
+    content = bytes(range(256)) * (5 * WINDOW_BYTES // 256) + b"end"
+    events = admin.profile("d")
+    profile_id = await begun(worker, events)
+    sending = asyncio.create_task(send(worker, profile_id, content))
+    file, data = await anext(events), bytearray()
+    async for event in events:
+        data += event.data
+    assert file.file.num_bytes == len(content)
+    assert bytes(data) == content
+    assert await sending >= 4
+    # The next one may begin.
+    again = admin.profile("d")
+    assert await begun(worker, again) != profile_id
+    await again.aclose()
+
+
+async def test_leaving_ends_the_recording(admin, worker):
+    events = admin.profile("d")
+    profile_id = await begun(worker, events)
+    await events.aclose()
+    command = await worker.command("profile")
+    assert (command.profile_id, command.cancel) == (profile_id, True)
+    # What is late is nothing.
+    await report(worker, profile_id, data=b"late")
+    await begun(worker, admin.profile("d"))
+
+
+async def test_one_at_a_time(admin, worker):
+    events = admin.profile("d")
+    profile_id = await begun(worker, events)
+    with pytest.raises(errors.FailedPreconditionError, match="being profiled already"):
+        await anext(admin.profile("d"))
+    sent = asyncio.create_task(send(worker, profile_id, b"x"))
+    assert [event.WhichOneof("event") async for event in events] == ["file", "data"]
+    await sent
+
+
+@pytest.mark.parametrize("seconds", [0.5, 61, -1])
+async def test_so_long_and_no_longer(admin, worker, seconds):
+    with pytest.raises(errors.InvalidArgumentError, match="1 to 60 s") as caught:
+        await anext(admin.profile("d", seconds))
+    assert caught.value.field == "duration"
+
+
+async def test_who_is_not_there_and_who_cannot(admin, worker):
+    with pytest.raises(errors.NotFoundError, match="no worker 'x'; attached: d"):
+        await anext(admin.profile("x"))
+    first = asyncio.ensure_future(anext(admin.profile("d")))
+    command = await worker.command("profile")
+    no = to_message(FailedPrecondition("this engine has no profiler"))
+    await report(worker, command.profile_id, failed=no)
+    with pytest.raises(errors.FailedPreconditionError, match="no profiler"):
+        await asyncio.wait_for(first, WAIT_S)
+
+
+async def test_a_worker_that_is_lost_says_so(admin, worker, coordinator, say_hello):
+    events = admin.profile("d")
+    await begun(worker, events)
+    # It has started anew: what it recorded is gone.
+    async with attached(coordinator.address, say_hello("d", DECODE, 2)) as (other,):
+        with pytest.raises(errors.UnavailableError, match="d was lost while it was profiled"):
+            await asyncio.wait_for(anext(events), WAIT_S)
+        await begun(other, admin.profile("d"))
+
+
+async def test_a_worker_that_stops_says_so(admin, worker):
+    events = admin.profile("d")
+    await begun(worker, events)
+    await worker.leave()
+    with pytest.raises(errors.UnavailableError, match="it left"):
+        await asyncio.wait_for(anext(events), WAIT_S)
+
+
+async def test_a_connection_that_is_lost_for_a_moment_loses_nothing(admin, worker):
+    events = admin.profile("d")
+    profile_id = await begun(worker, events)
+    await worker.disconnect()
+    with pytest.raises(errors.UnavailableError, match="not connected"):
+        await anext(admin.profile("d"))
+    await worker.connect()
+    sent = asyncio.create_task(send(worker, profile_id, b"trace"))
+    assert b"".join([event.data async for event in events]) == b"trace"
+    await sent
+
+
+async def test_more_than_is_allowed_ends_it(admin, worker):
+    events = admin.profile("d")
+    profile_id = await begun(worker, events)
+    await report(worker, profile_id, data=bytes(WINDOW_BYTES + 1))
+    with pytest.raises(errors.InternalError, match="sends more than it may"):
+        await asyncio.wait_for(anext(events), WAIT_S)
+    assert (await worker.command("profile")).cancel
