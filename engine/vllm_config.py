@@ -18,7 +18,7 @@ from baton.engine.base import EngineDead
 from baton.engine.vllm_forced_tokens import ForcedTokens
 from baton.engine.vllm_refusals import refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import affinity
+from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
@@ -82,6 +82,16 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
         args["logits_processors"] = [*args.get("logits_processors", []), own]
     return args
+
+
+def keep_sockets_in(directory: Path) -> None:
+    """Has vLLM's processes put their Unix sockets there, where they are removed with the directory.
+
+    vLLM makes two for each engine in the temporary directory, and leaves them when it is killed. It
+    reads where from the environment only. Where their paths would be too long, nothing changes.
+    """
+    if worker_directory.fits(directory):
+        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
 
 
 def bind_threads(config: Any) -> list[int]:

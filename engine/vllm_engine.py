@@ -45,7 +45,13 @@ from baton.engine.base import (
     RequestRejected,
     StepSample,
 )
-from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_args, layout_of
+from baton.engine.vllm_config import (
+    RefusingEngineArgs,
+    bind_threads,
+    checked_args,
+    keep_sockets_in,
+    layout_of,
+)
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
@@ -147,6 +153,7 @@ class VllmEngine:
 
     def _start(self) -> EngineInfo:
         begun_at = time.monotonic()
+        keep_sockets_in(Path(self._transfer_socket).parent)
         args = RefusingEngineArgs(**checked_args(self._model, self._served_name, self._engine_args))
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.

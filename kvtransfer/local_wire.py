@@ -9,8 +9,6 @@ from baton.kvtransfer.errors import TransferError
 from baton.v1 import kv_transfer_pb2
 
 _LENGTH = struct.Struct("<I")
-# Of the directories that workers make for their service's socket.
-WORKER_DIRECTORY_PREFIX = "baton-"
 # A claim of a long prompt lists every frame that was received: 40 bytes each.
 MAX_LOCAL_MESSAGE_BYTES = 16 * 2**20
 
