@@ -47,7 +47,7 @@ async def main() -> None:
     if behaviour.get("child"):
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
-    Path(arguments.directory, "something").touch()
+    leave_something(arguments.directory)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if not behaviour.get("stubborn"):
@@ -74,6 +74,10 @@ async def main() -> None:
         await worker.leave()
     finally:
         await worker.close()
+
+
+def leave_something(directory: str) -> None:
+    Path(directory, "something").touch()
 
 
 async def beat(worker: ScriptedWorker) -> None:
