@@ -174,6 +174,18 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerWaits:
+    """A process that is to be started cannot be yet; unknown ones are ignored.
+
+    Attributes:
+        reason: in words, continuing "worker w1 ..."; empty: it waits no longer.
+    """
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleAsked:
     """An operator sets a pool's size; `Scaler.scale_error` says why it cannot be so."""
 
@@ -241,6 +253,7 @@ Event = (
     | FlipAsked
     | LauncherReady
     | WorkerExited
+    | WorkerWaits
     | ScaleAsked
     | AutoscaleAsked
     | TargetsAsked

@@ -227,6 +227,11 @@ class Scaler:
         if self.launches.exited(event, now):
             self.soon(now)
 
+    def waits(self, event: ev.WorkerWaits, now: float) -> None:
+        """A process cannot be started yet, or no longer waits; told with the next decision."""
+        self.launches.waits(event.worker_id, event.reason)
+        self.soon(now)
+
     def arrived(self, now: float) -> None:
         """A request has come."""
         if self._asleep:
@@ -341,6 +346,8 @@ class Scaler:
             wait_s = max(0.0, self.launches.not_before(pool) - now)
             reason += f"; {problem}"
             reason += f"; tried again in {wait_s:.0f} s" if wait_s else "; tried again"
+        if waiting := self.launches.waiting(pool):
+            reason += f"; {waiting}"
         return replace(decision, reason=reason)
 
     def _remember(self, decision: PoolDecision, found: Mapping[str, float], now: float) -> None:

@@ -357,6 +357,7 @@ _MEMBERSHIP = (
     ev.FlipAsked,
     ev.LauncherReady,
     ev.WorkerExited,
+    ev.WorkerWaits,
     ev.ScaleAsked,
     ev.AutoscaleAsked,
     ev.Tick,
