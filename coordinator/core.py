@@ -171,7 +171,7 @@ class Core:
         """Why an operator cannot have a worker change to this role now; None when they can."""
         if worker.role == role:
             return None
-        limits = self.scaler.flip_error(POOL_OF[worker.role], POOL_OF[role])
+        limits = self.scaler.flip_error(worker.id, POOL_OF[worker.role], POOL_OF[role])
         return self._flips.error(worker, role) or limits
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:

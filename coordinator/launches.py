@@ -77,6 +77,10 @@ class Launches:
         """Of processes that are not known to have ended."""
         return list(self._all)
 
+    def has(self, worker_id: str) -> bool:
+        """Whether a process was started here and is not known to have ended."""
+        return worker_id in self._all
+
     def num_starting(self, pool: Pool) -> int:
         """Started and not attached; each counts once."""
         return sum(one.pool is pool and one.starting for one in tuple(self._all.values()))
