@@ -45,6 +45,7 @@ def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
         priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
         traceparent=submission.traceparent,
         tenant=submission.tenant,
+        adapter=submission.adapter,
     )
 
 
@@ -212,7 +213,11 @@ class RequestBook:
         self._requests[request.id] = request
         self._by_session.setdefault(submission.to.session, {})[submission.to.stream] = request
         self.stats.admitted(request, now)
-        self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
+        self.out.append(
+            ev.SendAccepted(
+                submission.to, request.id, request.num_prompt_tokens, submission.adapter
+            )
+        )
         self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True

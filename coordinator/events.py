@@ -270,6 +270,7 @@ class SendAccepted:
     to: StreamKey
     request_id: str
     num_prompt_tokens: int
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

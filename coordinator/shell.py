@@ -235,7 +235,7 @@ class Shell:
         if session is not None:
             accepted = inference_pb2.Accepted(
                 request_id=effect.request_id,
-                model=self.core.model_name,
+                model=effect.adapter or self.core.model_name,
                 prompt_tokens=effect.num_prompt_tokens,
             )
             session.outbox.push(effect.to.stream, accepted)

@@ -16,7 +16,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
 _MAX_FENCED = 4096
 # Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
-_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
+_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size", "adapters")
 
 
 @dataclass(slots=True)

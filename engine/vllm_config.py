@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
+from baton.engine.file_digest import file_digest
 from baton.engine.vllm_forced_tokens import ForcedTokens
+from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_refusals import refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
+from baton.v1 import common_pb2
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
-_REVISION_BYTES = 2**20
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
@@ -41,7 +45,9 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
         return model
 
 
-def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+def checked_args(
+    model: str, served_name: str, engine_args: dict[str, Any], adapters: Mapping[str, str]
+) -> dict[str, Any]:
     """What RefusingEngineArgs is made of: what was passed through, and what Baton sets itself.
 
     Raises:
@@ -69,6 +75,7 @@ def checked_args(model: str, served_name: str, engine_args: dict[str, Any]) -> d
         },
         "scheduling_policy": "priority",
         "enable_log_requests": False,
+        **lora_args(adapters, engine_args),
         **engine_args,
     }
     if args.get("enable_prefix_caching") is not False:
@@ -117,8 +124,13 @@ def bind_threads(config: Any) -> list[int]:
     return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
 
 
-def layout_of(config: Any, served_name: str) -> KvLayout:
-    """The layout every rank's cache must have; the connector checks it against the tensors."""
+def layout_of(
+    config: Any, served_name: str, adapters: Sequence[common_pb2.LoraAdapter] = ()
+) -> KvLayout:
+    """The layout every rank's cache must have; the connector checks it against the tensors.
+
+    Its revision is that of the weights, those of the adapters too: who has others takes no handoff.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = model.dtype
     if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
@@ -129,7 +141,7 @@ def layout_of(config: Any, served_name: str) -> KvLayout:
     heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
     return KvLayout(
         model=served_name,
-        revision=_revision(model),
+        revision=_revision(model) + _of_adapters(adapters),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model.get_num_layers(parallel),
         num_kv_heads=heads,
@@ -158,20 +170,16 @@ def _content(config: Any, head_size: int) -> str:
     return f"{backend}:{_get_attn_isa(model.dtype, config.cache_config.block_size, head_size)}"
 
 
-def _revision(model: Any) -> str:
-    """Changes with the weights: the hub revision, or a digest over the local weight files.
+def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
+    if not adapters:
+        return ""
+    named = json.dumps([[one.name, one.revision] for one in adapters]).encode()
+    return "+" + hashlib.sha256(named).hexdigest()[:8]
 
-    Of each file its name, its size, and its first and last mebibyte: hashing all of a large model
-    would take longer than loading it.
-    """
+
+def _revision(model: Any) -> str:
+    """Changes with the weights: the hub revision, or a digest over the local weight files."""
     directory = Path(model.model)
     if not directory.is_dir():
         return str(model.revision or "main")
-    digest = hashlib.sha256()
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_REVISION_BYTES))
-            file.seek(max(0, path.stat().st_size - _REVISION_BYTES))
-            digest.update(file.read(_REVISION_BYTES))
-    return digest.hexdigest()[:16]
+    return file_digest([*directory.glob("*.safetensors"), *directory.glob("*.bin")])

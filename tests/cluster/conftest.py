@@ -10,7 +10,7 @@ from baton.runtime import demo_model
 
 sys.path.append(str(Path(__file__).parent))
 
-from processes import Cluster
+from processes import ADAPTERS, Cluster
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+    adapters = {name: f"adapters/{name}" for name in ADAPTERS}
+    with Cluster(tmp_path_factory.mktemp("cluster"), model, lora_adapters=adapters) as cluster:
         cluster.start_worker("prefill", "p1")
         cluster.start_worker("decode", "d1")
         yield cluster

@@ -79,7 +79,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+    adapters = {"poet": "adapters/poet"}
+    with Cluster(tmp_path_factory.mktemp("cluster"), model, lora_adapters=adapters) as cluster:
         cluster.start_worker("prefill", "p1")
         cluster.start_worker("decode", "d1")
         yield cluster
