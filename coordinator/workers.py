@@ -16,7 +16,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
 _MAX_FENCED = 4096
 # Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
-_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size", "adapters")
+_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
 
 
 @dataclass(slots=True)
@@ -209,6 +209,9 @@ class WorkerRegistry:
         if other is None:
             return None
         differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+        theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
+        if theirs != ours:
+            differing.append(f"model.adapters are {theirs}, here {ours}")
         differing += _differences(
             "fingerprint",
             other.hello.fingerprint,
@@ -236,6 +239,11 @@ class WorkerRegistry:
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
+
+
+def _adapters(model: common_pb2.ModelDescription) -> str:
+    """With their revisions: who has other weights under a name computes other KV."""
+    return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
 
 
 def _differences(name: str, ours: Any, theirs: Any, fields: Iterable[str]) -> list[str]:

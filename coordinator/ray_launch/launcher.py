@@ -48,10 +48,11 @@ class RayLauncher:
             raise ConfigError(
                 "launcher: is 'ray', which is not installed; install baton[ray], or use 'local'"
             )
-        model = Path(config.model)
-        if model.is_dir():
-            # Actors run in directories of Ray's choice.
-            config = config.model_copy(update={"model": str(model.absolute())})
+        # Actors run in directories of Ray's choice.
+        adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
+        config = config.model_copy(
+            update={"model": _absolute(config.model), "lora_adapters": adapters}
+        )
         self._places = None if config.ray.address else CorePlaces(config)
         self._config = config if self._places is None else self._places.config
         self._coordinator, self._on_exit, self._on_waits = coordinator, on_exit, on_waits
@@ -115,6 +116,12 @@ class RayLauncher:
             patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             placement_timeout_s=ray.placement_timeout_s,
         )
+
+
+def _absolute(model: str) -> str:
+    """Of a local directory the whole path; what else names a model stays."""
+    path = Path(model)
+    return str(path.absolute()) if path.is_dir() else model
 
 
 def _start(

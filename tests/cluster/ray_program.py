@@ -9,24 +9,31 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
-import psutil
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 from ray.util import list_named_actors
 
 TIMEOUT_S = 30.0
 
 
-def join(address: str, name: str) -> subprocess.Popen[bytes]:
-    # Tied to this process's life.
-    tether = [sys.executable, "-m", "baton.coordinator.tether", str(os.getpid())]
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-    resources = f"--resources={json.dumps({name: 2})}"
-    options = [f"--address={address}", resources, "--object-store-memory=80000000"]
-    node = subprocess.Popen([*tether, *start, *options], stdin=subprocess.DEVNULL)
+def join(address: str, name: str) -> Node:
+    """As ray.cluster_utils.Cluster adds nodes; its processes end with this one."""
+    params = RayParams(
+        gcs_address=address,
+        num_cpus=1,
+        num_gpus=0,
+        resources={name: 2},
+        object_store_memory=80_000_000,
+        include_log_monitor=False,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+    )
+    node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
     deadline = time.monotonic() + TIMEOUT_S
     while not any(one["Resources"].get(name) for one in ray.nodes() if one["Alive"]):
         assert time.monotonic() < deadline, f"no node {name}"
@@ -34,10 +41,10 @@ def join(address: str, name: str) -> subprocess.Popen[bytes]:
     return node
 
 
-def lose(node: subprocess.Popen[bytes]) -> None:
-    for process in psutil.Process(node.pid).children(recursive=True):
-        if process.name() == "raylet":
-            process.kill()
+def lose(node: Node) -> None:
+    for info in node.all_processes["raylet"]:
+        info.process.kill()
+        info.process.wait()
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
         _temp_dir=sys.argv[1],
     )
     address = ray.get_runtime_context().gcs_address
-    nodes: dict[str, subprocess.Popen[bytes]] = {}
+    nodes: dict[str, Node] = {}
     print(address, file=answers)
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")

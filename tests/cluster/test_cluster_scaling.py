@@ -54,6 +54,9 @@ async def test_flips_deaths_and_sizes_by_hand(up):
             os.kill(worker.pid, signal.SIGKILL)
 
         latest = await load_steps.flips_and_deaths(cluster, client, kill)
+        code, _, said = await baton(cluster, "flip", latest, "prefill")
+        assert code == 1
+        assert f"{latest} is the only one that serves decode" in said
 
         # What is set by hand wins over autoscaling, and the coordinator says so.
         await admin.set_autoscale(enabled=True)
