@@ -15,7 +15,7 @@ import vllm_cases as cases
 from safetensors.torch import save_file
 from vllm_cluster import CONFIG, Cluster, plain_vllm, start_cluster, stop_cluster
 
-from baton.client import NotFoundError
+from baton.client.errors import NotFoundError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
