@@ -19,7 +19,7 @@ from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.request import StreamKey, Submission, WorkerKey
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
 from baton.runtime.latency import LatencyModel, PrefillChunk
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -143,7 +143,9 @@ class _Worker:
         handed = not prefill_only and command.HasField("handoff")
         num_known = len(spec.known_token_ids)
         total = len(spec.prompt_token_ids) + num_known
-        hashes = block_hashes(spec.prompt_token_ids, self.shape.block_size_tokens)
+        hashes = block_hashes(
+            spec.prompt_token_ids, self.shape.block_size_tokens, root_of(spec.adapter)
+        )
         num_cached = 0 if handed else self._num_cached(hashes)
         num_done = command.handoff.num_tokens if handed else num_cached
         num_missing = total - min(num_done, total - 1)

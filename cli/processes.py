@@ -124,6 +124,9 @@ def worker(
     engine: options.Engine = None,
     engine_arg: options.EngineArgs = None,
     log_level: options.Level = None,
+    directory: Annotated[
+        str, typer.Option("--directory", hidden=True, help="Of its sockets; empty: its own.")
+    ] = "",
 ) -> None:
     """Run one worker; SIGTERM drains it."""
     import importlib
@@ -148,7 +151,13 @@ def worker(
     worker_main = importlib.import_module("baton.worker.main")
     number = common_pb2.ROLE_PREFILL if role is RoleName.PREFILL else common_pb2.ROLE_DECODE
     code = lifecycle.run(
-        worker_main.serve(effective, role=number, coordinator=coordinator, worker_id=worker_id)
+        worker_main.serve(
+            effective,
+            role=number,
+            coordinator=coordinator,
+            worker_id=worker_id,
+            directory=directory,
+        )
     )
     raise typer.Exit(code)
 

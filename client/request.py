@@ -72,7 +72,7 @@ class RequestOptions(SamplingOptions, total=False):
     """Everything a request may say beside its prompt.
 
     Attributes:
-        model: empty or left out: whatever the coordinator serves.
+        model: empty or left out: the base model; also the name of one of its LoRA adapters.
         lane: "interactive" goes first, "batch" can wait. Left out: interactive.
         slo: what the caller hopes for; left out: the lane's targets.
         timeout_s: from submission; then DeadlineExceededError, on both ends.

@@ -264,7 +264,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             max_workers=ceiling if scaler.active else 0,
             size_by_hand=scaler.by_hand(pool),
             reason=past[-1].decision.reason if past else "",
-            problem=scaler.launches.problem(pool),
+            problem="; ".join(
+                filter(None, (scaler.launches.problem(pool), scaler.launches.waiting(pool)))
+            ),
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             kv_tokens_used=sum(load.kv_tokens_used for load in loads),

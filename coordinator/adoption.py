@@ -81,7 +81,8 @@ class _Orphan:
         num_chars = self.num_text_chars - num_text_chars
         if (
             self.tenant != submission.tenant
-            or self.digest != request_digest(submission.prompt_token_ids, sampling)
+            or self.digest
+            != request_digest(submission.prompt_token_ids, sampling, submission.adapter)
             # They went by and are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")

@@ -127,7 +127,11 @@ class RequestBook:
             request.attempts_before = before.attempt_number
         self.requests.add(request)
         self.stats.admitted(request, now)
-        self.out.append(ev.SendAccepted(submission.to, request.id, request.num_prompt_tokens))
+        self.out.append(
+            ev.SendAccepted(
+                submission.to, request.id, request.num_prompt_tokens, submission.adapter
+            )
+        )
         self._queue(request, now, num_tokens)
         self._set_timer(request)
         self.room_made = True

@@ -22,6 +22,7 @@ def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
         priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
         traceparent=submission.traceparent,
         tenant=submission.tenant,
+        adapter=submission.adapter,
     )
 
 

@@ -102,6 +102,7 @@ class Core:
             ev.FlipAsked: members.flip_asked,
             ev.LauncherReady: lambda event, now: self.scaler.begin(event.sizes, now),
             ev.WorkerExited: members.exited,
+            ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
             ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
             ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
             ev.TargetsAsked: self._targets_asked,

@@ -26,7 +26,7 @@ class Crew:
         first_failure: resolves to why a worker ended, or could not be started, for the first time.
     """
 
-    def __init__(self, post: Callable[[ev.WorkerExited], None]) -> None:
+    def __init__(self, post: Callable[[ev.WorkerExited | ev.WorkerWaits], None]) -> None:
         self._post = post
         self._launcher: Launcher | None = None
         # The latest step of each worker; it waits for the one before. One or two per process.
@@ -47,6 +47,12 @@ class Crew:
         self._failed(worker_exit.loading_failure)
         loading = worker_exit.loading_failure.removeprefix(f"worker {worker_exit.worker_id} ")
         self._post(ev.WorkerExited(worker_exit.worker_id, worker_exit.reason, loading))
+
+    def on_waits(self, worker_id: str, reason: str) -> None:
+        """A worker cannot be started yet, and why; with an empty reason it waits no longer."""
+        if reason:
+            _log.warning("worker %s %s", worker_id, reason)
+        self._post(ev.WorkerWaits(worker_id, reason))
 
     def start(self, worker_id: str, pool: Pool) -> None:
         if not self._closed:

@@ -176,6 +176,18 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerWaits:
+    """A process that is to be started cannot be yet; unknown ones are ignored.
+
+    Attributes:
+        reason: in words, continuing "worker w1 ..."; empty: it waits no longer.
+    """
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleAsked:
     """An operator sets a pool's size; `Scaler.scale_error` says why it cannot be so."""
 
@@ -243,6 +255,7 @@ Event = (
     | FlipAsked
     | LauncherReady
     | WorkerExited
+    | WorkerWaits
     | ScaleAsked
     | AutoscaleAsked
     | TargetsAsked
@@ -259,6 +272,7 @@ class SendAccepted:
     to: StreamKey
     request_id: str
     num_prompt_tokens: int
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

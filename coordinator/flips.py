@@ -70,7 +70,7 @@ class Flips:
             return
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
         if by_hand:
-            self._scaler.flipped(POOL_OF[worker.role], POOL_OF[role])
+            self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
         self._flipping.add(worker.key)
         self._placer.refresh(worker)
         self.look(worker, now)
@@ -129,7 +129,7 @@ class Flips:
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None
         if worker.flip.by_hand:
-            self._scaler.flipped(POOL_OF[worker.flip.into], POOL_OF[worker.role])
+            self._scaler.flipped(worker.id, POOL_OF[worker.flip.into], POOL_OF[worker.role])
         self._end(worker)
 
     def _end(self, worker: Worker) -> None:

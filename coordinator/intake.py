@@ -69,6 +69,9 @@ class Intake:
             max_model_len=self._tokenizer.max_model_len or 0,
             vocab_size=self._tokenizer.vocab_size,
             tokenizer=self._model_path,
+            adapters=[
+                common_pb2.LoraAdapter(name=name) for name in sorted(self._config.lora_adapters)
+            ],
         )
 
     @property
@@ -271,9 +274,15 @@ class Intake:
             session_id=request.session_id,
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
+            adapter="" if request.model == limits.name else request.model,
             tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
         )
 
     def _limits(self) -> ModelLimits:
         model = self.model()
-        return ModelLimits(model.name, model.max_model_len or None, model.vocab_size or None)
+        return ModelLimits(
+            model.name,
+            model.max_model_len or None,
+            model.vocab_size or None,
+            frozenset(adapter.name for adapter in model.adapters),
+        )

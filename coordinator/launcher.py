@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from baton.coordinator.cpu_cores import CorePlaces
 from baton.coordinator.gpu_places import GpuPlaces, gpus_here
@@ -12,7 +12,15 @@ from baton.coordinator.worker_process import BATON, WorkerExit, WorkerProcess
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.errors import BatonError
 
-__all__ = ["BATON", "LaunchError", "Launcher", "LocalLauncher", "STOP_MARGIN_S", "WorkerExit"]
+__all__ = [
+    "BATON",
+    "LaunchError",
+    "Launcher",
+    "LocalLauncher",
+    "OnWaits",
+    "STOP_MARGIN_S",
+    "WorkerExit",
+]
 
 # Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
 STOP_MARGIN_S = 10.0
@@ -20,6 +28,11 @@ STOP_MARGIN_S = 10.0
 
 class LaunchError(OSError, BatonError):
     """A worker cannot be started now; the message says why, in one line."""
+
+
+OnWaits: TypeAlias = Callable[[str, str], None]
+"""Told of a worker that cannot be started yet and why, continuing "worker w1 ..."; then of the same
+with no reason, when it is."""
 
 
 class Launcher(Protocol):

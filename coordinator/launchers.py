@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.coordinator.launcher import BATON, Launcher, LocalLauncher, WorkerExit
+from baton.coordinator.launcher import BATON, Launcher, LocalLauncher, OnWaits, WorkerExit
 from baton.coordinator.ray_launch.launcher import RayLauncher
 from baton.runtime.config import BatonConfig
 
@@ -14,6 +14,7 @@ def make_launcher(
     coordinator: str,
     on_exit: Callable[[WorkerExit], None],
     command: Sequence[str] = BATON,
+    on_waits: OnWaits = lambda worker_id, reason: None,
 ) -> Launcher:
     """The launcher that the configuration names.
 
@@ -22,10 +23,11 @@ def make_launcher(
         coordinator: host:port that workers attach to.
         on_exit: told once of each worker that ends without being asked to.
         command: what runs a worker; the arguments of `baton` follow.
+        on_waits: see OnWaits; on this host none waits.
 
     Raises:
         ConfigError: it cannot be had.
     """
     if config.launcher == "ray":
-        return RayLauncher(config, coordinator, on_exit, command)
+        return RayLauncher(config, coordinator, on_exit, command, on_waits)
     return LocalLauncher(config, coordinator, on_exit, command)

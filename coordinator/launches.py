@@ -29,6 +29,7 @@ class _Launch:
         since: when it was ordered.
         attached_at: None: not yet.
         ends: it is to end, or has left: it holds its GPUs until the launcher says otherwise.
+        waits: why it cannot be started yet, in words; empty when nothing keeps it.
     """
 
     worker_id: str
@@ -36,6 +37,7 @@ class _Launch:
     since: float
     attached_at: float | None = None
     ends: bool = False
+    waits: str = ""
 
     @property
     def starting(self) -> bool:
@@ -75,6 +77,10 @@ class Launches:
         """Of processes that are not known to have ended."""
         return list(self._all)
 
+    def has(self, worker_id: str) -> bool:
+        """Whether a process was started here and is not known to have ended."""
+        return worker_id in self._all
+
     def num_starting(self, pool: Pool) -> int:
         """Started and not attached; each counts once."""
         return sum(one.pool is pool and one.starting for one in tuple(self._all.values()))
@@ -94,6 +100,17 @@ class Launches:
     def problem(self, pool: Pool) -> str:
         """Why workers of this pool did not start lately; empty when all is well."""
         return self._starts[pool].problem
+
+    def waiting(self, pool: Pool) -> str:
+        """Which workers of this pool cannot be started yet, and why; empty when none waits."""
+        waiting = [
+            one for one in self._all.values() if one.pool is pool and one.starting and one.waits
+        ]
+        if not waiting:
+            return ""
+        first, others = waiting[0], len(waiting) - 1
+        told = f"worker {first.worker_id} {first.waits}"
+        return f"{told}; {others} more wait" if others else told
 
     def not_before(self, pool: Pool) -> float:
         """When the next one may be started, by the core's clock."""
@@ -131,6 +148,11 @@ class Launches:
         if one is not None and one.attached_at is None:
             one.attached_at = now
             self._stats.cold_started(now - one.since)
+
+    def waits(self, worker_id: str, reason: str) -> None:
+        """A process cannot be started yet; with an empty reason nothing keeps it any more."""
+        if (one := self._all.get(worker_id)) is not None:
+            one.waits = reason
 
     def moved(self, worker_id: str, pool: Pool) -> None:
         """A worker serves in this pool from now on."""

@@ -60,7 +60,7 @@ class Members:
         """Why an operator cannot have a worker change to this role now; None when they can."""
         if worker.role == role:
             return None
-        limits = self._scaler.flip_error(POOL_OF[worker.role], POOL_OF[role])
+        limits = self._scaler.flip_error(worker.id, POOL_OF[worker.role], POOL_OF[role])
         return self._flips.error(worker, role) or limits
 
     def advance(self) -> None:

@@ -26,7 +26,7 @@ from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, Routi
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
 from baton.coordinator.workers import Worker, WorkerRegistry
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import LanesConfig
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
@@ -394,7 +394,11 @@ class Placer:
     def hashes(self, submission: Submission) -> array[int]:
         """Of the prompt's blocks; none while no worker has said how large they are."""
         for worker in self._workers:
-            return block_hashes(submission.prompt_token_ids, _block_size(worker.hello))
+            return block_hashes(
+                submission.prompt_token_ids,
+                _block_size(worker.hello),
+                root_of(submission.adapter),
+            )
         return array("Q")
 
     @contextlib.contextmanager

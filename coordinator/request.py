@@ -107,6 +107,7 @@ class Submission:
         session_id: of the conversation; empty for none.
         slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
         tenant: who it is accounted to.
+        adapter: name of the LoRA adapter that it is computed with; empty: none.
     """
 
     to: StreamKey
@@ -124,6 +125,7 @@ class Submission:
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
+    adapter: str = ""
 
     @property
     def key(self) -> RequestKey:

@@ -24,7 +24,6 @@ from baton.coordinator.autoscale.types import (
     PoolDecision,
     Targets,
     Want,
-    WorkerView,
 )
 from baton.coordinator.launches import Launches
 from baton.coordinator.load_index import Pool
@@ -159,14 +158,14 @@ class Scaler:
             "(min_workers, max_workers)"
         )
 
-    def flip_error(self, pool: Pool, into: Pool) -> BatonError | None:
+    def flip_error(self, worker_id: str, pool: Pool, into: Pool) -> BatonError | None:
         """Why a worker of `pool` cannot go `into` the other, as far as their limits go."""
         if not self.active:
             return None
         floor, ceiling = self.limits(pool)[0], self.limits(into)[1]
-        if self.desired(pool) - 1 < floor:
+        if self._counts(worker_id, pool) and self.desired(pool) - 1 < floor:
             return FailedPrecondition(f"{pool.value} would have less than its {floor} workers")
-        if self.desired(into) + 1 > ceiling:
+        if self._counts(worker_id, into) and self.desired(into) + 1 > ceiling:
             return FailedPrecondition(f"{into.value} would have more than its {ceiling} workers")
         return None
 
@@ -209,12 +208,13 @@ class Scaler:
         self._hold()
         self.soon(now)
 
-    def flipped(self, pool: Pool, into: Pool) -> None:
-        """An operator moves a worker: sizes that are held move with it."""
+    def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
+        """An operator moves a worker: sizes that are held, and count it, move with it."""
         for one, change in ((pool, -1), (into, 1)):
             if one in self._by_hand:
                 self._by_hand[one] = max(0, self._by_hand[one] + change)
-            self._sizes[one] = max(0, self._sizes[one] + change)
+            if self._is_ours(worker_id):
+                self._sizes[one] = max(0, self._sizes[one] + change)
         self._hold()
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
@@ -226,6 +226,11 @@ class Scaler:
         """A process has ended; another follows if it was not to."""
         if self.launches.exited(event, now):
             self.soon(now)
+
+    def waits(self, event: ev.WorkerWaits, now: float) -> None:
+        """A process cannot be started yet, or no longer waits; told with the next decision."""
+        self.launches.waits(event.worker_id, event.reason)
+        self.soon(now)
 
     def arrived(self, now: float) -> None:
         """A request has come."""
@@ -313,13 +318,19 @@ class Scaler:
         They are nobody's to drain; a pool that keeps its configured size has them beside it.
         """
         observation = self._observer.observe(self._policy.config, now, self.launches.views())
-        ours, found = set(self.launches.worker_ids), list[WorkerView]()
-        for view in observation.workers:
-            if view.worker_id in ours:
-                found.append(view)
-            elif self.autoscale or view.pool in self._by_hand:
-                found.append(replace(view, stays=True))
-        return replace(observation, workers=tuple(found))
+        found = tuple(
+            view if self._is_ours(view.worker_id) else replace(view, stays=True)
+            for view in observation.workers
+            if self._counts(view.worker_id, view.pool)
+        )
+        return replace(observation, workers=found)
+
+    def _is_ours(self, worker_id: str) -> bool:
+        return self.launches.has(worker_id)
+
+    def _counts(self, worker_id: str, pool: Pool) -> bool:
+        """Whether a worker in this pool is one of those that its size is about."""
+        return self._is_ours(worker_id) or self.autoscale or pool in self._by_hand
 
     def _start(self, pool: Pool, number: int, now: float) -> None:
         """Starts workers; after starts that failed, when it is time to."""
@@ -341,6 +352,8 @@ class Scaler:
             wait_s = max(0.0, self.launches.not_before(pool) - now)
             reason += f"; {problem}"
             reason += f"; tried again in {wait_s:.0f} s" if wait_s else "; tried again"
+        if waiting := self.launches.waiting(pool):
+            reason += f"; {waiting}"
         return replace(decision, reason=reason)
 
     def _remember(self, decision: PoolDecision, found: Mapping[str, float], now: float) -> None:

@@ -256,8 +256,9 @@ async def _serve_with_workers(
 ) -> int:
     shell = coordinator.shell
     crew = shell.crew = Crew(shell.post)
-    on_exit = crew.on_exit
-    launcher = make_launcher(config, _dialled(coordinator.address), on_exit, command)
+    launcher = make_launcher(
+        config, _dialled(coordinator.address), crew.on_exit, command, on_waits=crew.on_waits
+    )
     crew.use(launcher)
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     try:

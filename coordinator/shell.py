@@ -249,7 +249,7 @@ class Shell:
         if session is not None:
             accepted = inference_pb2.Accepted(
                 request_id=effect.request_id,
-                model=self.core.model_name,
+                model=effect.adapter or self.core.model_name,
                 prompt_tokens=effect.num_prompt_tokens,
             )
             session.outbox.push(effect.to.stream, accepted)
@@ -370,6 +370,7 @@ _MEMBERSHIP = (
     ev.FlipAsked,
     ev.LauncherReady,
     ev.WorkerExited,
+    ev.WorkerWaits,
     ev.ScaleAsked,
     ev.AutoscaleAsked,
     ev.Tick,

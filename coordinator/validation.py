@@ -37,6 +37,7 @@ class ModelLimits:
     name: str
     max_model_len: int | None
     vocab_size: int | None
+    adapters: frozenset[str] = frozenset()
 
 
 def check_request(
@@ -46,10 +47,11 @@ def check_request(
 
     Raises:
         InvalidArgument: a field is wrong.
-        NotFound: another model than the one served.
+        NotFound: another model than the one served, and none of its adapters.
     """
-    if request.model and request.model != model.name:
-        raise NotFound(f"model is {shown(request.model)}; this coordinator serves {model.name!r}")
+    if request.model and request.model != model.name and request.model not in model.adapters:
+        served = " and ".join([repr(model.name), *map(repr, sorted(model.adapters))])
+        raise NotFound(f"model is {shown(request.model)}; this coordinator serves {served}")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidArgument(
             "request_id", request.request_id, "1 to 128 characters of [A-Za-z0-9._:-]"

@@ -7,11 +7,15 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from baton.runtime import worker_directory
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ class WorkerProcess:
     """One worker process, leading a process group of its own.
 
     Its configuration goes in by stdin, its output comes out on this process's stderr. It gets
-    SIGTERM when this process dies, however it dies.
+    SIGTERM when this process dies, however it dies. Its directory goes with the last of it.
     """
 
     def __init__(
@@ -110,11 +114,12 @@ class WorkerProcess:
         process: asyncio.subprocess.Process,
         output: _Pipe,
         errors: _Pipe,
+        directory: Path,
         config: bytes,
         on_exit: Callable[[WorkerExit], None],
     ) -> None:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
-        self._output, self._errors = output, errors
+        self._output, self._errors, self._directory = output, errors, directory
         self._stopping = self._reported = False
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch = asyncio.create_task(self._run(config), name=f"worker {worker_id}")
@@ -148,7 +153,8 @@ class WorkerProcess:
         # By way of a small program that ties the worker's life to ours before it becomes it.
         tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
         worker = ("worker", "--role", role, "--worker-id", worker_id)
-        settings = ("--coordinator", coordinator, "--config", "-")
+        directory = worker_directory.make()
+        settings = ("--coordinator", coordinator, "--config", "-", "--directory", str(directory))
         output, errors = await _Pipe.open(), await _Pipe.open()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -164,11 +170,12 @@ class WorkerProcess:
         except BaseException:
             output.close()
             errors.close()
+            directory.rmdir()
             raise
         finally:
             os.close(output.write_end)
             os.close(errors.write_end)
-        return cls(worker_id, process, output, errors, config.encode(), on_exit)
+        return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)
 
     async def stop(self, patience_s: float) -> None:
         """SIGTERM, then SIGKILL for whatever is left of its process group.
@@ -211,6 +218,7 @@ class WorkerProcess:
         finally:
             self._output.close()
             self._errors.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._report(exit_code)
 
     def _report(self, exit_code: int) -> None:

@@ -209,6 +209,9 @@ class WorkerRegistry:
         if other is None:
             return None
         differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+        theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
+        if theirs != ours:
+            differing.append(f"model.adapters are {theirs}, here {ours}")
         differing += _differences(
             "fingerprint",
             other.hello.fingerprint,
@@ -236,6 +239,11 @@ class WorkerRegistry:
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
+
+
+def _adapters(model: common_pb2.ModelDescription) -> str:
+    """With their revisions: who has other weights under a name computes other KV."""
+    return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
 
 
 def _differences(name: str, ours: Any, theirs: Any, fields: Iterable[str]) -> list[str]:

@@ -77,6 +77,7 @@ class Attempt:
             priority=self.spec.priority,
             send=send,
             receive=receive,
+            adapter=self.spec.adapter,
         )
 
     def running(self) -> cluster_pb2.RunningRequest:
@@ -90,7 +91,9 @@ class Attempt:
             num_text_chars=self.num_text_chars,
             decoding=self.decoding,
             last_text="".join(self._text)[-_MAX_LAST_CHARS:],
-            digest=request_digest(self.spec.prompt_token_ids, self.spec.sampling),
+            digest=request_digest(
+                self.spec.prompt_token_ids, self.spec.sampling, self.spec.adapter
+            ),
             tenant=self.spec.tenant,
         )
 

@@ -90,6 +90,7 @@ class EngineRequest:
         known_text_chars: characters (code points) of text that went with them; not reported again.
         prefill_only: report the first token and stop (Finish.CUT), unless it ends the request.
         priority: smaller first.
+        adapter: name of the LoRA adapter to compute it with; empty: none.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class EngineRequest:
     priority: int = 0
     send: SendHandoff | None = None
     receive: ReceiveHandoff | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,25 +53,26 @@ class HandoffPort:
         if not self._port.alive:
             raise PortClosed("the transfer service has ended")
 
-    def send(self, send: SendHandoff, prompt: Sequence[int]) -> HandoffSend:
-        return HandoffSend(self._port, self.layout, send, prompt)
+    def send(self, send: SendHandoff, prompt: Sequence[int], adapter: str) -> HandoffSend:
+        return HandoffSend(self._port, self.layout, send, prompt, adapter)
 
     def is_settled(self, handoff_id: bytes) -> bool:
         """Whether waiting is over: committed, or never to be."""
         return self._states.get(handoff_id) in _SETTLED
 
-    def load(self, receive: ReceiveHandoff, tokens: Sequence[int]) -> int:
+    def load(self, receive: ReceiveHandoff, tokens: Sequence[int], adapter: str) -> int:
         """Loads a committed handoff, once, and gives its staging back in any case.
 
         Args:
             receive: what is expected.
             tokens: of the prompt, and the known ones after it.
+            adapter: with which they are computed; empty for none.
 
         Returns:
             How many of these tokens are there with it; 0 when it is not there, or damaged.
 
         Raises:
-            WrongBaton: intact, but of another prompt.
+            WrongBaton: intact, but of another prompt or adapter.
         """
         state = self._states.pop(receive.handoff_id, None)
         try:
@@ -90,7 +91,7 @@ class HandoffPort:
             layers = self._copy(claim.offset, num_blocks, claim.frames)
             if layers is None:
                 return 0
-            self._verify(layers, receive, tokens)
+            self._verify(layers, receive, tokens, adapter)
             return receive.num_tokens
         finally:
             self._port.release(receive.handoff_id, all_ranks=True)
@@ -116,11 +117,13 @@ class HandoffPort:
                 return None
         return data
 
-    def _verify(self, data: bytes, receive: ReceiveHandoff, tokens: Sequence[int]) -> None:
+    def _verify(
+        self, data: bytes, receive: ReceiveHandoff, tokens: Sequence[int], adapter: str
+    ) -> None:
         layout = self.layout
         num_blocks = layout.num_blocks(receive.num_tokens - receive.skip_tokens)
         skip_blocks = receive.skip_tokens // layout.block_size_tokens
-        digests = KvDigests(tokens, receive.num_tokens, layout.block_size_tokens)
+        digests = KvDigests(tokens, receive.num_tokens, layout.block_size_tokens, adapter)
         for block in range(num_blocks):
             for layer in range(layout.num_layers):
                 begin = layout.offset(0, layer, block, num_blocks)
@@ -140,12 +143,17 @@ class HandoffSend:
     """
 
     def __init__(
-        self, port: EnginePort, layout: KvLayout, send: SendHandoff, prompt: Sequence[int]
+        self,
+        port: EnginePort,
+        layout: KvLayout,
+        send: SendHandoff,
+        prompt: Sequence[int],
+        adapter: str,
     ) -> None:
         self._port, self._layout, self._send = port, layout, send
         self._num_blocks = layout.num_blocks(send.num_tokens - send.skip_tokens)
         self._skip_blocks = send.skip_tokens // layout.block_size_tokens
-        self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens)
+        self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens, adapter)
         # Of the handoff: to be staged next.
         self._epoch, self._first_block, self._ended = FIRST_EPOCH, 0, False
 

@@ -17,7 +17,7 @@ from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
-from baton.runtime.block_hashes import ROOT, block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class LiveRequest:
         if len(self.hashes) < num_blocks:
             begin = len(self.hashes) * block_size_tokens
             rest = self.tokens[begin : num_blocks * block_size_tokens]
-            parent = self.hashes[-1] if self.hashes else ROOT
+            parent = self.hashes[-1] if self.hashes else root_of(self.request.adapter)
             self.hashes.extend(block_hashes(rest, block_size_tokens, parent))
         return self.hashes[:num_blocks]
 

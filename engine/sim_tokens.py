@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 import xxhash
 
+from baton.runtime.block_hashes import root_of
+
 # Enough for any test to tell outputs apart; scanning a large vocabulary would cost start-up time.
 _MAX_PRINTABLE = 4096
 
@@ -55,15 +57,15 @@ class Vocabulary:
 class TokenChain:
     """Picks the next token of one output: xxh3_64 over the one before, as a chain.
 
-    The chain starts with the hash of the prompt's ids (little-endian, 4 bytes each) and advances by
-    hashing its 8 bytes and the next token's 4.
+    The chain starts with the hash of the prompt's ids (little-endian, 4 bytes each), seeded by the
+    adapter, and advances by hashing its 8 bytes and the next token's 4.
     """
 
     __slots__ = ("_hash", "_printable")
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], adapter: str = "") -> None:
         self._printable = vocabulary.printable
-        self._hash: int = xxhash.xxh3_64_intdigest(token_bytes(prompt))
+        self._hash: int = xxhash.xxh3_64_intdigest(token_bytes(prompt), root_of(adapter))
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """Takes in tokens of the output, whoever picked them."""
@@ -75,9 +77,11 @@ class TokenChain:
         return self._printable[self._hash % len(self._printable)]
 
 
-def expected_tokens(vocabulary: Vocabulary, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def expected_tokens(
+    vocabulary: Vocabulary, prompt: Sequence[int], num_tokens: int, adapter: str = ""
+) -> list[int]:
     """What every simulated engine answers to a prompt, however the work was split."""
-    chain, tokens = TokenChain(vocabulary, prompt), list[int]()
+    chain, tokens = TokenChain(vocabulary, prompt, adapter), list[int]()
     for _ in range(num_tokens):
         tokens.append(chain.next())
         chain.advance(tokens[-1:])
@@ -89,10 +93,12 @@ class KvDigests:
 
     __slots__ = ("_block_size", "_digests", "_hash", "_tokens")
 
-    def __init__(self, prompt: Sequence[int], num_tokens: int, block_size_tokens: int) -> None:
+    def __init__(
+        self, prompt: Sequence[int], num_tokens: int, block_size_tokens: int, adapter: str = ""
+    ) -> None:
         self._tokens = prompt[:num_tokens]
         self._block_size = block_size_tokens
-        self._hash = xxhash.xxh3_128()
+        self._hash = xxhash.xxh3_128(seed=root_of(adapter))
         self._digests: list[bytes] = []
 
     def kv_bytes(self, layer: int, block: int, block_bytes: int) -> bytes:

@@ -64,11 +64,18 @@ class SimulatedEngine:
         served_name: what requests call it.
         settings: sizes and timing.
         transfer_socket: the transfer service's local socket; "" runs without handoffs.
+        adapters: names of LoRA adapters; each makes other tokens and other KV bytes of a prompt.
     """
 
     def __init__(
-        self, model: str, served_name: str, settings: SimulatedConfig, transfer_socket: str
+        self,
+        model: str,
+        served_name: str,
+        settings: SimulatedConfig,
+        transfer_socket: str,
+        adapters: Sequence[str] = (),
     ) -> None:
+        self._adapters = adapters
         self._model, self._served_name, self._settings = model, served_name, settings
         self._transfer_socket = transfer_socket
         self._latency = LatencyModel.from_config(settings)
@@ -133,6 +140,7 @@ class SimulatedEngine:
                 max_model_len=settings.max_model_len,
                 vocab_size=self._vocabulary.size,
                 tokenizer=self._model,
+                adapters=[common_pb2.LoraAdapter(name=name) for name in self._adapters],
             ),
             layout=self._layout,
             kv_tokens=self._blocks.num_blocks * settings.block_size_tokens,
@@ -155,7 +163,7 @@ class SimulatedEngine:
         assert self._vocabulary is not None, "submit before start"
         max_output_tokens = self._validated(request, self._vocabulary)
         prompt, now = list(request.prompt_token_ids), monotonic()
-        chain = TokenChain(self._vocabulary, prompt)
+        chain = TokenChain(self._vocabulary, prompt, request.adapter)
         chain.advance(request.known_token_ids)
         text = OutputText(self._vocabulary, prompt, request.sampling)
         text.replay(request.known_token_ids, request.known_text_chars)
@@ -167,7 +175,9 @@ class SimulatedEngine:
             chain=chain,
             text=text,
             submitted_at=now,
-            send=self._port.send(request.send, prompt) if self._port and request.send else None,
+            send=self._port.send(request.send, prompt, request.adapter)
+            if self._port and request.send
+            else None,
             receive_deadline=now + request.receive.timeout_s if request.receive else None,
         )
         self._requests[request.request_id] = live
@@ -260,6 +270,8 @@ class SimulatedEngine:
         num_prompt, limit = len(request.prompt_token_ids), self._settings.max_model_len
         if request.request_id in self._requests:
             raise RequestRejected(f"request {request.request_id} is running already")
+        if request.adapter and request.adapter not in self._adapters:
+            raise RequestRejected(f"adapter {request.adapter!r} is not loaded here")
         if not 0 < num_prompt < limit:
             raise RequestRejected(f"prompt has {num_prompt} tokens; must be 1 to {limit - 1}")
         if max(request.prompt_token_ids) >= vocabulary.size or min(request.prompt_token_ids) < 0:
@@ -479,7 +491,7 @@ class SimulatedEngine:
             self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
             return
         try:
-            loaded = self._port.load(receive, live.tokens)
+            loaded = self._port.load(receive, live.tokens, live.request.adapter)
         except WrongBaton as error:
             self._give_up(live, EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
             return

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
+from baton.engine.file_digest import file_digest
 from baton.engine.vllm_forced_tokens import ForcedTokens
+from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_refusals import refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime import affinity
+from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
+from baton.v1 import common_pb2
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
-_REVISION_BYTES = 2**20
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
@@ -42,7 +46,11 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
 
 
 def checked_args(
-    model: str, served_name: str, engine_args: dict[str, Any], traces: Path
+    model: str,
+    served_name: str,
+    engine_args: dict[str, Any],
+    adapters: Mapping[str, str],
+    traces: Path,
 ) -> dict[str, Any]:
     """What RefusingEngineArgs is made of: what was passed through, and what Baton sets itself.
 
@@ -50,6 +58,7 @@ def checked_args(
         model: directory or hub id.
         served_name: what requests call it.
         engine_args: passed through.
+        adapters: directories of LoRA adapters, by the names that requests use.
         traces: directory that profiles are written to.
 
     Raises:
@@ -77,6 +86,7 @@ def checked_args(
         },
         "scheduling_policy": "priority",
         "enable_log_requests": False,
+        **lora_args(adapters, engine_args),
         **engine_args,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
@@ -121,6 +131,16 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
         raise EngineDead(f"engine_args.profiler_config: {message}") from None
 
 
+def keep_sockets_in(directory: Path) -> None:
+    """Has vLLM's processes put their Unix sockets there, where they are removed with the directory.
+
+    vLLM makes two for each engine in the temporary directory, and leaves them when it is killed. It
+    reads where from the environment only. Where their paths would be too long, nothing changes.
+    """
+    if worker_directory.fits(directory):
+        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+
+
 def bind_threads(config: Any) -> list[int]:
     """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
 
@@ -144,8 +164,13 @@ def bind_threads(config: Any) -> list[int]:
     return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
 
 
-def layout_of(config: Any, served_name: str) -> KvLayout:
-    """The layout every rank's cache must have; the connector checks it against the tensors."""
+def layout_of(
+    config: Any, served_name: str, adapters: Sequence[common_pb2.LoraAdapter] = ()
+) -> KvLayout:
+    """The layout every rank's cache must have; the connector checks it against the tensors.
+
+    Its revision is that of the weights, those of the adapters too: who has others takes no handoff.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = model.dtype
     if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
@@ -156,7 +181,7 @@ def layout_of(config: Any, served_name: str) -> KvLayout:
     heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
     return KvLayout(
         model=served_name,
-        revision=_revision(model),
+        revision=_revision(model) + _of_adapters(adapters),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model.get_num_layers(parallel),
         num_kv_heads=heads,
@@ -185,20 +210,16 @@ def _content(config: Any, head_size: int) -> str:
     return f"{backend}:{_get_attn_isa(model.dtype, config.cache_config.block_size, head_size)}"
 
 
-def _revision(model: Any) -> str:
-    """Changes with the weights: the hub revision, or a digest over the local weight files.
+def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
+    if not adapters:
+        return ""
+    named = json.dumps([[one.name, one.revision] for one in adapters]).encode()
+    return "+" + hashlib.sha256(named).hexdigest()[:8]
 
-    Of each file its name, its size, and its first and last mebibyte: hashing all of a large model
-    would take longer than loading it.
-    """
+
+def _revision(model: Any) -> str:
+    """Changes with the weights: the hub revision, or a digest over the local weight files."""
     directory = Path(model.model)
     if not directory.is_dir():
         return str(model.revision or "main")
-    digest = hashlib.sha256()
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_REVISION_BYTES))
-            file.seek(max(0, path.stat().st_size - _REVISION_BYTES))
-            digest.update(file.read(_REVISION_BYTES))
-    return digest.hexdigest()[:16]
+    return file_digest([*directory.glob("*.safetensors"), *directory.glob("*.bin")])

@@ -17,13 +17,14 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import vllm
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -48,8 +49,15 @@ from baton.engine.base import (
     StepSample,
     Trace,
 )
-from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_args, layout_of
+from baton.engine.vllm_config import (
+    RefusingEngineArgs,
+    bind_threads,
+    checked_args,
+    keep_sockets_in,
+    layout_of,
+)
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_lora import lora_requests, revision_of
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
@@ -122,11 +130,19 @@ class VllmEngine:
         served_name: what requests call the model.
         engine_args: vLLM's own engine arguments, by vLLM's names (AsyncEngineArgs).
         transfer_socket: control socket of this worker's transfer service.
+        adapters: LoRA adapters by the names that requests give; a directory or hub id of each.
     """
 
     def __init__(
-        self, model: str, served_name: str, engine_args: dict[str, Any], transfer_socket: str
+        self,
+        model: str,
+        served_name: str,
+        engine_args: dict[str, Any],
+        transfer_socket: str,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        self._adapters = adapters or {}
+        self._lora_requests = lora_requests(self._adapters)
         self._model, self._served_name = model, served_name
         self._engine_args, self._transfer_socket = engine_args, transfer_socket
         self._traces = Path(transfer_socket).parent / "traces"
@@ -145,7 +161,11 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         try:
             # Loading takes long; the loop must stay free for signals.
-            return await asyncio.to_thread(self._start)
+            info = await asyncio.to_thread(self._start)
+            for name, lora in self._lora_requests.items():
+                if not await self._core.add_lora_async(lora):
+                    raise EngineDead(f"lora_adapters.{name}: vLLM did not load {lora.lora_path}")
+            return info
         except EngineDead:
             raise
         except Exception as error:
@@ -153,15 +173,22 @@ class VllmEngine:
 
     def _start(self) -> EngineInfo:
         begun_at = time.monotonic()
+        keep_sockets_in(Path(self._transfer_socket).parent)
         args = RefusingEngineArgs(
-            **checked_args(self._model, self._served_name, self._engine_args, self._traces)
+            **checked_args(
+                self._model, self._served_name, self._engine_args, self._adapters, self._traces
+            )
         )
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = args.create_engine_config()
         refuse_speculation(config.speculative_config)
-        self._layout = layout_of(config, self._served_name)
+        adapters = [
+            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
+            for name, path in sorted(self._adapters.items())
+        ]
+        self._layout = layout_of(config, self._served_name, adapters)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
@@ -192,6 +219,7 @@ class VllmEngine:
                 max_model_len=config.model_config.max_model_len,
                 vocab_size=config.model_config.get_vocab_size(),
                 tokenizer=self._model,
+                adapters=adapters,
             ),
             layout=self._layout,
             kv_tokens=self._kv_tokens,
@@ -290,6 +318,7 @@ class VllmEngine:
             tokens_input(list(request.prompt_token_ids)),
             sampling_params(request),
             supported_tasks=("generate",),
+            lora_request=self._lora_request(request.adapter),
             priority=request.priority,
         )
         shown.external_req_id = live.internal_id
@@ -316,6 +345,16 @@ class VllmEngine:
         run = copy.copy(shown)
         run.prompt_token_ids, run.sampling_params = prompt, params
         return shown, run
+
+    def _lora_request(self, adapter: str) -> LoRARequest | None:
+        """Raises ValueError: there is no such adapter."""
+        if not adapter:
+            return None
+        found = self._lora_requests.get(adapter)
+        if found is None:
+            loaded = ", ".join(self._lora_requests) or "none"
+            raise ValueError(f"adapter {adapter!r} is not loaded here; loaded: {loaded}")
+        return found
 
     def _replay(self, live: _Live, run: EngineCoreRequest) -> None:
         """Brings the detokenizer to where the known tokens left it."""

@@ -135,27 +135,37 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         model = await self._model.get(_credential(request))
-        return JSONResponse({"object": "list", "data": [self._described(model)]})
+        return JSONResponse({"object": "list", "data": self._described(model)})
 
     async def _one_model(self, request: Request) -> Response:
         model = await self._model.get(_credential(request))
         name = request.path_params["name"]
-        if name != model.name:
-            message = f"model is {name!r}; this gateway serves {model.name!r}"
+        found = self._described(model)
+        one = next((one for one in found if one["id"] == name), None)
+        if one is None:
+            served = " and ".join(repr(one["id"]) for one in found)
+            message = f"model is {name!r}; this gateway serves {served}"
             kind = _KINDS[404]
             raise Problem(404, message, kind=kind, param="model", code="model_not_found")
-        return JSONResponse(self._described(model))
+        return JSONResponse(one)
 
-    def _described(self, model: common_pb2.ModelDescription) -> dict[str, object]:
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "root": model.name,
-            "parent": None,
-            "max_model_len": model.max_model_len or None,
-        }
+    def _described(self, model: common_pb2.ModelDescription) -> list[dict[str, object]]:
+        """The base model, then its adapters, as vLLM lists them."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "baton",
+                "root": name,
+                "parent": parent,
+                "max_model_len": model.max_model_len or None,
+            }
+            for name, parent in (
+                (model.name, None),
+                *((adapter.name, model.name) for adapter in model.adapters),
+            )
+        ]
 
     async def _health(self, request: Request) -> Response:
         await self._ready.get()

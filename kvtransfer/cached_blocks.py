@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from baton.runtime.block_hashes import ROOT, block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 
 # Of SchedulerStats.kv_connector_stats: what `CachedBlocks.take` returns.
 CACHE_CHANGE = "baton_cache"
@@ -31,9 +31,9 @@ class _Block:
 class CachedBlocks:
     """Follows vLLM's cache events (vllm/distributed/kv_events.py), in their order.
 
-    Left out are blocks that hold more than tokens (of adapters, images, salted prompts) and all
-    that follow them: no hash of a prompt's tokens may find them. Memory is bounded by the cache:
-    what it holds, and what of that was not taken yet.
+    Left out are blocks that hold more than tokens, computed with or without an adapter (of images,
+    salted prompts), and all that follow them: no hash of a prompt's tokens may find them. Memory is
+    bounded by the cache: what it holds, and what of that was not taken yet.
     """
 
     def __init__(self, block_size_tokens: int) -> None:
@@ -48,7 +48,8 @@ class CachedBlocks:
         parent: Name | None,
         names: Sequence[Name],
         token_ids: Sequence[int],
-        extra_keys: Sequence[object] | None,
+        extra_keys: Sequence[Sequence[object] | None] | None,
+        adapter: str = "",
     ) -> None:
         """Takes in a BlockStored event.
 
@@ -57,15 +58,17 @@ class CachedBlocks:
             names: of blocks that follow each other.
             token_ids: of all of them.
             extra_keys: of each block, what it holds beside tokens; None for nothing.
+            adapter: name of that with which they were computed; the first of extra_keys too.
         """
-        before = self._blocks.get(parent) if parent is not None else _Block(ROOT)
+        before = self._blocks.get(parent) if parent is not None else _Block(root_of(adapter))
         if before is None:
             return
         hashes = block_hashes(token_ids, self._block_size_tokens, before.hash)
         if len(hashes) != len(names):
             return
+        plain = (adapter,) if adapter else ()
         for index, (name, block_hash) in enumerate(zip(names, hashes, strict=True)):
-            if extra_keys is not None and extra_keys[index] is not None:
+            if extra_keys is not None and tuple(extra_keys[index] or ()) != plain:
                 return
             if (block := self._blocks.get(name)) is not None:
                 block.num_copies += 1

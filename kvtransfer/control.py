@@ -5,7 +5,6 @@ from __future__ import annotations
 from baton.kvtransfer.engine_port import FIRST_EPOCH, Claim, EnginePort, filled_frame, split_blocks
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.kvtransfer.frames import checksum
-from baton.kvtransfer.local_wire import WORKER_DIRECTORY_PREFIX
 from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "TransferClient",
     "TransferError",
     "TransferRefused",
-    "WORKER_DIRECTORY_PREFIX",
     "checksum",
     "filled_frame",
     "split_blocks",

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from baton.kvtransfer import engine_stages, local_wire, notes
 from baton.kvtransfer.errors import TransferError
+from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Written and not read by the other end: above HIGH notifications are merged instead, above MAX the
@@ -105,15 +106,19 @@ class LocalConnection(asyncio.Protocol):
 
 
 def remove(path: str) -> None:
-    """Removes a socket's file, and a worker's directory with nothing else of note; idempotent.
+    """Removes a socket's file, and a worker's directory with its engine's sockets; idempotent.
 
-    The worker removes its directory itself, unless it was killed.
+    The worker removes its directory itself, unless it was killed. A directory with anything else in
+    it stays.
     """
     Path(path).unlink(missing_ok=True)
     # Of an engine that was killed.
     Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
-    if directory.name.startswith(local_wire.WORKER_DIRECTORY_PREFIX):
+    if directory.name.startswith(worker_directory.PREFIX):
         engine_stages.forget(path)
         with contextlib.suppress(OSError):
+            for one in directory.iterdir():
+                if one.is_socket():
+                    one.unlink(missing_ok=True)
             directory.rmdir()

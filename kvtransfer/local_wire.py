@@ -15,8 +15,6 @@ from google.protobuf.message import Message
 from baton.kvtransfer.errors import TransferError
 
 _LENGTH = struct.Struct("<I")
-# Of the directories that workers make for their service's socket.
-WORKER_DIRECTORY_PREFIX = "baton-"
 # A claim of a long prompt lists every frame that was received: 40 bytes each.
 MAX_LOCAL_MESSAGE_BYTES = 16 * 2**20
 

@@ -254,6 +254,7 @@ class BatonConnector(KVConnectorBase_V1):
                         event.block_hashes,
                         event.token_ids,
                         event.extra_keys,
+                        event.lora_name or "",
                     )
                 case BlockRemoved(group_idx=0):
                     self._cached.removed(event.block_hashes)

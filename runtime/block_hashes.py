@@ -16,6 +16,15 @@ ROOT = 0
 """The parent of a prompt's first block."""
 
 
+def root_of(adapter: str) -> int:
+    """The parent of a prompt's first block that is computed with a LoRA adapter.
+
+    Args:
+        adapter: its name; empty for the base model.
+    """
+    return xxhash.xxh3_64_intdigest(f"adapter {adapter}".encode()) if adapter else ROOT
+
+
 def block_hashes(
     token_ids: Sequence[int], block_size_tokens: int, parent: int = ROOT
 ) -> array[int]:

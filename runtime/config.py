@@ -482,6 +482,11 @@ class BatonConfig(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="vLLM's own engine arguments, passed through"
     )
+    lora_adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters: local directory or hub id of each, by the name that requests "
+        "give as their model; every worker loads all",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     lanes: LanesConfig = Field(default_factory=LanesConfig)
@@ -527,6 +532,16 @@ class BatonConfig(Section):
                     f"{key}.burst_tokens: is {tenant.burst_tokens}; needs tokens_per_s, "
                     "the rate at which it fills again"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_make_sense(self) -> BatonConfig:
+        for name, path in self.lora_adapters.items():
+            if not name or name == self.model_name:
+                taken = f"must not be empty, nor {self.model_name!r}, which is the base model's"
+                raise ValueError(f"lora_adapters: a name is {name!r}; {taken}")
+            if not path:
+                raise ValueError(f"lora_adapters.{name}: is empty; must be a directory or hub id")
         return self
 
     @model_validator(mode="after")

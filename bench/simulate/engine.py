@@ -19,7 +19,7 @@ from baton.bench.simulate.parts import Live, PrefixCache, Run, Shape
 from baton.bench.tally import Tally
 from baton.coordinator import events as ev
 from baton.coordinator.request import WorkerKey
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -105,7 +105,9 @@ class Engine:
         hashes: Sequence[int] = ()
         num_cached = 0
         if self._cache is not None:
-            hashes = block_hashes(spec.prompt_token_ids, shape.block_size_tokens)
+            hashes = block_hashes(
+                spec.prompt_token_ids, shape.block_size_tokens, root_of(spec.adapter)
+            )
             num_cached = 0 if handed else min(self._cache.num_cached(hashes), total - 1)
         num_missing = num_known or 1 if handed else total - num_cached
         live = Live(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from baton.coordinator.launcher import LaunchError
+from baton.coordinator.launcher import LaunchError, OnWaits
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.worker_process import KILL_TIMEOUT_S, WorkerExit
 
@@ -39,8 +39,10 @@ class DriverProcess:
         process: asyncio.subprocess.Process,
         opening: wire.Open,
         on_exit: Callable[[WorkerExit], None],
+        on_waits: OnWaits,
     ) -> None:
-        self._process, self._opening, self._on_exit = process, opening, on_exit
+        self._process, self._opening = process, opening
+        self._on_exit, self._on_waits = on_exit, on_waits
         self._what = f"Ray at {opening.address}" if opening.address else "Ray on this host"
         self._opened: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._starting: dict[str, asyncio.Future[str]] = {}
@@ -53,7 +55,11 @@ class DriverProcess:
 
     @classmethod
     async def open(
-        cls, opening: wire.Open, on_exit: Callable[[WorkerExit], None], timeout_s: float
+        cls,
+        opening: wire.Open,
+        on_exit: Callable[[WorkerExit], None],
+        on_waits: OnWaits,
+        timeout_s: float,
     ) -> DriverProcess:
         """Starts the process, and returns when it has connected to Ray.
 
@@ -68,7 +74,7 @@ class DriverProcess:
             stdout=asyncio.subprocess.PIPE,
             env=_environment(own=not opening.address),
         )
-        driver = cls(process, opening, on_exit)
+        driver = cls(process, opening, on_exit, on_waits)
         try:
             driver._say(opening)
             async with asyncio.timeout(timeout_s):
@@ -180,8 +186,9 @@ class DriverProcess:
                 _settle(self._starting.get(worker_id), why)
             case wire.Placed(worker_id, node, host):
                 _log.info("worker %s is on node %s of Ray, host %s", worker_id, node, host)
+                self._on_waits(worker_id, "")
             case wire.Waits(worker_id, why):
-                _log.warning("worker %s waits for room in Ray: %s", worker_id, why)
+                self._on_waits(worker_id, f"waits for room in Ray: {why}")
             case wire.Exited(worker_id, exit_code, last_line, first_error, lost):
                 self._exited(WorkerExit(worker_id, exit_code, last_line, first_error, lost))
             case wire.Ended(worker_id):

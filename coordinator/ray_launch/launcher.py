@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.coordinator.cpu_cores import CorePlaces
-from baton.coordinator.launcher import STOP_MARGIN_S
+from baton.coordinator.launcher import STOP_MARGIN_S, OnWaits
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.driver_process import DriverProcess
 from baton.coordinator.worker_process import BATON, WorkerExit
@@ -30,6 +30,7 @@ class RayLauncher:
         coordinator: host:port that workers attach to.
         on_exit: told once of each worker that ends without being asked to.
         command: what runs a worker on its node; BATON: what runs it there.
+        on_waits: see OnWaits.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -41,18 +42,20 @@ class RayLauncher:
         coordinator: str,
         on_exit: Callable[[WorkerExit], None],
         command: Sequence[str] = BATON,
+        on_waits: OnWaits = lambda worker_id, reason: None,
     ) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
                 "launcher: is 'ray', which is not installed; install baton[ray], or use 'local'"
             )
-        model = Path(config.model)
-        if model.is_dir():
-            # Actors run in directories of Ray's choice.
-            config = config.model_copy(update={"model": str(model.absolute())})
+        # Actors run in directories of Ray's choice.
+        adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
+        config = config.model_copy(
+            update={"model": _absolute(config.model), "lora_adapters": adapters}
+        )
         self._places = None if config.ray.address else CorePlaces(config)
         self._config = config if self._places is None else self._places.config
-        self._coordinator, self._on_exit = coordinator, on_exit
+        self._coordinator, self._on_exit, self._on_waits = coordinator, on_exit, on_waits
         self._command = [] if command == BATON else list(command)
         self._driver: DriverProcess | None = None
         self._connecting = asyncio.Lock()
@@ -93,7 +96,10 @@ class RayLauncher:
                 self._driver = None
             if self._driver is None:
                 self._driver = await DriverProcess.open(
-                    self._opening(), self._on_exit, self._config.ray.connect_timeout_s
+                    self._opening(),
+                    self._on_exit,
+                    self._on_waits,
+                    self._config.ray.connect_timeout_s,
                 )
             return self._driver
 
@@ -110,6 +116,12 @@ class RayLauncher:
             patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             placement_timeout_s=ray.placement_timeout_s,
         )
+
+
+def _absolute(model: str) -> str:
+    """Of a local directory the whole path; what else names a model stays."""
+    path = Path(model)
+    return str(path.absolute()) if path.is_dir() else model
 
 
 def _start(

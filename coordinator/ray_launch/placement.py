@@ -37,6 +37,21 @@ def shortage(needs: Mapping[str, float], nodes: Sequence[Node]) -> str:
     return f"no node of Ray has all of {together}"
 
 
+def in_use(needs: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """Why a worker waits that some node could hold.
+
+    Args:
+        needs: of the worker.
+        free: of all nodes together.
+    """
+    wanted = {name: amount for name, amount in needs.items() if amount > 0}
+    together = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+    left = ", ".join(f"{name} {free.get(name, 0.0):g}" for name in wanted)
+    if not wanted:
+        return "its node is slow"
+    return f"no node has all of {together} free (together they have {left}), or its node is slow"
+
+
 def _missing(wanted: Mapping[str, float], node: Node) -> list[str]:
     return [name for name, amount in wanted.items() if node.resources.get(name, 0.0) < amount]
 

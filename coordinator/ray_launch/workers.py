@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -26,7 +26,7 @@ from baton.coordinator.ray_launch.calls import (
     words,
 )
 from baton.coordinator.ray_launch.cluster import NAME_PREFIX
-from baton.coordinator.ray_launch.placement import partner_node, shortage
+from baton.coordinator.ray_launch.placement import in_use, partner_node, shortage
 from baton.coordinator.worker_process import KILL_TIMEOUT_S
 
 _HEAD_PROCESSES = ("gcs_server", "raylet")
@@ -36,9 +36,11 @@ _SILENT_S = 5.0
 _GONE_S = 60.0
 # An actor that cannot be reached for so long is lost.
 _UNREACHABLE_S = 5.0
-# So long after it was made another's placement is waited for, to be beside it; and room in Ray,
-# before it is said that there is none.
+# So long after it was made another's placement is waited for, to be beside it.
 _PARTNERS_S = 5.0
+# A worker that has no place yet is looked at so often; after so long it is told that it waits for
+# what others use.
+_LOOK_S = 2.0
 _ROOM_S = 10.0
 
 
@@ -47,7 +49,7 @@ class _Worker:
     """A worker's actor.
 
     Attributes:
-        lack: what no node had when it was made; empty when one could hold it.
+        needs: of its node, by Ray's names.
         made_at: by time.monotonic.
         hoped: the node that it was to have; empty for any.
         node: Ray's id of where its process runs; empty until then.
@@ -58,7 +60,7 @@ class _Worker:
     worker_id: str
     role: str
     actor: Any
-    lack: str
+    needs: Mapping[str, float]
     made_at: float
     hoped: str
     node: str = ""
@@ -128,7 +130,7 @@ class RayWorkers:
         async with self._placing:
             node = await self._partner_node(start.role)
             actor = await in_thread(lambda: self._make_actor(start, gpus, node))
-            worker = _Worker(start.worker_id, start.role, actor, lack, monotonic(), node or "")
+            worker = _Worker(start.worker_id, start.role, actor, needs, monotonic(), node or "")
             self._workers[start.worker_id] = worker
         worker.watch = asyncio.create_task(self._watch(worker), name=f"watch {start.worker_id}")
         return ""
@@ -206,21 +208,39 @@ class RayWorkers:
     async def _place(self, worker: _Worker) -> str:
         """Waits until its process runs; says why it never will."""
         patience_s = self._opening.placement_timeout_s
-        room_s = min(_ROOM_S, patience_s)
         starting = asyncio.ensure_future(result(worker.actor.start.remote()))
-        done, _ = await asyncio.wait([starting], timeout=room_s)
-        if not done:
-            # Nodes may come, and others' work may end.
-            why = worker.lack or "what it needs is in use, or its node is slow"
-            self._say(wire.Waits(worker.worker_id, why))
-            done, _ = await asyncio.wait([starting], timeout=patience_s - room_s)
-            if not done:
+        begun_at, told = monotonic(), ""
+        while True:
+            waited_s = monotonic() - begun_at
+            done, _ = await asyncio.wait(
+                [starting], timeout=max(0.0, min(_LOOK_S, patience_s - waited_s))
+            )
+            if done:
+                break
+            # Nodes come and go, and others' work may end.
+            waited_s = monotonic() - begun_at
+            why = await self._why_not(worker, waited_s) or told
+            if waited_s >= patience_s:
                 starting.cancel()
+                why = why or "what it needs is in use, or its node is slow"
                 return f"found no room within ray.placement_timeout_s {patience_s:g}: {why}"
+            if why != told:
+                self._say(wire.Waits(worker.worker_id, why))
+                told = why
         place = starting.result()
         worker.node = place["node"]
         worker.settled.set()
         self._say(wire.Placed(worker.worker_id, place["node"], place["host"]))
+        return ""
+
+    @staticmethod
+    async def _why_not(worker: _Worker, waited_s: float) -> str:
+        """What keeps it from a place; empty while that is not known, or nothing unusual."""
+        with contextlib.suppress(Exception):
+            if lack := shortage(worker.needs, await in_thread(live_nodes)):
+                return lack
+            if waited_s >= _ROOM_S:
+                return in_use(worker.needs, await in_thread(ray.available_resources))
         return ""
 
     async def _until_exit(self, worker: _Worker) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from processes import Cluster
+from processes import ADAPTERS, Cluster
 
 from baton.runtime import demo_model
 
@@ -16,7 +16,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), model) as cluster:
+    adapters = {name: f"adapters/{name}" for name in ADAPTERS}
+    with Cluster(tmp_path_factory.mktemp("cluster"), model, lora_adapters=adapters) as cluster:
         cluster.start_worker("prefill", "p1")
         cluster.start_worker("decode", "d1")
         yield cluster

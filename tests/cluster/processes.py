@@ -20,6 +20,8 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 
 HEARTBEAT_S = 0.1
 START_S = 30.0
+# Of the shared cluster.
+ADAPTERS = ("clerk", "poet")
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 
 
@@ -133,8 +135,8 @@ class Cluster:
             left.kill()
         assert not alive, f"{name} left processes behind: {alive}"
 
-    def expected(self, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
-        return tuple(expected_tokens(self.vocabulary, prompt, num_tokens))
+    def expected(self, prompt: list[int], num_tokens: int, adapter: str = "") -> tuple[int, ...]:
+        return tuple(expected_tokens(self.vocabulary, prompt, num_tokens, adapter))
 
     async def serving(self, num_workers: int = 2) -> None:
         """Until so many workers serve."""

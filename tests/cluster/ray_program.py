@@ -1,6 +1,7 @@
 """A small Ray for tests, until its input ends: prints its address, then answers a line at a time.
 
 "actors": the names of all live actors, as JSON. "kill NAME": kills the actor's process.
+"join NAME": one more node, with a CPU and two of the resource NAME. "lose NAME": kills that node.
 """
 
 from __future__ import annotations
@@ -9,9 +10,41 @@ import json
 import os
 import signal
 import sys
+import time
 
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 from ray.util import list_named_actors
+
+TIMEOUT_S = 30.0
+
+
+def join(address: str, name: str) -> Node:
+    """As ray.cluster_utils.Cluster adds nodes; its processes end with this one."""
+    params = RayParams(
+        gcs_address=address,
+        num_cpus=1,
+        num_gpus=0,
+        resources={name: 2},
+        object_store_memory=80_000_000,
+        include_log_monitor=False,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+    )
+    node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(one["Resources"].get(name) for one in ray.nodes() if one["Alive"]):
+        assert time.monotonic() < deadline, f"no node {name}"
+        time.sleep(0.05)
+    return node
+
+
+def lose(node: Node) -> None:
+    for info in node.all_processes["raylet"]:
+        info.process.kill()
+        info.process.wait()
 
 
 def main() -> None:
@@ -20,19 +53,26 @@ def main() -> None:
     ray.init(
         address="local",
         num_cpus=4,
+        resources={"near": 4},
         include_dashboard=False,
         object_store_memory=80_000_000,
         log_to_driver=False,
         namespace="observer",
         _temp_dir=sys.argv[1],
     )
-    print(ray.get_runtime_context().gcs_address, file=answers)
+    address = ray.get_runtime_context().gcs_address
+    nodes: dict[str, Node] = {}
+    print(address, file=answers)
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")
         found = {one["name"]: one["namespace"] for one in list_named_actors(all_namespaces=True)}
         if command == "kill":
             actor = ray.get_actor(name, namespace=found[name])
             ray.kill(actor, no_restart=True)
+        elif command == "join":
+            nodes[name] = join(address, name)
+        elif command == "lose":
+            lose(nodes.pop(name))
         print(json.dumps(sorted(found)), file=answers)
     # Ray takes a while to stop in order, and the kernel ends what is left of it.
     os.kill(os.getpid(), signal.SIGKILL)

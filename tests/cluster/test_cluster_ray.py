@@ -14,9 +14,12 @@ import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import load_steps
 import psutil
 import pytest
 import yaml
+from load_steps import DECODE, PREFILL, ids, until
+from processes import UpCluster
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.launcher import LaunchError
@@ -68,6 +71,14 @@ class Ray:
     def kill_actor(self, name: str) -> None:
         self._ask(f"kill {name}")
 
+    def join(self, name: str) -> None:
+        """One more node, with two of a resource of that name."""
+        self._ask(f"join {name}")
+
+    def lose(self, name: str) -> None:
+        """Kills that node, as a host dies."""
+        self._ask(f"lose {name}")
+
     def stop(self) -> None:
         """All of it, at once."""
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -86,6 +97,8 @@ def ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "t" * 64)
+        # Of a node that is gone: it is known within 3 s and not 15.
+        patch.setenv("RAY_health_check_period_ms", "500")
         found = Ray(directory)
         try:
             yield found
@@ -247,6 +260,62 @@ async def test_nothing_outlives_a_killed_coordinator_but_the_cluster(ray, tmp_pa
         _, alive = psutil.wait_procs(workers, 15.0)
         assert not alive
         await gone(ray.actors)
+
+
+async def test_pools_follow_their_load_and_lose_nothing_in_flips_and_deaths(ray, tmp_path, model):
+    """As on this host: the steps are those of test_cluster_scaling.py."""
+    small = {"cpus": 0.5, "resources": {"near": 0.5}}
+    sections = {
+        "launcher": "ray",
+        "ray": {"address": ray.address, "prefill": small, "decode": small},
+        **load_steps.autoscaled(),
+    }
+    with UpCluster(tmp_path, model, **sections) as cluster:
+        async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
+
+            async def kill(worker):
+                (actor,) = (name for name in ray.actors() if f".{worker.worker_id}." in name)
+                ray.kill_actor(actor)
+
+            await load_steps.prefill_follows_prompts(cluster, client, admin)
+            await admin.set_autoscale(enabled=False)
+            await load_steps.flips_and_deaths(cluster, client, kill)
+        await cluster.nothing_left()
+    await gone(ray.actors)
+
+
+async def test_a_node_that_is_lost_takes_only_its_workers(ray, tmp_path, model):
+    """Its worker waits, with the reason, until there is another node for it."""
+    ray.join("far")
+    sections = {
+        "launcher": "ray",
+        "ray": {
+            "address": ray.address,
+            "prefill": {"cpus": 0.5, "resources": {"near": 1}},
+            "decode": {"cpus": 0.5, "resources": {"far": 1}},
+        },
+    }
+    with UpCluster(tmp_path, model, **sections) as cluster:
+        async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
+            told = await client.complete([5, 6, 7], max_tokens=4)
+            workers = await admin.list_workers()
+            assert len({one.labels["ray_node"] for one in workers}) == 2
+            ray.lose("far")
+
+            def waits(event):
+                (pool,) = (one for one in event.pools.pools if one.role == DECODE)
+                return "waits for room in Ray: no node of Ray has far 1 (most: 0)" in pool.problem
+
+            event = await until(cluster, waits)
+            assert ids(event, PREFILL) == {"prefill-0"}
+            assert ids(event, DECODE) == set()
+            ray.join("far")
+            event = await until(cluster, lambda event: ids(event, DECODE))
+            assert not any("waits for room" in one.problem for one in event.pools.pools)
+            again = await client.complete([5, 6, 7], max_tokens=4)
+            assert again.token_ids == told.token_ids
+    ray.lose("far")
+    await gone(ray.actors)
 
 
 async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):

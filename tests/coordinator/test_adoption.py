@@ -154,11 +154,12 @@ def test_it_may_end_before_its_client_is_back(restarted, out):
     "other",
     [
         {"digest": 1},
+        {"digest": request_digest(PROMPT, common_pb2.SamplingParams(max_tokens=8), "poet")},
         {"token_ids": [*OUTPUT[:2], 7, *OUTPUT[3:5]]},
         {"token_ids": OUTPUT[:2], "num_text_chars": 2, "last_text": "ab"},
         {"last_text": "e"},
     ],
-    ids=["another prompt", "other tokens", "fewer tokens", "text that is not kept"],
+    ids=["another prompt", "an adapter", "other tokens", "fewer tokens", "text that is not kept"],
 )
 @pytest.mark.parametrize("first", ["worker", "client"])
 def test_what_is_not_the_clients_is_begun_again(restarted, out, other, first):

@@ -4,7 +4,7 @@ import pytest
 
 from baton.coordinator.launchers import make_launcher
 from baton.coordinator.ray_launch import wire
-from baton.coordinator.ray_launch.placement import Node, partner_node, shortage, unreachable
+from baton.coordinator.ray_launch.placement import Node, in_use, partner_node, shortage, unreachable
 from baton.runtime.config import ConfigError, parse
 
 SMALL = Node("s", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0})
@@ -74,3 +74,12 @@ def test_what_is_sent_is_what_is_received():
 def test_what_is_no_message_is_refused(line):
     with pytest.raises(ValueError, match=r"."):
         wire.decode(line)
+
+
+def test_what_is_in_use_is_told_with_what_is_free():
+    free = {"CPU": 0.5, "memory": 2e9}
+    assert in_use({"CPU": 1.0, "GPU": 2.0, "absent": 0.0}, free) == (
+        "no node has all of CPU 1, GPU 2 free (together they have CPU 0.5, GPU 0), "
+        "or its node is slow"
+    )
+    assert in_use({"CPU": 0.0}, free) == "its node is slow"

@@ -78,6 +78,30 @@ def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
     assert made.core.stats.num_failed_starts == 8
 
 
+def test_workers_that_wait_for_room_are_told_of_until_they_have_it(launched):
+    made = launched()
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(1)
+    waiting = made.started[-2:]
+    for worker_id in waiting:
+        made.world.handle(ev.WorkerWaits(worker_id, "waits for room: no node has GPU 2"))
+    told = f"worker {waiting[0]} waits for room: no node has GPU 2; 1 more wait"
+    assert made.core.scaler.launches.waiting(DECODE) == told
+    assert made.core.scaler.launches.waiting(PREFILL) == ""
+    made.wait(1)
+    assert told in made.reason(DECODE)
+    # Waiting is no failure: nothing else is started, nothing is tried again.
+    assert made.core.scaler.launches.problem(DECODE) == ""
+    assert made.started[-2:] == waiting
+
+    made.world.handle(ev.WorkerWaits(waiting[0], ""))
+    assert made.core.scaler.launches.waiting(DECODE).startswith(f"worker {waiting[1]} waits")
+    made.come_up()
+    made.wait(1)
+    assert made.core.scaler.launches.waiting(DECODE) == ""
+    assert "waits" not in made.reason(DECODE)
+
+
 def test_a_worker_that_dies_is_replaced_at_once_also_without_autoscaling(launched):
     made = launched()
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))

@@ -58,6 +58,28 @@ def decoding(made, out, num_known, *, max_tokens, **options):
     return to, request.decode[0]
 
 
+def test_a_worker_that_was_started_elsewhere_flips_and_configured_sizes_stay(launched):
+    made = launched(prefill=1, decode=1, decode_limits=(1, 1))
+    made.world.attach("guest", common_pb2.ROLE_PREFILL)
+    made.wait(1)
+    guest, ours = (made.core.workers.by_id(one) for one in ("guest", "prefill-0"))
+    assert made.core.flip_error(guest, DECODE) is None
+    # Decode may have one worker of its own.
+    refused = made.core.flip_error(ours, DECODE)
+    assert "decode would have more than its 1 workers" in str(refused)
+    flip(made, "guest", DECODE)
+    made.answer_flips()
+    assert made.ids(Pool.DECODE) == {"decode-0", "guest"}
+    made.wait(120)
+    assert made.ids(Pool.DECODE) == {"decode-0", "guest"}
+    assert (len(made.started), made.ended) == (2, [])
+    flip(made, "guest", PREFILL)
+    made.world.commands["guest"].pop(0)
+    made.answer_flips()
+    assert made.ids(Pool.PREFILL) == {"prefill-0", "guest"}
+    assert {pool: made.core.scaler.desired(pool) for pool in Pool} == dict.fromkeys(Pool, 1)
+
+
 def test_an_idle_worker_changes_pools_at_once_and_sizes_by_hand_move_with_it(launched):
     made = launched()
     flip(made, "prefill-1", DECODE)

@@ -90,7 +90,11 @@ async def test_stubborn_worker_is_killed(config, monkeypatch):
     stubborn = config(stubborn=True)
     impatient = stubborn.worker.model_copy(update={"drain_timeout_s": 0.1})
     async with up(stubborn.model_copy(update={"worker": impatient}), before):
-        assert len(descendants() - before) == 2
+        workers = [psutil.Process(pid) for pid in descendants() - before]
+        assert len(workers) == 2
+        directories = [Path(one.cmdline()[-1]) for one in workers]
+        assert all(map(Path.is_dir, directories))
+    assert not any(map(Path.exists, directories))
 
 
 async def test_a_killed_worker_is_known_at_once(config):

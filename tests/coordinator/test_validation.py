@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.coordinator.validation import ModelLimits, check_lengths, check_request
@@ -116,6 +118,10 @@ def test_good_edges_pass():
 def test_another_model():
     with pytest.raises(NotFound, match="'demo'"):
         check_request(request(model="other"), CONFIG, MODEL)
+    tuned = replace(MODEL, adapters=frozenset({"b", "a"}))
+    check_request(request(model="a"), CONFIG, tuned)
+    with pytest.raises(NotFound, match="serves 'demo' and 'a' and 'b'"):
+        check_request(request(model="other"), CONFIG, tuned)
 
 
 def test_errors_quote_no_more_than_trailing_metadata_can_carry():

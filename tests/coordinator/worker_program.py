@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import yaml
 from scripted_worker import ScriptedWorker
@@ -25,7 +26,7 @@ _SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=["worker"])
-    for name in ("--role", "--worker-id", "--coordinator", "--config"):
+    for name in ("--role", "--worker-id", "--coordinator", "--config", "--directory"):
         parser.add_argument(name, required=True)
     arguments = parser.parse_args()
     config = yaml.safe_load(sys.stdin)
@@ -46,6 +47,7 @@ async def main() -> None:
     if behaviour.get("child"):
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
+    leave_something(arguments.directory)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if not behaviour.get("stubborn"):
@@ -72,6 +74,10 @@ async def main() -> None:
         await worker.leave()
     finally:
         await worker.close()
+
+
+def leave_something(directory: str) -> None:
+    Path(directory, "something").touch()
 
 
 async def beat(worker: ScriptedWorker) -> None:

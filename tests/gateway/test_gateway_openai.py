@@ -183,14 +183,24 @@ async def test_who_asked_and_how_is_told(openai, cluster):
 
 
 async def test_models(openai):
-    (model,) = (await openai.models.list()).data
-    assert (model.id, model.object) == ("demo", "model")
+    model, adapter = (await openai.models.list()).data
+    assert (model.id, model.object, model.parent) == ("demo", "model", None)
+    assert (adapter.id, adapter.object, adapter.parent) == ("poet", "model", "demo")
     assert (await openai.models.retrieve("demo")).id == "demo"
-    with pytest.raises(NotFoundError, match="serves 'demo'"):
+    assert (await openai.models.retrieve("poet")).id == "poet"
+    with pytest.raises(NotFoundError, match="serves 'demo' and 'poet'"):
         await openai.models.retrieve("other/model")
     with pytest.raises(NotFoundError) as caught:
         await openai.completions.create(model="other", prompt="x")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+async def test_an_adapter_is_named_as_the_model(openai, cluster):
+    made = await openai.completions.create(model="poet", prompt=PROMPT, max_tokens=6)
+    tokens = list(cluster.expected(PROMPT, 6, "poet"))
+    assert made.model == "poet"
+    assert made.choices[0].text == cluster.vocabulary.tokenizer.decode(tokens)
+    assert tokens != list(cluster.expected(PROMPT, 6))
 
 
 @pytest.mark.parametrize(

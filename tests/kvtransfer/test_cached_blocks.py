@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer.cached_blocks import CachedBlocks
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 
 BLOCK_SIZE = 4
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE))
@@ -53,6 +53,21 @@ def test_blocks_of_more_than_tokens_and_what_follows_them_are_left_out():
     cached.stored(b"c", [b"d"], PROMPT[3 * BLOCK_SIZE :], None)
     cached.removed([b"d", b"c", b"b"])
     assert cached.take() is None
+
+
+def test_blocks_of_an_adapter_are_named_as_the_prompts_of_that_adapter():
+    cached = CachedBlocks(BLOCK_SIZE)
+    poet = [("poet",)] * 2
+    cached.stored(None, [b"a", b"b"], PROMPT[: 2 * BLOCK_SIZE], poet, "poet")
+    cached.stored(b"b", [b"c"], PROMPT[2 * BLOCK_SIZE : 3 * BLOCK_SIZE], [("poet", "salt")], "poet")
+    hashes = list(block_hashes(PROMPT, BLOCK_SIZE, root_of("poet")))
+    assert cached.take() == changed(stored=hashes[:2])
+    # The base model's are others.
+    cached.stored(None, [b"x"], PROMPT[:BLOCK_SIZE], None)
+    assert cached.take() == changed(stored=HASHES[:1])
+    assert not set(hashes) & set(HASHES) | set(hashes) & set(
+        block_hashes(PROMPT, BLOCK_SIZE, root_of("clerk"))
+    )
 
 
 def test_parts_of_blocks_are_left_out():

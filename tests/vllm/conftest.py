@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -19,8 +11,8 @@ from vllm_cluster import (
     CONFIG,
     DECODE,
     RELAY_HOST,
-    START_TIMEOUT_S,
     Cluster,
+    plain_vllm,
     start_cluster,
     stop_cluster,
 )
@@ -28,8 +20,6 @@ from vllm_relay import Relay, as_it_is
 
 from baton.client.client import BatonClient
 from baton.runtime import demo_model
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -50,25 +40,7 @@ def reference(model: str) -> list[cases.Case]:
         + cases.killed_cases(),
         "stop_candidates": cases.stop_candidates(),
     }
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
-        run = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_reference.py"), model, output.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0,1"},
-            process_group=0,
-        )
-        try:
-            said, _ = run.communicate(json.dumps(given), timeout=START_TIMEOUT_S)
-        finally:
-            # Its engine core and rank would outlive it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
-        assert run.returncode == 0, said[-3000:]
-        return json.load(output)
+    return plain_vllm(model, given)
 
 
 @pytest.fixture(scope="session")

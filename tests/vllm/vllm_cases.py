@@ -1,12 +1,13 @@
 """Requests whose outputs through the cluster must equal those of one plain vLLM.
 
 Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids)
-and `sampling` (by vLLM's names; `json_schema` and `choice` for grammars).
+and `sampling` (by vLLM's names; `json_schema` and `choice` for grammars); a LoRA `adapter`'s name.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 BLOCK_SIZE = 32
@@ -160,3 +161,13 @@ def killed_cases() -> list[Case]:
 def stop_candidates() -> list[Case]:
     """Greedy runs out of whose text the reference makes stop strings across tokens."""
     return [greedy(f"stop-{index}", prompt(30 + index, 31), max_tokens=20) for index in range(24)]
+
+
+def adapter_cases(names: Sequence[str]) -> list[Case]:
+    """Prompts around the boundaries, of the base model and of each adapter, by turns."""
+    lengths = (1, BLOCK_SIZE + 1, 6 * BLOCK_SIZE, CHUNK + 1)
+    return [
+        {**greedy(f"adapter-{n}-{name}", prompt(n, 3), 16), "adapter": name}
+        for n in lengths
+        for name in names
+    ]

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Collection
@@ -225,3 +226,32 @@ def stop_cluster(cluster: Cluster) -> None:
         for pipe in (cluster.process.stdout, cluster.process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+def plain_vllm(model: str, given: dict[str, Any]) -> list[cases.Case]:
+    """Cases with what one plain vLLM answers, one request at a time.
+
+    Args:
+        model: a local directory.
+        given: see vllm_reference.py.
+    """
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
+        run = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_reference.py"), model, output.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0,1"},
+            process_group=0,
+        )
+        try:
+            said, _ = run.communicate(json.dumps(given), timeout=START_TIMEOUT_S)
+        finally:
+            # Its engine core and rank would outlive it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+        assert run.returncode == 0, said[-3000:]
+        made: list[cases.Case] = json.load(output)
+        return made

@@ -1,6 +1,7 @@
 """One plain vLLM without any connector, run as a process: cases in on stdin, outputs out to a file.
 
-`python reference.py MODEL OUTPUT < cases.json`
+`python reference.py MODEL OUTPUT < cases.json`; `adapters` there are directories of LoRA adapters
+by name, and a case may name one as its `adapter`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import vllm_cases as cases
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 ENGINE_ARGS = {
@@ -23,6 +25,9 @@ ENGINE_ARGS = {
     "max_num_seqs": 16,
     "kv_cache_memory_bytes": 32 * 2**20,
 }
+
+
+ADAPTERS: dict[str, LoRARequest] = {}
 
 
 def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
@@ -41,7 +46,10 @@ def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
 
 def run(llm: LLM, case: cases.Case) -> dict[str, Any]:
     prompt = {"prompt_token_ids": case["prompt"]}
-    (made,) = llm.generate([prompt], sampling_params(case["sampling"]), use_tqdm=False)
+    adapter = ADAPTERS.get(case.get("adapter", ""))
+    (made,) = llm.generate(
+        [prompt], sampling_params(case["sampling"]), use_tqdm=False, lora_request=adapter
+    )
     output = made.outputs[0]
     return {
         "token_ids": list(output.token_ids),
@@ -81,7 +89,10 @@ def stop_cases(llm: LLM, candidates: list[cases.Case]) -> list[cases.Case]:
 def main() -> None:
     model, output = sys.argv[1:]
     given = json.load(sys.stdin)
-    llm = LLM(model=model, **ENGINE_ARGS)
+    for number, (name, path) in enumerate(given.get("adapters", {}).items(), start=1):
+        ADAPTERS[name] = LoRARequest(name, number, path)
+    tuned = {"enable_lora": True, "max_loras": len(ADAPTERS), "max_lora_rank": 8}
+    llm = LLM(model=model, **ENGINE_ARGS, **(tuned if ADAPTERS else {}))
     all_cases = given["cases"] + stop_cases(llm, given["stop_candidates"])
     results = [{**case, "expected": run(llm, case)} for case in all_cases]
     with open(output, "w") as file:

@@ -395,7 +395,7 @@ class RunningRequest(_message.Message):
     last_text: _builtins.str
     """The end of its text, as much as is kept: a client that comes back may lack some of it."""
     digest: _builtins.int
-    """xxh3_64 of prompt and sampling: a client that comes back must want the same."""
+    """xxh3_64 of prompt, sampling and adapter: a client that comes back must want the same."""
     tenant: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -614,6 +614,7 @@ class RequestSpec(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """What this coordinator and its workers call it: "TENANT/ID" by what its client called it, the id
     alone of the default tenant. Ids are a tenant's own.
@@ -632,6 +633,8 @@ class RequestSpec(_message.Message):
     """Names this attempt in StepOutputs.tokens; never used twice by one coordinator. 0: has none."""
     tenant: _builtins.str
     """Whose request it is: a restarted coordinator gives it back to nobody else."""
+    adapter: _builtins.str
+    """One of Hello.model.adapters; empty: the base model alone."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -661,10 +664,11 @@ class RequestSpec(_message.Message):
         traceparent: _builtins.str = ...,
         handle: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,7 +60,9 @@ class GenerateRequest(_message.Message):
     characters of [A-Za-z0-9._:-]. Empty: the coordinator assigns one and says it in Accepted.
     """
     model: _builtins.str
-    """Empty: whatever this coordinator serves. Another name is NOT_FOUND."""
+    """Empty: the base model that this coordinator serves; also the name of one of its LoRA adapters
+    (GetModel). Another name is NOT_FOUND.
+    """
     text: _builtins.str
     lane: _common_pb2.Lane.ValueType
     session_id: _builtins.str

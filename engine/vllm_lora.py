@@ -1,0 +1,80 @@
+"""LoRA adapters of a vLLM engine: its settings for them, and what tells their weights apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.request import LoRARequest
+
+from baton.engine.base import EngineDead
+from baton.engine.file_digest import file_digest
+
+_CONFIG = "adapter_config.json"
+# Of one batch, unless told otherwise: each takes memory beside the weights.
+_MAX_IN_BATCH = 8
+
+
+def lora_requests(adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
+    """What requests of each adapter carry, by its name."""
+    return {
+        name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=adapters[name])
+        for number, name in enumerate(sorted(adapters), start=1)
+    }
+
+
+def lora_args(adapters: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments of vLLM for these adapters, as far as none are given; empty for none.
+
+    All stay loaded. Raises EngineDead: what is given does not allow that, or an adapter is missing.
+    """
+    if not adapters:
+        return {}
+    if engine_args.get("enable_lora") is False:
+        raise EngineDead("engine_args.enable_lora: is False; lora_adapters needs it: leave it out")
+    in_batch = engine_args.get("max_loras", min(len(adapters), _MAX_IN_BATCH))
+    found = {
+        "enable_lora": True,
+        "max_loras": in_batch,
+        "max_cpu_loras": max(len(adapters), in_batch),
+    }
+    rank = max(_rank(name, path) for name, path in adapters.items())
+    if rank:
+        allowed = sorted(get_args(MaxLoRARanks))
+        found["max_lora_rank"] = next((one for one in allowed if one >= rank), rank)
+    kept = engine_args.get("max_cpu_loras")
+    if kept is not None and kept < len(adapters):
+        raise EngineDead(
+            f"engine_args.max_cpu_loras: is {kept}; must be at least {len(adapters)}, the number "
+            "of lora_adapters, which all stay loaded"
+        )
+    return found
+
+
+def revision_of(path: str) -> str:
+    """Changes with the adapter's weights; of a hub id it is the id."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return path
+    return file_digest([directory / _CONFIG, *directory.glob("adapter_model.*")])
+
+
+def _rank(name: str, path: str) -> int:
+    """Of an adapter in a local directory; 0 of one that vLLM is to fetch."""
+    directory = Path(path)
+    if not directory.is_dir():
+        if directory.is_absolute() or path.startswith("."):
+            raise EngineDead(f"lora_adapters.{name}: is {path!r}; there is no such directory")
+        return 0
+    try:
+        rank = json.loads((directory / _CONFIG).read_text())["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineDead(
+            f"lora_adapters.{name}: is {path!r}, which has no {_CONFIG} with a rank `r`: {error}"
+        ) from None
+    if not isinstance(rank, int) or rank < 1:
+        raise EngineDead(f"lora_adapters.{name}: r in {_CONFIG} is {rank!r}; must be 1 or more")
+    return rank

@@ -1,0 +1,202 @@
+"""What pools do under load, with flips and deaths: the same, whoever starts their workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from processes import COMMAND, Cluster
+
+from baton.client import AdminClient, BatonClient, Tokens
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+SOON_S = 40.0
+TTFT_S = 0.5
+# A prompt of 200 tokens takes 0.2 s; 7 requests at a time are decoded within 50 ms.
+SPEED = {
+    "prefill_base_ms": 4.0,
+    "prefill_per_token_ms": 1.0,
+    "prefill_per_token_squared_ms": 0.0,
+    "step_base_ms": 10.0,
+    "step_per_request_ms": 5.0,
+    "step_per_kv_token_ms": 0.0,
+}
+LIMITS = {"min_workers": 1, "max_workers": 3}
+SALTS = itertools.count(1)
+
+
+def sections(**scaling):
+    """Of a configuration."""
+    limits = {"prefill": LIMITS, "decode": LIMITS}
+    speed = {"simulated": SPEED, "latency": SPEED, "decode": {"local_prefill": False}}
+    return {**speed, "scaling": limits | scaling}
+
+
+def autoscaled():
+    targets = {"interactive": {"ttft_ms": round(TTFT_S * 1e3), "itl_ms": 50}}
+    times = {"interval_s": 0.4, "cold_start_s": 2.0, "down_window_s": 3.0}
+    return sections(autoscale=True, targets=targets, flip=False, **times)
+
+
+def prompt(num_tokens):
+    """Never the same, so that no cache knows it."""
+    salt = next(SALTS)
+    return [5 + salt % 200, 5 + salt // 200, *range(5, num_tokens + 3)]
+
+
+async def until(cluster, done):
+    """The first event of Admin.Watch for which something is so."""
+    async with (
+        AdminClient(cluster.address) as admin,
+        asyncio.timeout(SOON_S),
+        contextlib.aclosing(admin.watch(0.1)) as events,
+    ):
+        async for event in events:
+            if done(event):
+                return event
+    raise AssertionError("the coordinator stopped")
+
+
+def serving(event, role):
+    return next(one.num_serving for one in event.pools.pools if one.role == role)
+
+
+def ids(event, role):
+    found = (one for one in event.workers if one.role == role)
+    return {one.worker_id for one in found if one.state == cluster_pb2.WORKER_STATE_SERVING}
+
+
+async def baton(cluster, *arguments):
+    """The command line: exit code, standard output, standard error."""
+
+    def run():
+        env = os.environ | {"BATON_ADDRESS": cluster.address}
+        return subprocess.run(
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=30
+        )
+
+    done = await asyncio.to_thread(run)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+async def decoding(client, tokens, num_tokens):
+    stream = client.generate(tokens, max_tokens=num_tokens)
+    async for event in stream:
+        if isinstance(event, Tokens) and len(stream.token_ids) >= 3:
+            return stream
+    raise AssertionError("ended early")
+
+
+class Load:
+    """Requests that arrive at a rate which can be changed; every answer is checked."""
+
+    def __init__(self, cluster, client):
+        self.rate = 1.0
+        self._cluster, self._client = cluster, client
+        self._ttfts_s: deque[float] = deque(maxlen=8)
+
+    async def run(self):
+        async with asyncio.TaskGroup() as group:
+            while self.rate:
+                group.create_task(self._one())
+                await asyncio.sleep(1 / self.rate)
+
+    async def within(self, ttft_s):
+        """Until the last 8 requests that ended had their first tokens so soon."""
+        self._ttfts_s.clear()
+        async with asyncio.timeout(SOON_S):
+            while len(self._ttfts_s) < 8 or max(self._ttfts_s) > ttft_s:
+                await asyncio.sleep(0.1)
+
+    async def _one(self):
+        tokens, begun_at, ttft_s = prompt(200), time.monotonic(), None
+        stream = self._client.generate(tokens, max_tokens=2, timeout_s=30)
+        async for event in stream:
+            if ttft_s is None and isinstance(event, Tokens):
+                ttft_s = time.monotonic() - begun_at
+        assert tuple(stream.token_ids) == self._cluster.expected(tokens, 2)
+        self._ttfts_s.append(ttft_s)
+
+
+async def prefill_follows_prompts(
+    cluster: Cluster, client: BatonClient, admin: AdminClient
+) -> None:
+    """Four steps up: the pool grows, then first tokens are in time again. Down: both shrink."""
+    load = Load(cluster, client)
+    running = asyncio.create_task(load.run())
+    for rate in (2.0, 4.0, 6.0, 8.0):
+        await asyncio.sleep(0.5)
+        load.rate = rate
+    grown = await until(cluster, lambda event: serving(event, PREFILL) >= 2)
+    new = ids(grown, PREFILL) - {"prefill-0"}
+    async with asyncio.timeout(SOON_S):
+        while True:
+            requests = await admin.list_requests(include_ended=True)
+            if new & {one.prefill_worker_id for one in requests}:
+                break
+            await asyncio.sleep(0.1)
+    latest, *_ = await admin.list_decisions(PREFILL)
+    assert "prompts" in latest.reason
+    assert latest.inputs["interactive_requests_per_s"] > 0
+    await load.within(TTFT_S)
+    load.rate = 0.0
+    await running
+
+    # Nothing more: both shrink, sooner where less is promised, since two minutes count.
+    lax = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=3000)
+    await admin.set_targets([lax])
+    await until(cluster, lambda event: len(event.workers) == 2)
+    requests = await admin.list_requests(include_ended=True)
+    assert [one.error for one in requests if one.error] == []
+
+
+async def flips_and_deaths(
+    cluster: Cluster, client: BatonClient, kill: Callable[[admin_pb2.WorkerInfo], Awaitable[None]]
+) -> str:
+    """A decode worker flips under load, then the other one is killed: no token is lost.
+
+    Args:
+        kill: ends a worker at once.
+
+    Returns:
+        The decode worker that there is now; two serve prefill.
+    """
+    code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", "20")
+    assert (code, told.split(";")[0]) == (0, "decode is to have 2 workers"), said
+    event = await until(cluster, lambda event: serving(event, DECODE) == 2)
+    flipped, stays = sorted(ids(event, DECODE), reverse=True)
+
+    # Some outputs move, none loses a token.
+    prompts = [prompt(20) for _ in range(6)]
+    streams = [await decoding(client, one, 120) for one in prompts]
+    code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", "20")
+    assert code == 0, said
+    late = prompt(200)
+    asked = [asyncio.create_task(client.complete(late, max_tokens=4)) for _ in range(4)]
+    for one, stream in zip(prompts, streams, strict=True):
+        await stream.complete()
+        assert stream.token_ids == cluster.expected(one, 120)
+    for answer in await asyncio.gather(*asked):
+        assert answer.token_ids == cluster.expected(late, 4)
+
+    # A killed worker is replaced, and its stream goes on.
+    stream = await decoding(client, prompts[0], 100)
+    event = await until(cluster, lambda event: serving(event, PREFILL) == 2)
+    (victim,) = (one for one in event.workers if one.worker_id == stays)
+    await kill(victim)
+    replaced = await until(
+        cluster, lambda event: ids(event, DECODE) and stays not in ids(event, DECODE)
+    )
+    await stream.complete()
+    assert stream.token_ids == cluster.expected(prompts[0], 100)
+    (new,) = ids(replaced, DECODE)
+    assert new not in (flipped, stays)
+    return new

@@ -1,0 +1,107 @@
+"""Workers that join the session's cluster for a module of tests."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import psutil
+from vllm_cluster import CONFIG, RELAY_HOST, START_TIMEOUT_S, Cluster, start_worker
+from vllm_relay import Relay
+from worker_parts import family
+
+from baton.client import AdminClient
+from baton.client.client import BatonClient
+from baton.client.stream import TokenStream
+
+LEASE_S = 1.0
+# For what is noticed at once, or with the lease.
+SOON_S = 10.0
+# For what ends when the coordinator gives a silent worker up.
+LOST_S = 20.0
+
+
+class Guests:
+    """Workers that join the session's cluster for these tests, and are killed in them.
+
+    Attributes:
+        relay: what the guest that decodes receives comes through it.
+    """
+
+    def __init__(self, cluster: Cluster, model: str, directory: Path) -> None:
+        self._cluster, self._model, self._directory = cluster, model, directory
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.relay: Relay | None = None
+
+    def start(self, role: str, name: str, core: int, *, dialled_at: str = RELAY_HOST) -> None:
+        # What they send to each other goes as it does by default.
+        transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
+        transfer["advertise_host"] = dialled_at
+        config = {"model": self._model, **CONFIG, "kv_transfer": transfer}
+        self._processes[name] = start_worker(
+            self._cluster, config, self._directory, role, name, core
+        )
+
+    async def attached(self, *names: str) -> None:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while set(names) - {each.worker_id for each in await self._cluster.all_workers()}:
+                for name in names:
+                    assert self._processes[name].poll() is None, self.log(name)
+                await asyncio.sleep(0.2)
+
+    async def only_these_are_listed(self) -> None:
+        """Until the coordinator has no guest but those that live."""
+        async with asyncio.timeout(LOST_S):
+            while self.dead() & {each.worker_id for each in await self._cluster.all_workers()}:
+                await asyncio.sleep(0.1)
+
+    def main(self, name: str) -> psutil.Process:
+        return psutil.Process(self._processes[name].pid)
+
+    def rank(self, name: str) -> psutil.Process:
+        """The process that computes."""
+        (rank,) = [each for each in family(self.main(name)) if "VLLM::Worker" in each.name()]
+        return rank
+
+    async def ended(self, name: str) -> None:
+        await asyncio.to_thread(self._processes[name].wait, SOON_S)
+
+    def dead(self) -> set[str]:
+        return {name for name, each in self._processes.items() if each.poll() is not None}
+
+    def log(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text()[-4000:]
+
+    async def close(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        for process in self._processes.values():
+            process.terminate()
+        for name, process in self._processes.items():
+            assert await asyncio.to_thread(process.wait, 60) in (0, 1, -9), self.log(name)
+        await self.only_these_are_listed()
+
+
+async def placed(cluster: Cluster, stream: TokenStream) -> tuple[str, str]:
+    """The prefill and the decode worker of a request."""
+    async with AdminClient(cluster.address) as admin:
+        found = await admin.get_request(stream.request_id)
+    return found.prefill_worker_id, found.decode_worker_id
+
+
+async def next_goes(
+    client: BatonClient, cluster: Cluster, guests: Guests, prefill: str, decode: str
+) -> None:
+    """Sends short requests until it is these workers' turn: of idle ones, the one least used."""
+    alive = [each for each in await cluster.all_workers() if each.worker_id not in guests.dead()]
+    roles = {each.worker_id: each.role for each in alive}
+    shared = [name for name in (prefill, decode) if [*roles.values()].count(roles[name]) > 1]
+    last = "", decode
+    while last[1] == decode in shared or last[0] == "":
+        probe = client.generate([5, 6, 7], max_tokens=2, temperature=0, ignore_eos=True)
+        await probe.complete()
+        last = await placed(cluster, probe)
+    if last[0] == prefill in shared:
+        # One token takes a prefill worker alone.
+        await client.complete([5, 6, 7], max_tokens=1, temperature=0)
