@@ -24,8 +24,11 @@ from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF, ROLE_OF
 from baton.coordinator.outputs import apply_step
-from baton.coordinator.placement import Placement, Placer
+from baton.coordinator.placement import Placement
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
+from baton.coordinator.revision import Revision, Traffic
+from baton.coordinator.rollout import ROLLOUT, Rollouts
 from baton.coordinator.scaling import SCALING, Scaler
 from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
@@ -57,6 +60,7 @@ class Core:
         stats: counters; read only outside the core.
         latency: what steps cost on the workers; read only outside the core.
         scaler: how large the pools are to be; read only outside the core.
+        rollouts: which revisions there are, and what each gets; read only outside the core.
     """
 
     def __init__(
@@ -67,10 +71,13 @@ class Core:
     ) -> None:
         self._config = config
         self._timers: Timers[str | WorkerKey] = Timers()
-        self.workers = WorkerRegistry(config.model_name)
+        self.workers = WorkerRegistry(config.model_name, config.revision)
         self.latency = LatencyRegistry(config.latency)
-        self.placer = Placer(config, self.workers, self.latency)
-        self._book = RequestBook(config, self.workers, self.placer, self._timers, random_bytes)
+        self.placer = Placers(config, self.workers, self.latency)
+        traffic = Traffic(config.revision)
+        self._book = RequestBook(
+            config, self.workers, self.placer, traffic, self._timers, random_bytes
+        )
         self._adoption = Adoption(self._book, self.workers, self._timers)
         # Both ends report a handoff; each counts once.
         self._ended_handoffs: OrderedDict[bytes, None] = OrderedDict()
@@ -83,6 +90,17 @@ class Core:
             self._timers,
             self._emit,
             policy,
+            Revision(config.revision),
+        )
+        self.rollouts = Rollouts(
+            traffic,
+            self._book,
+            self.workers,
+            self.placer,
+            self.scaler,
+            self._timers,
+            self._drain,
+            config.max_request_s,
         )
         self._flips = Flips(
             self._book, self.workers, self.placer, self.scaler, config.scaling.drain_s, self._emit
@@ -109,6 +127,10 @@ class Core:
             ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
             ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
             ev.TargetsAsked: self._targets_asked,
+            ev.RolloutAsked: self.rollouts.start,
+            ev.ShareAsked: lambda event, now: self.rollouts.set_share(event.share),
+            ev.PromotionAsked: lambda event, now: self.rollouts.promote(event.drain_s, now),
+            ev.AbortAsked: lambda event, now: self.rollouts.abort(event.drain_s, event.why, now),
             ev.AdmissionClosed: self._admission_closed,
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
@@ -124,9 +146,11 @@ class Core:
         Returns:
             What the shell must do, in order.
         """
-        self.placer.router.now = now
+        self.placer.at(now)
         self._excuse(now)
         self._handlers[type(event)](event, now)
+        if self.placer.changed and self.rollouts:
+            self.rollouts.advance(now)
         if self._book.room_made:
             self._dispatch(now)
         if self._drains:
@@ -160,8 +184,9 @@ class Core:
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and both pools have a serving worker, or will get one."""
+        stable = self.workers.of(self.workers.stable)
         return self._book.closing is None and all(
-            self.workers.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
+            stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
         )
 
     def flip_error(
@@ -171,7 +196,7 @@ class Core:
         if worker.role == role:
             return None
         limits = self.scaler.flip_error(POOL_OF[worker.role], POOL_OF[role])
-        return self._flips.error(worker, role) or limits
+        return self._flips.error(worker, role) or self.rollouts.flip_error(worker) or limits
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request of this lane would be admitted now; None when one would."""
@@ -226,16 +251,24 @@ class Core:
         assert queued == len(self._book.lanes)
         self._book.lanes.check_integrity()
         num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
-        num_timers += self.scaler.num_timers
+        num_timers += self.scaler.num_timers + self.rollouts.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
-        self.placer.router.check_integrity()
+        self.placer.check_integrity()
+        for request in attempts:
+            found = map(self.workers.get, (request.prefill, request.decode))
+            assert all(one is None or one.revision == request.revision for one in found)
 
     # ---- Clients
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
-        is_taken = self._adoption.is_anothers(event.submission)
-        request = self._book.admit(event.submission, now, is_taken=is_taken)
+        submission = event.submission
+        revision = submission.revision if len(submission.known_token_ids) else ""
+        if revision and self.rollouts.is_gone(revision) and not self._adoption.settling:
+            self._emit(ev.SendFailed(submission.to, self.rollouts.gone_error(revision)))
+            return
+        is_taken = self._adoption.is_anothers(submission)
+        request = self._book.admit(submission, now, is_taken=is_taken)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)
@@ -279,6 +312,9 @@ class Core:
         for request in self._book.lanes.candidates():
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
+            if self.rollouts.is_gone(request.revision):
+                self._book.fail(request, self.rollouts.gone_error(request.revision), now)
+                continue
             placement = self.placer.place(request)
             if self._made_room(request, placement, now):
                 placement = self.placer.place(request)
@@ -307,7 +343,7 @@ class Core:
         while self.placer.crowded:
             key, _ = self.placer.crowded.popitem()
             worker = self.workers.get(key)
-            while worker is not None and self.placer.must_yield(key):
+            while worker is not None and self.placer.must_yield(worker):
                 batch = [
                     request
                     for request_id in worker.assigned
@@ -337,7 +373,7 @@ class Core:
 
     def _settled(self, request: Request, now: float) -> bool:
         """Ends a request that no worker need see, by the context length that workers have."""
-        sampling, model = request.submission.sampling, self.workers.model
+        sampling, model = request.submission.sampling, self.workers.of(request.revision).model
         num_known = len(request.token_ids)
         max_len = model.max_model_len if model is not None else 0
         if max_len and request.num_prompt_tokens >= max_len:
@@ -364,10 +400,14 @@ class Core:
         waited = f"waited {waited_s:g} s"
         if request.losses:
             waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
-        empty = [pool.value for pool, role in ROLE_OF.items() if not self.workers.pool(role)]
+        members = self.workers.of(request.revision)
+        if request.revision != self.workers.stable:
+            waited = f"of revision {request.revision!r}, which began its output: {waited}"
+        roles = {one.role for one in members}
+        empty = [pool.value for pool, role in ROLE_OF.items() if role not in roles]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
-        idle = [pool.value for pool, role in ROLE_OF.items() if not self.workers.serving(role)]
+        idle = [pool.value for pool, role in ROLE_OF.items() if not members.serving(role)]
         if idle:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
         return errors.ResourceExhausted(
@@ -433,7 +473,7 @@ class Core:
         self.latency.observe(worker, load.steps)
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self.stats.recent.at(now).decode_steps(load.steps)
-        self.placer.router.report_kv(worker.key, load.kv_tokens_used)
+        self.placer.report_kv(worker, load.kv_tokens_used)
         self._book.room_made |= len(self._book.lanes) > 0
         if load.num_steps != worker.num_steps or not load.num_running:
             worker.num_steps, worker.progressed_at = load.num_steps, now
@@ -479,8 +519,9 @@ class Core:
             self.stats.handoff_failed(report.reason, now)
 
     def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
-        if self._heard(event.worker, now) is not None:
-            self.placer.router.apply_cache(event.worker, event.changes)
+        worker = self._heard(event.worker, now)
+        if worker is not None:
+            self.placer.apply_cache(worker, event.changes)
 
     def _worker_changed(self, event: ev.WorkerChanged, now: float) -> None:
         worker = self._heard(event.worker, now)
@@ -628,7 +669,7 @@ class Core:
         requests that went elsewhere is of an older attempt.
         """
         if not worker.unresponsive and any(
-            other is not worker for other in self.workers.serving(worker.role)
+            other is not worker for other in self.workers.peers(worker)
         ):
             worker.unresponsive = reason
             self.placer.refresh(worker)
@@ -685,6 +726,9 @@ class Core:
                 continue
             if key == SCALING:
                 self._scale(now)
+                continue
+            if key == ROLLOUT:
+                self.rollouts.advance(now)
                 continue
             worker = self.workers.get(key)
             assert worker is not None

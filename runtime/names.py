@@ -1,4 +1,4 @@
-"""Names of tenants, and help with names that nothing is called."""
+"""Names of tenants and revisions, and help with names that nothing is called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from collections.abc import Iterable
 DEFAULT_TENANT = "default"
 TENANT_NAMES = "1 to 64 characters of [A-Za-z0-9._:-]"
 _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+# Of workers that name none.
+FIRST_REVISION = "1"
+REVISION_NAMES = "1 to 64 characters of [A-Za-z0-9._-]"
+_REVISION = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 def is_tenant(name: str) -> bool:
     """Whether a tenant may be called that."""
     return _TENANT.fullmatch(name) is not None
+
+
+def is_revision(name: str) -> bool:
+    """Whether a revision may be called that."""
+    return _REVISION.fullmatch(name) is not None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

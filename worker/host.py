@@ -30,6 +30,7 @@ class WorkerHost:
         startup_ms: how long the start took, by stage.
         max_requests: held at once, by role.
         labels: shown to operators.
+        revision, config_digest: what it runs; see cluster.proto.
 
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
@@ -54,12 +55,15 @@ class WorkerHost:
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
         labels: Mapping[str, str],
+        revision: str,
+        config_digest: str,
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
         self._handoffs, self._startup_ms, self._labels = handoffs, startup_ms, labels
         self._max_requests = max_requests
+        self._revision, self._config_digest = revision, config_digest
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -103,6 +107,8 @@ class WorkerHost:
             pid=os.getpid(),
             startup_ms=self._startup_ms,
             labels=self._labels,
+            revision=self._revision,
+            config_digest=self._config_digest,
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:

@@ -217,6 +217,8 @@ class Hello(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across restarts of the process; unique in the cluster."""
     incarnation: _builtins.int
@@ -236,6 +238,12 @@ class Hello(_message.Message):
     ack: _builtins.int
     """Of that generation: highest CoordinatorMessage.seq processed."""
     pid: _builtins.int
+    revision: _builtins.str
+    """Names what this worker runs: model and engine arguments together (worker.revision). Requests
+    stay on workers of one revision, and KV caches are handed over within it. Empty: "1".
+    """
+    config_digest: _builtins.str
+    """Of model and engine arguments, so that two configurations under one name show; 12 hex digits."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -280,10 +288,12 @@ class Hello(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        revision: _builtins.str = ...,
+        config_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
