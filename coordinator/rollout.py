@@ -24,7 +24,7 @@ from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.runtime.names import REVISION_NAMES, is_revision
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 ROLLOUT: WorkerKey = ("", 2)
 """The timer at which a rollout is looked at; no worker has this key."""
@@ -116,7 +116,10 @@ class Rollouts:
         return (
             revision not in (traffic.stable, traffic.canary)
             and len(self._workers) > 0
-            and not len(self._workers.of(revision))
+            and not any(
+                one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
+                for one in self._workers.of(revision)
+            )
         )
 
     def gone_error(self, revision: str) -> errors.Unavailable:
@@ -242,6 +245,8 @@ class Rollouts:
         for revision, retiring in tuple(self._retiring.items()):
             self._let_go(revision, retiring, now)
         self._move_waiting()
+        # What waits for workers that are gone is to hear it.
+        self._book.room_made = True
         if self:
             self._timers.set(ROLLOUT, now + _INTERVAL_S)
         else:
@@ -371,12 +376,12 @@ class Rollouts:
         self._scaler.launches.give_up_stuck(revision, now)
         members = self._workers.of(revision)
         for role in ROLE_OF.values():
-            serving = members.serving(role) if stays else []
-            keeps = max(serving, key=lambda one: (len(one.assigned), one.id), default=None)
-            for worker in members:
-                if worker.role == role and worker is not keeps and worker.state != _DRAINING:
-                    left_s = max(1.0, retiring.until - now)
-                    self._drain(worker, left_s, retiring.why, now)
+            there = [one for one in members if one.role == role and one.state != _DRAINING]
+            there.sort(key=lambda one: (one.serving, len(one.assigned), one.id))
+            if stays and there:
+                there.pop()
+            for worker in there:
+                self._drain(worker, max(1.0, retiring.until - now), retiring.why, now)
         if not stays and not len(members):
             del self._retiring[revision]
 
