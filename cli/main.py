@@ -26,6 +26,7 @@ from baton.cli import (
     keys,
     processes,
     replay,
+    rollout,
     simulate,
     state,
     top,
@@ -59,6 +60,7 @@ app.command("autoscale")(control.autoscale)
 app.command("drain")(control.drain)
 app.command("flip")(control.flip)
 app.command("why")(control.why)
+app.add_typer(rollout.app, name="rollout")
 app.command("simulate")(simulate.simulate)
 app.command("certs")(certs.certs)
 app.add_typer(config.app, name="config")

@@ -114,6 +114,7 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             "WORKER",
             "ROLE",
             "STATE",
+            "REVISION",
             "HOST",
             ">REQUESTS",
             ">WAITING",
@@ -131,6 +132,7 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
                     if role
                 ),
                 enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                worker.revision,
                 _host(worker.labels),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),

@@ -100,6 +100,7 @@ class Core:
             self.scaler,
             self._timers,
             self._drain,
+            self._emit,
             config.max_request_s,
         )
         self._flips = Flips(
@@ -450,6 +451,7 @@ class Core:
         self.placer.attach(worker)
         adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
         self._book.out.append(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
+        self.rollouts.attached(worker, now, returns=event.returns)
         self._book.room_made = True
 
     def _heard(self, key: WorkerKey, now: float) -> Worker | None:

@@ -344,6 +344,7 @@ Command = (
     | cluster_pb2.SetRoleCommand
     | cluster_pb2.DrainCommand
     | cluster_pb2.ReleaseCommand
+    | cluster_pb2.RolloutRecord
 )
 
 

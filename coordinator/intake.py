@@ -262,6 +262,7 @@ class Intake:
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
             tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
+            revision=request.resume.revision,
         )
 
     def _limits(self) -> ModelLimits:

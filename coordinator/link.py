@@ -23,6 +23,7 @@ _FIELDS: dict[type[Command], str] = {
     cluster_pb2.SetRoleCommand: "set_role",
     cluster_pb2.DrainCommand: "drain",
     cluster_pb2.ReleaseCommand: "release",
+    cluster_pb2.RolloutRecord: "rollout",
 }
 
 

@@ -4,6 +4,8 @@ Part of the core: no I/O, no clock. Only one rollout runs at a time. A request w
 begun ends on the revision that began it, or fails: weights that differ would go on with an answer
 that is nobody's, and say that all is well. One of which nothing has been sent goes to the stable
 revision when its own has no workers.
+
+Attached workers keep a record of it, and a coordinator that follows this one takes it from them.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Rollouts:
     Args:
         traffic: says which revision a request gets; changed only here.
         drain: tells a worker to leave: itself, how long it may take in seconds, why, and the time.
+        emit: takes effects.
         max_request_s: longest life of a request.
 
     Attributes:
@@ -84,10 +87,14 @@ class Rollouts:
         scaler: Scaler,
         timers: Timers[str | WorkerKey],
         drain: Callable[[Worker, float, str, float], None],
+        emit: Callable[[ev.Effect], None],
         max_request_s: float,
     ) -> None:
         self.traffic, self._book, self._workers, self._placers = traffic, book, workers, placers
-        self._scaler, self._timers, self._drain = scaler, timers, drain
+        self._scaler, self._timers, self._drain, self._emit = scaler, timers, drain, emit
+        self._configured, self._version = traffic.stable, 0
+        # Whether an operator has said something here: what workers remember is older.
+        self._was_told = False
         self._max_request_s = max_request_s
         self.rollout: Rollout | None = None
         self.last: Rollout | None = None
@@ -206,22 +213,25 @@ class Rollouts:
 
     def start(self, event: ev.RolloutAsked, now: float) -> None:
         """There is no `start_error`."""
-        name = event.revision.name
+        name, self._was_told = event.revision.name, True
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
             sizes = {pool: self._to_start(pool, name, event.sizes) for pool in Pool}
         self.rollout = Rollout(event.revision, self.traffic.stable, sizes)
         self.traffic.canary, self.traffic.share = name, event.share
         self._set_current()
+        self._changed()
         self.advance(now)
 
     def set_share(self, share: float) -> None:
         if self.rollout is not None:
-            self.traffic.share = share
+            self.traffic.share, self._was_told = share, True
+            self._changed()
 
     def promote(self, drain_s: float | None, now: float) -> None:
         """There is no `promote_error`."""
         if self.rollout is not None:
+            self._was_told = True
             self.rollout.drains_s = drain_s or self._max_request_s
             self.advance(now)
 
@@ -229,9 +239,26 @@ class Rollouts:
         """There is no `abort_error`."""
         rollout = self.rollout
         if rollout is not None:
+            self._was_told = True
             self._end(rollout, f"revision {rollout.revision.name!r} was aborted: {why}")
             self._retire(rollout.revision.name, "its rollout was aborted", drain_s, now)
+            self._changed()
             self.advance(now)
+
+    def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
+        """A worker is there: it may know of a rollout that another coordinator was told of."""
+        record = worker.hello.rollout
+        if (
+            returns
+            and record.version > self._version
+            and record.configured == self._configured
+            # What it started itself ended with it.
+            and not self._scaler.active
+            and not self._was_told
+        ):
+            self._restore(record, now)
+        elif self._version:
+            self._emit(ev.SendCommand(worker.key, self._record()))
 
     def advance(self, now: float) -> None:
         """Looks at who serves, and does what follows. To be called when that has changed."""
@@ -254,6 +281,42 @@ class Rollouts:
             self._placers.keep_only(frozenset({self.traffic.stable}))
 
     # ---- Inside.
+
+    def _record(self) -> cluster_pb2.RolloutRecord:
+        traffic = self.traffic
+        return cluster_pb2.RolloutRecord(
+            version=self._version,
+            configured=self._configured,
+            stable=traffic.stable,
+            canary=traffic.canary,
+            share=traffic.share,
+            retiring=self._retiring,
+        )
+
+    def _changed(self) -> None:
+        """Workers are to remember what is so now."""
+        self._version += 1
+        record = self._record()
+        for worker in self._workers:
+            self._emit(ev.SendCommand(worker.key, record))
+
+    def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
+        """Goes on where the coordinator before was."""
+        self._version, self.rollout = record.version, None
+        self._retiring.clear()
+        self._book.stats.sides = {}
+        self.traffic.stable = self._workers.stable = record.stable
+        self.traffic.canary, self.traffic.open = "", False
+        if record.canary:
+            canary = Revision(record.canary)
+            self.rollout = Rollout(canary, record.stable, dict.fromkeys(Pool, 0))
+            self.traffic.canary, self.traffic.share = record.canary, record.share
+        for revision in record.retiring:
+            self._retire(revision, "another has taken its place", None, now)
+        self._set_current()
+        self._placers.changed = True
+        if not self:
+            self._timers.cancel(ROLLOUT)
 
     def _none_runs(self) -> errors.BatonError | None:
         return errors.FailedPrecondition("no rollout runs") if self.rollout is None else None
@@ -350,6 +413,7 @@ class Rollouts:
         self._scaler.promoted(new, now)
         self._set_current()
         self._retire(old, f"revision {new.name} has taken its place", drain_s, now)
+        self._changed()
 
     def _end(self, rollout: Rollout, outcome: str) -> None:
         self.rollout, self.last, self.outcome = None, rollout, outcome
@@ -384,6 +448,7 @@ class Rollouts:
                 self._drain(worker, max(1.0, retiring.until - now), retiring.why, now)
         if not stays and not len(members):
             del self._retiring[revision]
+            self._changed()
 
     def _move_waiting(self) -> None:
         """What waits on a revision that gets nothing new goes to the stable one."""

@@ -64,6 +64,8 @@ class WorkerHost:
         self._handoffs, self._startup_ms, self._labels = handoffs, startup_ms, labels
         self._max_requests = max_requests
         self._revision, self._config_digest = revision, config_digest
+        # Kept for a restarted coordinator.
+        self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -109,6 +111,7 @@ class WorkerHost:
             labels=self._labels,
             revision=self._revision,
             config_digest=self._config_digest,
+            rollout=self._rollout,
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:
@@ -176,6 +179,8 @@ class WorkerHost:
                     self.drain_s.set_result((timeout_s, message.drain.reason))
             case "release":
                 self.released.set()
+            case "rollout":
+                self._rollout = message.rollout
             case kind:
                 # From a newer coordinator; it can see that nothing came of it.
                 _log.warning("unknown command %s", kind)

@@ -363,6 +363,56 @@ def test_known_tokens_go_on_with_the_revision_that_made_them(two):
     assert cell.world.last(gone).error.reason == "REVISION_GONE"
 
 
+def test_a_rollout_outlives_its_coordinator(two, new_world, say_hello):
+    """Workers keep what they were told last, and the next coordinator takes the newest."""
+    cell = two(0.4)
+    cell.world.handle(ev.ShareAsked(0.25))
+    record = latest_record(cell.world, "d")
+    after = new_world()
+
+    def back(name, role, revision, record, incarnation=1):
+        hello = say_hello(name, role, incarnation, revision=revision, generation=77)
+        hello.rollout.CopyFrom(record)
+        after.handle(ev.WorkerAttached(hello, returns=True))
+
+    stale = cluster_pb2.RolloutRecord(version=1, configured="1", stable="1", canary="r0")
+    for name, role, revision, told in (
+        ("p", PREFILL, "1", stale),
+        ("cp", PREFILL, "r2", record),
+        ("d", DECODE, "1", record),
+        ("cd", DECODE, "r2", record),
+    ):
+        back(name, role, revision, told)
+    rollouts = after.core.rollouts
+    assert (rollouts.traffic.canary, rollouts.traffic.share) == ("r2", 0.25)
+    assert rollouts.traffic.open
+    # The same sessions as before.
+    for number in range(40):
+        assert _assigned(cell, number) == _found(after, number)
+    after.handle(ev.PromotionAsked())
+    assert after.core.workers.stable == "r2"
+    promoted = latest_record(after, "cd")
+    # After a promotion too; unless the configuration has been changed since.
+    for configured, stable in (("1", "r2"), ("r9", "r9")):
+        third = new_world(revision=configured)
+        hello = say_hello("cd", DECODE, revision="r2", generation=78)
+        hello.rollout.CopyFrom(promoted)
+        third.handle(ev.WorkerAttached(hello, returns=True))
+        assert third.core.workers.stable == stable
+
+
+def latest_record(world, worker):
+    records = (one for one in world.commands[worker] if isinstance(one, cluster_pb2.RolloutRecord))
+    return list(records)[-1]
+
+
+def _found(world, number):
+    to = world.submit(session_id=f"s{number}", num_prompt=8)
+    request = world.core.request(f"r{to.stream}")
+    world.handle(ev.RequestCancelled(request.id))
+    return request.revision
+
+
 def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
     from baton.runtime.request_digest import request_digest
 

@@ -111,6 +111,7 @@ class CoordinatorMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     EXPECT_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
     ack: _builtins.int
@@ -131,6 +132,8 @@ class CoordinatorMessage(_message.Message):
     def release(self) -> Global___ReleaseCommand: ...
     @_builtins.property
     def expect(self) -> Global___ExpectCommand: ...
+    @_builtins.property
+    def rollout(self) -> Global___RolloutRecord: ...
     def __init__(
         self,
         *,
@@ -144,12 +147,13 @@ class CoordinatorMessage(_message.Message):
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
         expect: Global___ExpectCommand | None = ...,
+        rollout: Global___RolloutRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect", "rollout"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -219,6 +223,7 @@ class Hello(_message.Message):
     STARTUP_MS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across restarts of the process; unique in the cluster."""
     incarnation: _builtins.int
@@ -267,6 +272,10 @@ class Hello(_message.Message):
         and the model), "kv" (allocating its cache), "warm_up" (until it has computed something).
         """
 
+    @_builtins.property
+    def rollout(self) -> Global___RolloutRecord:
+        """The last one that this worker was told, for a restarted coordinator."""
+
     def __init__(
         self,
         *,
@@ -290,10 +299,11 @@ class Hello(_message.Message):
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         revision: _builtins.str = ...,
         config_digest: _builtins.str = ...,
+        rollout: Global___RolloutRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -835,6 +845,52 @@ class SetRoleCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleCommand: _TypeAlias = SetRoleCommand  # noqa: Y015
+
+@_typing.final
+class RolloutRecord(_message.Message):
+    """Which revisions there are, as far as this coordinator was told since it started. Workers keep it
+    and say it again in their Hello: so a rollout outlives its coordinator.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONFIGURED_FIELD_NUMBER: _builtins.int
+    STABLE_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    RETIRING_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Larger in each record that follows another."""
+    configured: _builtins.str
+    """The stable revision of the coordinator's configuration. One that is configured with another by
+    now takes no record of before.
+    """
+    stable: _builtins.str
+    canary: _builtins.str
+    """Empty while no rollout runs."""
+    share: _builtins.float
+    @_builtins.property
+    def retiring(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Finish what they have, and leave."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        configured: _builtins.str = ...,
+        stable: _builtins.str = ...,
+        canary: _builtins.str = ...,
+        share: _builtins.float = ...,
+        retiring: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "configured", b"configured", "retiring", b"retiring", "share", b"share", "stable", b"stable", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutRecord: _TypeAlias = RolloutRecord  # noqa: Y015
 
 @_typing.final
 class DrainCommand(_message.Message):
