@@ -15,6 +15,7 @@ from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import ROLE_OF, Pool
 from baton.coordinator.revision import Revision
 from baton.coordinator.rollout import Rollout, Rollouts
+from baton.coordinator.rollout_errors import serving
 from baton.coordinator.shell import Shell
 from baton.coordinator.status import duration, percentiles
 from baton.runtime.config import BatonConfig, ConfigError
@@ -147,7 +148,7 @@ class RolloutCalls:
         return f"{gets} once it serves in both pools; {starting} workers are being started"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
-        counts = self._rollouts.counts(rollout.revision.name)
+        counts = serving(self._shell.core.workers, rollout.revision.name)
         return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
 
     def _problem(self, rollout: Rollout) -> str:

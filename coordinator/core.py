@@ -27,6 +27,7 @@ from baton.coordinator.outputs import apply_step
 from baton.coordinator.placement import Placement
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import EndedRequest, Request, RequestState, WorkerKey
+from baton.coordinator.retiring import gone_error
 from baton.coordinator.revision import Revision, Traffic
 from baton.coordinator.rollout import ROLLOUT, Rollouts
 from baton.coordinator.scaling import SCALING, Scaler
@@ -266,7 +267,7 @@ class Core:
         submission = event.submission
         revision = submission.revision if len(submission.known_token_ids) else ""
         if revision and self.rollouts.is_gone(revision) and not self._adoption.settling:
-            self._emit(ev.SendFailed(submission.to, self.rollouts.gone_error(revision)))
+            self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
         is_taken = self._adoption.is_anothers(submission)
         request = self._book.admit(submission, now, is_taken=is_taken)
@@ -314,7 +315,7 @@ class Core:
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
             if self.rollouts.is_gone(request.revision):
-                self._book.fail(request, self.rollouts.gone_error(request.revision), now)
+                self._book.fail(request, gone_error(request.revision), now)
                 continue
             placement = self.placer.place(request)
             if self._made_room(request, placement, now):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import WAIT_S, ScriptedWorker
 
 from baton.client import AdminClient, BatonClient, errors
@@ -57,6 +59,16 @@ async def cell(coordinator_config, say_hello):
         coordinator.shell.core.check_integrity()
 
 
+def scraped(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (one.name, tuple(sorted(one.labels.items()))): one.value
+            for family in families
+            for one in family.samples
+        }
+
+
 async def workers_of(admin):
     return {one.worker_id: one.revision for one in await admin.list_workers()}
 
@@ -95,6 +107,13 @@ async def test_a_rollout_from_start_to_promotion(cell):
             assert [(pool.num_serving, pool.num_starting) for pool in one.pools] == [(1, 0)] * 2
         assert found.verdict == admin_pb2.ROLLOUT_VERDICT_TOO_FEW_SAMPLES
         assert found.verdict_reason.startswith("too few samples to tell")
+        samples = await asyncio.to_thread(scraped, coordinator.metrics_address)
+        assert samples["baton_rollout_share", ()] == 0.5
+        for label, one in (("stable", found.stable), ("canary", found.canary)):
+            ended = ("outcome", "ended"), ("revision", label)
+            assert samples["baton_rollout_requests_total", ended] == one.num_ended
+            p95 = ("lane", "interactive"), ("quantile", "0.95"), ("revision", label)
+            assert samples["baton_rollout_ttft_seconds", p95] > 0
         assert "0.25 of new sessions" in await admin.set_rollout_share(0.25)
         message = await admin.promote_rollout()
         assert message.startswith("revision r2 is the stable one; workers of 1 finish")
