@@ -67,6 +67,12 @@ def start(
     decode: Annotated[
         int | None, typer.Option("--decode", min=0, help="Decode workers to start; default 1.")
     ] = None,
+    abort_if_worse: Annotated[
+        bool,
+        typer.Option(
+            "--abort-if-worse", help="By itself, once errors, TTFT or ITL are surely worse."
+        ),
+    ] = False,
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
@@ -84,6 +90,7 @@ def start(
             engine_args=engine_args,
             num_prefill=prefill,
             num_decode=decode,
+            abort_if_worse=abort_if_worse,
         )
         if wait:
             what = f"revision {revision} does not serve"
@@ -179,6 +186,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
         phase = _phase(found)
         print(
             f"rollout of {found.canary.name}: {phase}, {found.share:.3g} of new sessions"
+            + (", aborts by itself if it is worse" if found.abort_if_worse else "")
             if phase
             else f"no rollout runs; the last one: {found.last}"
         )

@@ -171,6 +171,7 @@ class AdminClient:
         engine_args: Mapping[str, Any] | None = None,
         num_prefill: int | None = None,
         num_decode: int | None = None,
+        abort_if_worse: bool = False,
     ) -> str:
         """Sends new sessions to another revision, a share of 0 to 1.
 
@@ -181,6 +182,7 @@ class AdminClient:
             engine_args: over the configured ones.
             num_prefill: workers to start; None: those that are attached, or one.
             num_decode: likewise.
+            abort_if_worse: by itself, once the verdict is that the canary is worse.
 
         Returns:
             What follows, in words.
@@ -192,6 +194,7 @@ class AdminClient:
             engine_args={key: json.dumps(one) for key, one in (engine_args or {}).items()},
             prefill=num_prefill,
             decode=num_decode,
+            abort_if_worse=abort_if_worse,
         )
         answer = await self._answer(self._stub.StartRollout(request, timeout=self._timeout_s))
         return answer.message

@@ -54,7 +54,7 @@ class RolloutCalls:
         except ConfigError as error:
             allowed = f"must make sense with the configuration: {error}"
             raise InvalidArgument("engine_args", dict(request.engine_args), allowed) from None
-        self._shell.post(ev.RolloutAsked(revision, request.share, sizes))
+        self._shell.post(ev.RolloutAsked(revision, request.share, sizes, request.abort_if_worse))
         return admin_pb2.StartRolloutResponse(message=self._started(revision.name, request.share))
 
     def set_share(
@@ -128,6 +128,7 @@ class RolloutCalls:
         if rollouts.rollout is not None:
             found.phase = _phase(rollouts.rollout, is_open=traffic.open)
             found.problem = self._problem(rollouts.rollout)
+            found.abort_if_worse = rollouts.rollout.abort_if_worse
             if sides:
                 found.compared_for.CopyFrom(duration(now - rollouts.rollout.since))
         others = {*rollouts.retiring, *self._shell.core.workers.revisions} - known

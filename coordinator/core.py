@@ -649,11 +649,21 @@ class Core:
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._book.out.append(ev.FenceWorker(worker.key, fence))
 
-    def _recover_all(self, worker: Worker, reason: str, suspects: list[str], now: float) -> None:
+    def _recover_all(
+        self,
+        worker: Worker,
+        reason: str,
+        suspects: list[str],
+        now: float,
+        *,
+        with_begun: bool = True,
+    ) -> None:
         lost = f"worker {worker.id} {reason}"
         for request_id in [*worker.assigned, *worker.sending]:
             request = self._book.get(request_id)
             if request is None or worker.key not in (request.prefill, request.decode):
+                continue
+            if len(request.token_ids) and not with_begun:
                 continue
             if request.suspect and suspects == [request_id]:
                 error = errors.Internal(
@@ -669,15 +679,15 @@ class Core:
         """A worker does not respond: others take its requests, where there are others.
 
         It is not out: when it responds again it is given new work. What it then still says of the
-        requests that went elsewhere is of an older attempt.
+        requests that went elsewhere is of an older attempt. Where only the stable revision could
+        take its requests, those stay that have begun.
         """
-        if not worker.unresponsive and any(
-            other is not worker for other in self.workers.peers(worker)
-        ):
+        has_peers = any(other is not worker for other in self.workers.peers(worker))
+        if not worker.unresponsive and (has_peers or worker.revision != self.workers.stable):
             worker.unresponsive = reason
             self.placer.refresh(worker)
             self.stats.worker_unresponsive(now)
-            self._recover_all(worker, reason, [], now)
+            self._recover_all(worker, reason, [], now, with_begun=has_peers)
 
     def _responds(self, worker: Worker) -> None:
         worker.unresponsive = ""

@@ -203,11 +203,13 @@ class RolloutAsked:
     Attributes:
         share: of new sessions, 0 to 1.
         sizes: workers to start; a pool that is left out has those that are attached, or one.
+        abort_if_worse: than the stable one, by the verdict on both.
     """
 
     revision: Revision
     share: float
     sizes: Mapping[Pool, int]
+    abort_if_worse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

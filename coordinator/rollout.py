@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from baton.coordinator import events as ev
 from baton.coordinator import rollout_errors as why
 from baton.coordinator.book import RequestBook
-from baton.coordinator.comparison import Side
+from baton.coordinator.comparison import Side, Verdict, judge
 from baton.coordinator.load_index import ROLE_OF, Pool
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import WorkerKey
@@ -40,6 +40,7 @@ class Rollout:
 
     Attributes:
         sizes: workers to start, by pool; nothing where nothing starts workers.
+        abort_if_worse: than the stable one, by the verdict on both.
         sides: of stable and canary, once the canary has served; they are compared since `since`.
         drains_s: None: it is not being promoted; else how long the old revision's requests may
             take then.
@@ -48,6 +49,7 @@ class Rollout:
     revision: Revision
     stable: str
     sizes: dict[Pool, int]
+    abort_if_worse: bool = False
     sides: dict[str, Side] = field(default_factory=dict)
     since: float = 0.0
     drains_s: float | None = None
@@ -159,7 +161,7 @@ class Rollouts:
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
             sizes = {pool: why.to_start(self._workers, pool, name, event.sizes) for pool in Pool}
-        self.rollout = Rollout(event.revision, self.traffic.stable, sizes)
+        self.rollout = Rollout(event.revision, self.traffic.stable, sizes, event.abort_if_worse)
         self.traffic.canary, self.traffic.share = name, event.share
         self._set_current()
         self._changed()
@@ -182,9 +184,7 @@ class Rollouts:
         rollout = self.rollout
         if rollout is not None:
             self._was_told = True
-            self._end(rollout, f"revision {rollout.revision.name!r} was aborted: {reason}")
-            self._retire(rollout.revision.name, "its rollout was aborted", drain_s, now)
-            self._changed()
+            self._give_up(rollout, reason, drain_s, now)
             self.advance(now)
 
     def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
@@ -209,7 +209,9 @@ class Rollouts:
         if rollout is not None:
             self._size(rollout, now)
             self._open(rollout, now)
-            if rollout.drains_s is not None and self._has_sizes(rollout):
+            if (found := self._is_worse(rollout)) is not None:
+                self._give_up(rollout, found, None, now)
+            elif rollout.drains_s is not None and self._has_sizes(rollout):
                 self._switch(rollout, rollout.drains_s, now)
         if self.retiring.advance(now):
             self._changed()
@@ -233,6 +235,7 @@ class Rollouts:
             canary=traffic.canary,
             share=traffic.share,
             retiring=self.retiring,
+            abort_if_worse=self.rollout is not None and self.rollout.abort_if_worse,
         )
 
     def _changed(self) -> None:
@@ -251,7 +254,8 @@ class Rollouts:
         self.traffic.canary, self.traffic.open = "", False
         if record.canary:
             canary = Revision(record.canary)
-            self.rollout = Rollout(canary, record.stable, dict.fromkeys(Pool, 0))
+            sizes = dict.fromkeys(Pool, 0)
+            self.rollout = Rollout(canary, record.stable, sizes, record.abort_if_worse)
             self.traffic.canary, self.traffic.share = record.canary, record.share
         self._set_current()
         self._placers.changed = True
@@ -304,6 +308,18 @@ class Rollouts:
         self._scaler.promoted(new, now)
         self._set_current()
         self._retire(old, f"revision {new.name} has taken its place", drain_s, now)
+        self._changed()
+
+    def _is_worse(self, rollout: Rollout) -> str | None:
+        """What is worse about a canary that is to be aborted then; None: nothing is known of it."""
+        if not rollout.abort_if_worse or not rollout.sides:
+            return None
+        found = judge(rollout.sides[rollout.stable], rollout.sides[rollout.revision.name])
+        return found.reason if found.verdict is Verdict.WORSE else None
+
+    def _give_up(self, rollout: Rollout, reason: str, drain_s: float | None, now: float) -> None:
+        self._end(rollout, f"revision {rollout.revision.name!r} was aborted: {reason}")
+        self._retire(rollout.revision.name, "its rollout was aborted", drain_s, now)
         self._changed()
 
     def _end(self, rollout: Rollout, outcome: str) -> None:

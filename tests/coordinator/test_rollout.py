@@ -248,9 +248,10 @@ def test_what_has_not_begun_goes_to_the_stable_revision(two):
 
 
 def test_a_silent_worker_is_no_reason_to_leave_the_revision(two):
-    """Its only peer of the same revision is gone: nobody else could take its requests."""
+    """Its only peer of the same revision is gone: what has begun stays, the rest goes elsewhere."""
     cell = two(1.0)
     to = cell.begin()
+    fresh = cell.world.submit()
     decoder = cell.request(to).decode[0]
     other = "cd2" if decoder == "cd" else "cd"
     cell.world.handle(ev.WorkerLost(other, "was killed"))
@@ -260,6 +261,9 @@ def test_a_silent_worker_is_no_reason_to_leave_the_revision(two):
             if worker.id != decoder:
                 cell.world.handle(ev.WorkerHeard(worker.key))
     assert cell.request(to).decode[0] == decoder
+    assert [cell.revision(one) for one in (fresh, cell.world.submit())] == ["1", "1"]
+    cell.token(to)
+    assert cell.revision(cell.world.submit()) == "r2"
 
 
 # ---- The end of a rollout.
@@ -320,6 +324,30 @@ def test_what_does_not_end_in_time_fails_and_says_why(two):
     assert cell.world.last(to).error.reason == "REVISION_GONE"
     cell.beat(3)
     assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two, fails):
+    cell = two(None)
+    cell.world.handle(ev.RolloutAsked(Revision("r2"), 0.5, {}, abort_if_worse=True))
+    for number in range(120):
+        to = cell.world.submit(session_id=f"s{number}", num_prompt=8)
+        request = cell.request(to)
+        if fails and request.revision == "r2":
+            wrong = cluster_pb2.RequestOutput(request_id=request.id, attempt=1)
+            wrong.failed.code, wrong.failed.message = 3, "no such argument"
+            cell.world.step(request.prefill[0], wrong)
+        else:
+            cell.first_token(to)
+            cell.token(to, finish=STOP)
+    cell.beat(2)
+    rollouts = cell.core.rollouts
+    assert (rollouts.rollout is None) == fails
+    if fails:
+        assert "the canary is worse" in rollouts.outcome
+        assert "requests failed" in rollouts.outcome
+        cell.beat(3)
+        assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
 def test_wrong_calls_are_refused_by_name(two):

@@ -1859,6 +1859,7 @@ class StartRolloutRequest(_message.Message):
     SHARE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
     revision: _builtins.str
     """1 to 64 characters of [A-Za-z0-9._-]; not the stable one's."""
     model: _builtins.str
@@ -1868,6 +1869,8 @@ class StartRolloutRequest(_message.Message):
     prefill: _builtins.int
     """Workers of each pool; absent: one, or where workers of this revision are attached, those."""
     decode: _builtins.int
+    abort_if_worse: _builtins.bool
+    """Aborts by itself once the verdict is that the canary is worse."""
     @_builtins.property
     def engine_args(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By name, values in JSON; they go over the configured ones, those of the pools too."""
@@ -1881,10 +1884,11 @@ class StartRolloutRequest(_message.Message):
         share: _builtins.float = ...,
         prefill: _builtins.int | None = ...,
         decode: _builtins.int | None = ...,
+        abort_if_worse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "engine_args", b"engine_args", "model", b"model", "prefill", b"prefill", "revision", b"revision", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "abort_if_worse", b"abort_if_worse", "decode", b"decode", "engine_args", b"engine_args", "model", b"model", "prefill", b"prefill", "revision", b"revision", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
@@ -2069,6 +2073,7 @@ class RolloutStatus(_message.Message):
     OTHERS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
     phase: Global___RolloutPhase.ValueType
     share: _builtins.float
     verdict: Global___RolloutVerdict.ValueType
@@ -2078,6 +2083,7 @@ class RolloutStatus(_message.Message):
     """How the last rollout ended; empty while there has been none."""
     problem: _builtins.str
     """Why the canary's workers do not start; empty when they do."""
+    abort_if_worse: _builtins.bool
     @_builtins.property
     def stable(self) -> Global___RevisionStatus: ...
     @_builtins.property
@@ -2107,10 +2113,11 @@ class RolloutStatus(_message.Message):
         others: _abc.Iterable[Global___RevisionStatus] | None = ...,
         last: _builtins.str = ...,
         problem: _builtins.str = ...,
+        abort_if_worse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "compared_for", b"compared_for", "stable", b"stable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "compared_for", b"compared_for", "last", b"last", "others", b"others", "phase", b"phase", "problem", b"problem", "share", b"share", "stable", b"stable", "verdict", b"verdict", "verdict_reason", b"verdict_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "compared_for", b"compared_for", "last", b"last", "others", b"others", "phase", b"phase", "problem", b"problem", "share", b"share", "stable", b"stable", "verdict", b"verdict", "verdict_reason", b"verdict_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

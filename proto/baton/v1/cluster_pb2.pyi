@@ -860,6 +860,7 @@ class RolloutRecord(_message.Message):
     CANARY_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     RETIRING_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Larger in each record that follows another."""
     configured: _builtins.str
@@ -870,6 +871,7 @@ class RolloutRecord(_message.Message):
     canary: _builtins.str
     """Empty while no rollout runs."""
     share: _builtins.float
+    abort_if_worse: _builtins.bool
     @_builtins.property
     def retiring(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Finish what they have, and leave."""
@@ -883,10 +885,11 @@ class RolloutRecord(_message.Message):
         canary: _builtins.str = ...,
         share: _builtins.float = ...,
         retiring: _abc.Iterable[_builtins.str] | None = ...,
+        abort_if_worse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "configured", b"configured", "retiring", b"retiring", "share", b"share", "stable", b"stable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "configured", b"configured", "retiring", b"retiring", "share", b"share", "stable", b"stable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
