@@ -27,6 +27,7 @@ from baton.cli import (
     processes,
     profile,
     replay,
+    rollout,
     simulate,
     state,
     top,
@@ -61,6 +62,7 @@ app.command("drain")(control.drain)
 app.command("flip")(control.flip)
 app.command("why")(control.why)
 app.command("profile")(profile.profile)
+app.add_typer(rollout.app, name="rollout")
 app.command("simulate")(simulate.simulate)
 app.command("certs")(certs.certs)
 app.add_typer(config.app, name="config")

@@ -81,6 +81,7 @@ def load_config(
     autoscale: bool | None = None,
     http_listen: str | None = None,
     launcher: LauncherName | None = None,
+    revision: str | None = None,
 ) -> BatonConfig:
     """The file's configuration with the command line's options over it.
 
@@ -103,6 +104,7 @@ def load_config(
             "scaling": {"autoscale": autoscale},
             "http": {"listen": http_listen},
             "launcher": launcher and launcher.value,
+            "worker": {"revision": revision},
         },
     )
 

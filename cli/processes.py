@@ -123,6 +123,12 @@ def worker(
     served_model_name: options.ServedModelName = None,
     engine: options.Engine = None,
     engine_arg: options.EngineArgs = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--revision", metavar="NAME", help="Of model and engine arguments; see baton rollout."
+        ),
+    ] = None,
     log_level: options.Level = None,
     directory: Annotated[
         str, typer.Option("--directory", hidden=True, help="Of its sockets; empty: its own.")
@@ -144,6 +150,7 @@ def worker(
             served_model_name=served_model_name,
             engine=engine,
             engine_args=engine_arg,
+            revision=revision,
             log_level=log_level,
         )
     )

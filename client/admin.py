@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+import json
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -174,6 +175,80 @@ class AdminClient:
         request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
         answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
         return list(answer.decisions)
+
+    # ---- Rollouts.
+
+    async def start_rollout(
+        self,
+        revision: str,
+        *,
+        share: float,
+        model: str = "",
+        engine_args: Mapping[str, Any] | None = None,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        abort_if_worse: bool = False,
+    ) -> str:
+        """Sends new sessions to another revision, a share of 0 to 1.
+
+        Args:
+            revision: a new name for what its workers run.
+            share: of new sessions, and of requests without one.
+            model: as the configuration's; empty: that one.
+            engine_args: over the configured ones.
+            num_prefill: workers to start; None: those that are attached, or one.
+            num_decode: likewise.
+            abort_if_worse: by itself, once the verdict is that the canary is worse.
+
+        Returns:
+            What follows, in words.
+        """
+        request = admin_pb2.StartRolloutRequest(
+            revision=revision,
+            share=share,
+            model=model,
+            engine_args={key: json.dumps(one) for key, one in (engine_args or {}).items()},
+            prefill=num_prefill,
+            decode=num_decode,
+            abort_if_worse=abort_if_worse,
+        )
+        answer = await self._answer(self._stub.StartRollout(request, timeout=self._timeout_s))
+        return answer.message
+
+    async def set_rollout_share(self, share: float) -> str:
+        """The canary's share from now on, 0 to 1; returns it in words."""
+        request = admin_pb2.SetRolloutShareRequest(share=share)
+        answer = await self._answer(self._stub.SetRolloutShare(request, timeout=self._timeout_s))
+        return answer.message
+
+    async def get_rollout(self) -> admin_pb2.RolloutStatus:
+        """Stable revision and canary side by side; of the last rollout where none runs."""
+        request = admin_pb2.GetRolloutRequest()
+        return await self._answer(self._stub.GetRollout(request, timeout=self._timeout_s))
+
+    async def promote_rollout(self, drain_s: float | None = None) -> str:
+        """The canary becomes the stable revision; returns what follows, in words.
+
+        Args:
+            drain_s: what requests of the old one may take; None: as long as any request may.
+        """
+        request = admin_pb2.PromoteRolloutRequest()
+        if drain_s is not None:
+            request.drain_timeout.FromMicroseconds(round(drain_s * 1e6))
+        answer = await self._answer(self._stub.PromoteRollout(request, timeout=self._timeout_s))
+        return answer.message
+
+    async def abort_rollout(self, drain_s: float | None = None) -> str:
+        """The canary gets nothing new and leaves; returns what follows, in words.
+
+        Args:
+            drain_s: what its requests may take; None: as long as any request may.
+        """
+        request = admin_pb2.AbortRolloutRequest()
+        if drain_s is not None:
+            request.drain_timeout.FromMicroseconds(round(drain_s * 1e6))
+        answer = await self._answer(self._stub.AbortRollout(request, timeout=self._timeout_s))
+        return answer.message
 
     async def watch(
         self, min_interval_s: float = 1.0

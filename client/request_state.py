@@ -51,6 +51,7 @@ class RequestState:
         self.cancel_asked = False
         self.token_ids: list[int] = []
         self._num_text_chars = 0
+        self._revision = ""
         self._num_fruitless_losses = 0
         self._cause: RemoteError | None = None
         self._max_buffered_events = max_buffered_events
@@ -118,6 +119,7 @@ class RequestState:
         if self.token_ids:
             message.resume.token_ids.extend(self.token_ids)
             message.resume.num_text_chars = self._num_text_chars
+            message.resume.revision = self._revision
         if self._deadline is not None:
             left_s = max(_LEAST_TIMEOUT_S, self._deadline.when() - self._loop.time())
             message.timeout.FromMicroseconds(round(left_s * 1e6))
@@ -233,6 +235,7 @@ class RequestState:
         return None
 
     def _on_delta(self, delta: common_pb2.TokenDelta) -> None:
+        self._revision = delta.revision or self._revision
         num_known = len(self.token_ids) - delta.offset
         if num_known < 0:
             return self._give_up(

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.coordinator import events as ev
+from baton.coordinator.admin_rollout import RolloutCalls
 from baton.coordinator.admin_scaling import ScalingCalls
 from baton.coordinator.budget import latency_budget
 from baton.coordinator.core import Core
@@ -42,7 +43,7 @@ _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """State and control; the calls on sizes are in admin_scaling.py."""
+    """State and control; admin_scaling.py has the calls on sizes, admin_rollout.py on rollouts."""
 
     def __init__(self, shell: Shell, intake: Intake, config: BatonConfig) -> None:
         self._shell, self._intake, self._config = shell, intake, config
@@ -50,6 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._scaling = ScalingCalls(
             shell, config.worker.drain_timeout_s, self._pool, self._snapshot
         )
+        self._rollout = RolloutCalls(shell, config)
 
     @property
     def _core(self) -> Core:
@@ -196,6 +198,31 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ListDecisionsResponse:
         return await _answer(context, self._scaling.decisions, request)
 
+    async def StartRollout(
+        self, request: admin_pb2.StartRolloutRequest, context: Any
+    ) -> admin_pb2.StartRolloutResponse:
+        return await _answer(context, self._rollout.start, request)
+
+    async def SetRolloutShare(
+        self, request: admin_pb2.SetRolloutShareRequest, context: Any
+    ) -> admin_pb2.SetRolloutShareResponse:
+        return await _answer(context, self._rollout.set_share, request)
+
+    async def GetRollout(
+        self, request: admin_pb2.GetRolloutRequest, context: object
+    ) -> admin_pb2.RolloutStatus:
+        return self._rollout.status()
+
+    async def PromoteRollout(
+        self, request: admin_pb2.PromoteRolloutRequest, context: Any
+    ) -> admin_pb2.PromoteRolloutResponse:
+        return await _answer(context, self._rollout.promote, request)
+
+    async def AbortRollout(
+        self, request: admin_pb2.AbortRolloutRequest, context: Any
+    ) -> admin_pb2.AbortRolloutResponse:
+        return await _answer(context, self._rollout.abort, request)
+
     async def Watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:  # type: ignore[override]
         try:
             await self._scaling.watch(request, context.write)
@@ -316,6 +343,8 @@ def _worker_info(
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
         labels=hello.labels,
+        revision=worker.revision,
+        config_digest=hello.config_digest,
         latency=_latency_info(latency),
         flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
     )

@@ -6,7 +6,8 @@ from array import array
 
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import Lanes, lane_config
-from baton.coordinator.placement import Placer, lane_ttft_s
+from baton.coordinator.placement import lane_ttft_s
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import Submission
 from baton.runtime import errors
 from baton.runtime.enum_names import lane_name
@@ -22,7 +23,7 @@ class Admission:
         closing: why nothing is admitted any more; None: it is.
     """
 
-    def __init__(self, config: CoreConfig, lanes: Lanes, placer: Placer) -> None:
+    def __init__(self, config: CoreConfig, lanes: Lanes, placer: Placers) -> None:
         self._config, self._lanes, self._placer = config, lanes, placer
         self.closing: errors.Unavailable | None = None
 
@@ -52,7 +53,7 @@ class Admission:
         return None
 
     def lateness_error(
-        self, submission: Submission, hashes: array[int], now: float
+        self, submission: Submission, hashes: array[int], revision: str, now: float
     ) -> errors.BatonError | None:
         """Why it would come too late, by what is known now; None when it would not."""
         if len(submission.known_token_ids):
@@ -62,7 +63,7 @@ class Admission:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
         if wanted_s is None:
             return None
-        predicted_s = self._placer.predicted_ttft_s(submission, hashes)
+        predicted_s = self._placer.predicted_ttft_s(submission, hashes, revision)
         if predicted_s is None:
             return None
         predicted_s += now - submission.arrived_at

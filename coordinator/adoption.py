@@ -118,6 +118,11 @@ class Adoption:
         """That are set: one of each attempt that no client has come back for, and SETTLED."""
         return len(self._orphans) + bool(self._settling)
 
+    @property
+    def settling(self) -> bool:
+        """Whether workers may still come back from another coordinator."""
+        return bool(self._settling)
+
     # ---- Workers.
 
     def returned(

@@ -11,7 +11,8 @@ from baton.coordinator.commands import Commands
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.endings import ended_request, outcome
 from baton.coordinator.lanes import LANES, Lanes, lane_config
-from baton.coordinator.placement import Placement, Placer, max_output_tokens
+from baton.coordinator.placement import Placement, max_output_tokens
+from baton.coordinator.placers import Placers
 from baton.coordinator.register import Register
 from baton.coordinator.request import (
     Interruption,
@@ -23,6 +24,7 @@ from baton.coordinator.request import (
     Submission,
     WorkerKey,
 )
+from baton.coordinator.revision import Traffic
 from baton.coordinator.stalls import Stall, stalls
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.tail_sampling import TailSampler
@@ -47,6 +49,7 @@ class RequestBook:
     arrived, so that dispatching is worth a try.
 
     Args:
+        traffic: says which revision a new request gets.
         random_bytes: of handoff ids; injected so that a simulation repeats.
     """
 
@@ -54,12 +57,13 @@ class RequestBook:
         self,
         config: CoreConfig,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
+        traffic: Traffic,
         timers: Timers[RequestKey | WorkerKey],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
-        self._placer = placer
+        self._placer, self._traffic = placer, traffic
         self._random_bytes = random_bytes
         self._limits = {
             lane: StateLimits(
@@ -100,10 +104,18 @@ class RequestBook:
             submission, model.max_model_len if model is not None else 0
         )
         refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
-        hashes = self._placer.hashes(submission)
-        refused = refused or self.admission.lateness_error(submission, hashes, now)
+        revision = self._traffic.revision_of(submission)
+        hashes = self._placer.hashes(submission, revision)
+        if refused is None:
+            refused = self.admission.lateness_error(submission, hashes, revision, now)
+            if refused is not None and revision != self._traffic.stable:
+                # What is only tried out is no reason to refuse anybody.
+                self.stats.moved_to_stable(revision)
+                revision = self._traffic.stable
+                hashes = self._placer.hashes(submission, revision)
+                refused = self.admission.lateness_error(submission, hashes, revision, now)
         if refused is None or isinstance(refused, errors.ResourceExhausted):
-            demand = self._placer.demand(submission, hashes)
+            demand = self._placer.demand(submission, hashes, revision)
             self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
@@ -120,7 +132,8 @@ class RequestBook:
             state_since=now,
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
-            hashes=hashes if len(self._workers) else None,
+            hashes=hashes if len(hashes) else None,
+            revision=revision,
         )
         before = self.requests.ended.get(request.key)
         if before is not None:
@@ -148,6 +161,7 @@ class RequestBook:
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
         self._placer.leaves(request)
+        request.revision, request.hashes = worker.revision, None
         self._placer.adopt(request, worker.key)
         worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
 
@@ -252,7 +266,18 @@ class RequestBook:
             return
         request.avoid.add(worker)
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-        self.stats.recovered(now)
+        self.stats.recovered(request, now)
+
+    def change_revision(self, request: Request, revision: str) -> None:
+        """A waiting request of which nothing has been sent is computed by other workers."""
+        assert request.waits
+        assert not len(request.token_ids)
+        self.stats.moved_to_stable(request.revision)
+        self._placer.leaves(request)
+        request.revision, request.hashes = revision, None
+        self.lanes.changed_revision(request)
+        self._placer.waits(request)
+        self.room_made = True
 
     def park(self, request: Request, now: float) -> None:
         """A batch request that runs makes room, and waits for some."""

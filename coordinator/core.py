@@ -22,8 +22,11 @@ from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.members import Members
 from baton.coordinator.outputs import apply_step
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import EndedRequest, Request, RequestKey, WorkerKey
+from baton.coordinator.retiring import gone_error
+from baton.coordinator.revision import Revision, Traffic
+from baton.coordinator.rollout import ROLLOUT, Rollouts
 from baton.coordinator.scaling import SCALING, Scaler
 from baton.coordinator.stalls import Stall
 from baton.coordinator.stats import CoreStats
@@ -46,6 +49,7 @@ class Core:
         stats: counters; read only outside the core.
         latency: what steps cost on the workers; read only outside the core.
         scaler: how large the pools are to be; read only outside the core.
+        rollouts: which revisions there are, and what each gets; read only outside the core.
     """
 
     def __init__(
@@ -56,12 +60,14 @@ class Core:
     ) -> None:
         self._config = config
         self._timers: Timers[RequestKey | WorkerKey] = Timers()
-        self.workers = WorkerRegistry(config.model_name)
+        self.workers = WorkerRegistry(config.model_name, config.revision)
         self.latency = LatencyRegistry(config.latency)
-        self.placer = Placer(config, self.workers, self.latency)
-        self._book = RequestBook(config, self.workers, self.placer, self._timers, random_bytes)
+        self.placer = Placers(config, self.workers, self.latency)
+        traffic = Traffic(config.revision)
+        self._book = RequestBook(
+            config, self.workers, self.placer, traffic, self._timers, random_bytes
+        )
         self._adoption = Adoption(self._book, self.workers, self._timers)
-        self._dispatcher = Dispatcher(config, self._book, self.workers, self.placer, self._adoption)
         self._handoffs = HandoffReports(self._book)
         self.scaler = Scaler(
             config.scaling,
@@ -71,6 +77,7 @@ class Core:
             self._timers,
             self._emit,
             policy,
+            Revision(config.revision),
         )
         self._members = members = Members(
             config,
@@ -83,13 +90,27 @@ class Core:
             self._timers,
             self._emit,
         )
+        self.rollouts = Rollouts(
+            traffic,
+            self._book,
+            self.workers,
+            self.placer,
+            self.scaler,
+            self._timers,
+            members.drain,
+            self._emit,
+            config.max_request_s,
+        )
+        self._dispatcher = Dispatcher(
+            config, self._book, self.workers, self.placer, self._adoption, self.rollouts
+        )
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.StreamCancelled: self._stream_cancelled,
             ev.RequestCancelled: self._request_cancelled,
             ev.StreamFailed: self._stream_failed,
             ev.SessionLost: self._session_lost,
-            ev.WorkerAttached: members.attached,
+            ev.WorkerAttached: self._worker_attached,
             ev.WorkerHeard: members.heard,
             ev.WorkerLoad: members.load,
             ev.WorkerStep: self._worker_step,
@@ -99,13 +120,17 @@ class Core:
             ev.WorkerDetached: members.detached,
             ev.WorkerLost: members.lost,
             ev.DrainAsked: members.drain_asked,
-            ev.FlipAsked: members.flip_asked,
+            ev.FlipAsked: self._flip_asked,
             ev.LauncherReady: lambda event, now: self.scaler.begin(event.sizes, now),
             ev.WorkerExited: members.exited,
             ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
             ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
             ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
             ev.TargetsAsked: self._targets_asked,
+            ev.RolloutAsked: self.rollouts.start,
+            ev.ShareAsked: lambda event, now: self.rollouts.set_share(event.share),
+            ev.PromotionAsked: lambda event, now: self.rollouts.promote(event.drain_s, now),
+            ev.AbortAsked: lambda event, now: self.rollouts.abort(event.drain_s, event.why, now),
             ev.AdmissionClosed: self._admission_closed,
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
@@ -121,9 +146,11 @@ class Core:
         Returns:
             What the shell must do, in order.
         """
-        self.placer.router.now = now
+        self.placer.at(now)
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
+        if self.placer.changed and self.rollouts:
+            self.rollouts.advance(now)
         if self._book.room_made:
             self._dispatcher.dispatch(now)
         self._members.advance()
@@ -154,15 +181,16 @@ class Core:
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and both pools have a serving worker, or will get one."""
+        stable = self.workers.of(self.workers.stable)
         return self._book.admission.closing is None and all(
-            self.workers.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
+            stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
         )
 
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
     ) -> errors.BatonError | None:
         """Why an operator cannot have a worker change to this role now; None when they can."""
-        return self._members.flip_error(worker, role)
+        return self._members.flip_error(worker, role) or self.rollouts.flip_error(worker)
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request of this lane would be admitted now; None when one would."""
@@ -229,15 +257,23 @@ class Core:
         assert queued == len(self._book.lanes)
         self._book.lanes.check_integrity()
         num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
-        num_timers += self.scaler.num_timers
+        num_timers += self.scaler.num_timers + self.rollouts.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
-        self.placer.router.check_integrity()
+        self.placer.check_integrity()
+        for request in attempts:
+            found = map(self.workers.get, (request.prefill, request.decode))
+            assert all(one is None or one.revision == request.revision for one in found)
 
     # ---- Clients
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
-        request = self._book.admit(event.submission, now)
+        submission = event.submission
+        revision = submission.revision if len(submission.known_token_ids) else ""
+        if revision and self.rollouts.is_gone(revision) and not self._adoption.settling:
+            self._emit(ev.SendFailed(submission.to, gone_error(revision)))
+            return
+        request = self._book.admit(submission, now)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)
@@ -276,6 +312,16 @@ class Core:
 
     # ---- Workers
 
+    def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
+        worker = self._members.attached(event, now)
+        if worker is not None:
+            self.rollouts.attached(worker, now, returns=event.returns)
+
+    def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        if worker is not None and self.flip_error(worker, event.role) is None:
+            self._members.flip(worker, event.role, now)
+
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         if self._members.hear(event.worker, now) is not None:
             apply_step(self._book, event.worker, event.step, now)
@@ -286,8 +332,9 @@ class Core:
             self._handoffs.take(event.worker, event.report, now)
 
     def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
-        if self._members.hear(event.worker, now) is not None:
-            self.placer.router.apply_cache(event.worker, event.changes)
+        worker = self._members.hear(event.worker, now)
+        if worker is not None:
+            self.placer.apply_cache(worker, event.changes)
 
     # ---- Time and sizes
 
@@ -309,5 +356,8 @@ class Core:
                 continue
             if key == SCALING:
                 self._members.scale(now)
+                continue
+            if key == ROLLOUT:
+                self.rollouts.advance(now)
                 continue
             self._members.look_at(key, now)

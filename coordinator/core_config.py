@@ -14,6 +14,7 @@ from baton.runtime.config import (
     TenantConfig,
 )
 from baton.runtime.latency import LatencyModel
+from baton.runtime.names import FIRST_REVISION
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class CoreConfig:
     # What requests that name none hope for.
     targets: LaneTargetsConfig = field(default_factory=LaneTargetsConfig)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    # That serves what no rollout tries out; what its workers run is the configuration.
+    revision: str = FIRST_REVISION
     # Of requests that no caller traces and that were not remarkable; None: nothing is traced so.
     tail_share: float | None = None
 
@@ -67,5 +70,6 @@ class CoreConfig:
             tenants=config.tenants,
             targets=config.scaling.targets,
             scaling=ScalingSettings.of(config),
+            revision=config.worker.revision,
             tail_share=config.tracing.tail_share if config.tracing.otlp_endpoint else None,
         )

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from baton.coordinator import events as ev
 from baton.coordinator.launcher import Launcher, WorkerExit
 from baton.coordinator.load_index import Pool
+from baton.coordinator.revision import Revision
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class Crew:
             _log.warning("worker %s %s", worker_id, reason)
         self._post(ev.WorkerWaits(worker_id, reason))
 
-    def start(self, worker_id: str, pool: Pool) -> None:
+    def start(self, worker_id: str, pool: Pool, revision: Revision) -> None:
         if not self._closed:
-            self._then(worker_id, "start", lambda one: self._start(one, worker_id, pool))
+            self._then(worker_id, "start", lambda one: self._start(one, worker_id, pool, revision))
 
     def end(self, worker_id: str) -> None:
         if not self._closed:
@@ -94,9 +95,11 @@ class Crew:
             await asyncio.wait([before])
         await step(launcher)
 
-    async def _start(self, launcher: Launcher, worker_id: str, pool: Pool) -> None:
+    async def _start(
+        self, launcher: Launcher, worker_id: str, pool: Pool, revision: Revision
+    ) -> None:
         try:
-            await launcher.start(worker_id, pool.value)
+            await launcher.start(worker_id, pool.value, revision)
         except Exception as error:
             # Whatever it is made of: the next try may fare better.
             reason = f"could not be started: {error}"

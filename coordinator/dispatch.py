@@ -7,8 +7,11 @@ from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.load_index import ROLE_OF
-from baton.coordinator.placement import Placement, Placer
+from baton.coordinator.placement import Placement
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import Request, RequestState
+from baton.coordinator.retiring import gone_error
+from baton.coordinator.rollout import Rollouts
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime import errors
 from baton.runtime.sampling import needs_exact_state
@@ -26,17 +29,21 @@ class Dispatcher:
         config: CoreConfig,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
         adoption: Adoption,
+        rollouts: Rollouts,
     ) -> None:
         self._config, self._book, self._workers = config, book, workers
-        self._placer, self._adoption = placer, adoption
+        self._placer, self._adoption, self._rollouts = placer, adoption, rollouts
 
     def dispatch(self, now: float) -> None:
         """Gives the requests whose turn it is to workers, where these have room."""
         self._book.room_made = False
         for request in self._book.lanes.candidates():
             if self._settled(request, now) or self._adoption.may_return(request):
+                continue
+            if self._rollouts.is_gone(request.revision):
+                self._book.fail(request, gone_error(request.revision), now)
                 continue
             placement = self._placer.place(request)
             if self._made_room(request, placement, now):
@@ -58,10 +65,14 @@ class Dispatcher:
         waited = f"waited {waited_s:g} s"
         if request.losses:
             waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
-        empty = [pool.value for pool, role in ROLE_OF.items() if not self._workers.pool(role)]
+        members = self._workers.of(request.revision)
+        if request.revision != self._workers.stable:
+            waited = f"of revision {request.revision!r}, which began its output: {waited}"
+        roles = {one.role for one in members}
+        empty = [pool.value for pool, role in ROLE_OF.items() if role not in roles]
         if empty:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
-        idle = [pool.value for pool, role in ROLE_OF.items() if not self._workers.serving(role)]
+        idle = [pool.value for pool, role in ROLE_OF.items() if not members.serving(role)]
         if idle:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
         return errors.ResourceExhausted(
@@ -84,7 +95,7 @@ class Dispatcher:
         while self._placer.crowded:
             crowded, _ = self._placer.crowded.popitem()
             worker = self._workers.get(crowded)
-            while worker is not None and self._placer.must_yield(crowded):
+            while worker is not None and self._placer.must_yield(worker):
                 batch = [
                     request
                     for key in worker.assigned
@@ -114,7 +125,7 @@ class Dispatcher:
 
     def _settled(self, request: Request, now: float) -> bool:
         """Ends a request that no worker need see, by the context length that workers have."""
-        sampling, model = request.submission.sampling, self._workers.model
+        sampling, model = request.submission.sampling, self._workers.of(request.revision).model
         num_known = len(request.token_ids)
         max_len = model.max_model_len if model is not None else 0
         if max_len and request.num_prompt_tokens >= max_len:

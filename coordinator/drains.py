@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import WorkerKey
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
@@ -24,7 +24,7 @@ class Drains:
     """
 
     def __init__(
-        self, workers: WorkerRegistry, placer: Placer, emit: Callable[[ev.Effect], None]
+        self, workers: WorkerRegistry, placer: Placers, emit: Callable[[ev.Effect], None]
     ) -> None:
         self._workers, self._placer, self._emit = workers, placer, emit
         self._draining: set[WorkerKey] = set()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton.coordinator.autoscale.types import Decision, Targets
 from baton.coordinator.load_index import Pool
 from baton.coordinator.request import EndedRequest, RequestKey, StreamKey, Submission, WorkerKey
+from baton.coordinator.revision import Revision
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -210,6 +211,53 @@ class TargetsAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutAsked:
+    """Another revision is to get a share of the traffic; `Rollouts.start_error` says why not.
+
+    Attributes:
+        share: of new sessions, 0 to 1.
+        sizes: workers to start; a pool that is left out has those that are attached, or one.
+        abort_if_worse: than the stable one, by the verdict on both.
+    """
+
+    revision: Revision
+    share: float
+    sizes: Mapping[Pool, int]
+    abort_if_worse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShareAsked:
+    """The share of a rollout that runs."""
+
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionAsked:
+    """The canary is to become the stable revision; `Rollouts.promote_error` says why not.
+
+    Attributes:
+        drain_s: what requests of the old one may take then; None: as long as any may.
+    """
+
+    drain_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAsked:
+    """The canary is to get nothing new, and to leave.
+
+    Attributes:
+        why: in words.
+        drain_s: what its requests may take; None: as long as any may.
+    """
+
+    why: str
+    drain_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionClosed:
     """The process is about to stop: no new requests, those admitted go on.
 
@@ -259,6 +307,10 @@ Event = (
     | ScaleAsked
     | AutoscaleAsked
     | TargetsAsked
+    | RolloutAsked
+    | ShareAsked
+    | PromotionAsked
+    | AbortAsked
     | AdmissionClosed
     | EverythingEnds
     | Tick
@@ -311,6 +363,7 @@ Command = (
     | cluster_pb2.DrainCommand
     | cluster_pb2.ReleaseCommand
     | cluster_pb2.ProfileCommand
+    | cluster_pb2.RolloutRecord
 )
 
 
@@ -373,6 +426,7 @@ class StartWorker:
 
     worker_id: str
     pool: Pool
+    revision: Revision
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
 from baton.coordinator.load_index import POOL_OF
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import Request, RequestState, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.workers import Flipping, Worker, WorkerRegistry
@@ -35,7 +35,7 @@ class Flips:
         self,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
         scaler: Scaler,
         limit_s: float,
         emit: Callable[[ev.Effect], None],
@@ -56,7 +56,7 @@ class Flips:
             return FailedPrecondition(f"{name} is changing its role; wait until it serves")
         if not worker.serving:
             return FailedPrecondition(f"{name} does not serve: only a serving worker can change")
-        if self._workers.serving(worker.role) == [worker]:
+        if self._workers.peers(worker) == [worker]:
             return FailedPrecondition(
                 f"{name} is the only one that serves {serves}: scale {serves} up first"
             )
@@ -83,7 +83,7 @@ class Flips:
         flip = worker.flip
         if flip is None or flip.told:
             return
-        elsewhere = bool(self._workers.serving(worker.role))
+        elsewhere = bool(self._workers.peers(worker))
         late = now >= flip.until
         if late and not elsewhere:
             self._give_up(worker)

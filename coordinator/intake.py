@@ -276,6 +276,7 @@ class Intake:
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
             adapter="" if request.model == limits.name else request.model,
             tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
+            revision=request.resume.revision,
         )
 
     def _limits(self) -> ModelLimits:

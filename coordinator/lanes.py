@@ -2,18 +2,23 @@
 
 Interactive goes first. While both lanes have work to start, batch gets its share of the tokens all
 the same; what interactive cannot use, batch gets whole.
+
+Requests of different revisions wait for different workers: each revision has an order of its own,
+so that none is held up by another that has no room. What a lane and a tenant may have is counted
+over all of them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.fairness import FairOrder, Trickle
 from baton.coordinator.request import Request, RequestKey
-from baton.coordinator.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket
+from baton.coordinator.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket, Track
 from baton.runtime.config import LaneConfig, LanesConfig, TenantConfig
 from baton.runtime.errors import ResourceExhausted
+from baton.runtime.names import FIRST_REVISION
 from baton.v1 import common_pb2
 
 _INTERACTIVE, _BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
@@ -48,18 +53,22 @@ class Lanes:
         self._long_prompt_tokens = config.long_prompt_tokens
         self._max_running = {lane: lane_config(config, lane).max_running for lane in LANES}
         self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._matters)
-        self._orders: dict[Lane, FairOrder[TenantQueue]] = {lane: FairOrder() for lane in LANES}
-        self._trickle = Trickle(config.batch.share)
+        self._current: frozenset[str] = frozenset({FIRST_REVISION})
+        self._share = config.batch.share
+        # By revision: how many tickets, its tracks' orders, and what its batch lane is owed.
+        self._num_tickets: Counter[str] = Counter()
+        self._orders: dict[Track, FairOrder[TenantQueue]] = {}
+        self._trickles: dict[str, Trickle] = {}
         self._tickets: dict[RequestKey, Ticket] = {}
         # By the lane they were submitted to, longest waiting first.
         self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
             lane: OrderedDict() for lane in LANES
         }
-        # By the lane they are ordered in, as are those below.
+        # By the lane they are ordered in.
         self._num_running = dict.fromkeys(LANES, 0)
         self._num_pushed = 0
-        # Lanes whose first request could not be placed in this round.
-        self._passed: set[Lane] = set()
+        # Tracks whose first request could not be placed in this round.
+        self._passed: set[Track] = set()
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -111,6 +120,7 @@ class Lanes:
             self._stopped(ticket)
         ticket.is_queued = True
         ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
+        self._follow(ticket)
         ticket.queue.push(ticket)
         waiting = self._waiting[request.submission.lane]
         waiting[request.key] = request
@@ -118,21 +128,30 @@ class Lanes:
             waiting.move_to_end(request.key, last=False)
         self._reorder(ticket.queue.tenant)
 
+    def changed_revision(self, request: Request) -> None:
+        """A waiting request is on another revision from now on."""
+        ticket = self._tickets[request.key]
+        ticket.queue.remove(ticket)
+        self._reorder(ticket.queue.tenant)
+        self._follow(ticket)
+        ticket.queue.push(ticket)
+        self._reorder(ticket.queue.tenant)
+
     # ---- Next
 
     def candidates(self) -> Iterator[Request]:
         """Who is next, one after another, while places are being given.
 
-        One that still waits when the next is asked for could not be placed: its lane is passed
+        One that still waits when the next is asked for could not be placed: its track is passed
         over for the rest of the round, since whoever is behind must not take its place, and the
-        other lane goes on.
+        others go on.
         """
         self._passed.clear()
         try:
             while (ticket := self._next()) is not None:
                 yield ticket.request
                 if ticket.is_queued:
-                    self._passed.add(ticket.lane)
+                    self._passed.add(ticket.track)
         finally:
             self._passed.clear()
 
@@ -145,18 +164,26 @@ class Lanes:
         """
         ticket = self._tickets[request.key]
         lane, queue = ticket.lane, ticket.queue
-        other_waits = self._head(_INTERACTIVE if lane == _BATCH else _BATCH) is not None
+        other = _INTERACTIVE if lane == _BATCH else _BATCH
+        other_waits = self._head((other, ticket.track[1])) is not None
         # With the other lane empty, or passed over, the place was nobody else's: it costs the lane
         # nothing.
         ticket.owed_per_token = 0.0
         if other_waits:
-            ticket.owed_per_token = -1.0 if lane == _BATCH else self._trickle.per_token
+            ticket.owed_per_token = -1.0 if lane == _BATCH else self._trickle(ticket).per_token
         self._dequeue(ticket)
         queue.tenant.num_running += 1
         self._num_running[lane] += 1
-        self._orders[lane].took_turn(queue)
+        self._orders[ticket.track].took_turn(queue)
         self._charge(ticket, num_prompt_tokens * self._prompt_weight)
         self._reorder(queue.tenant)
+
+    def set_current(self, revisions: frozenset[str]) -> None:
+        """Those that get new requests; of others nothing is kept once they have none."""
+        self._current = revisions
+        for revision in self._trickles.keys() - revisions:
+            if not self._num_tickets[revision]:
+                self._forget(revision)
 
     # ---- Running
 
@@ -171,8 +198,8 @@ class Lanes:
         ticket = self._tickets.get(request.key)
         if ticket is not None and num_tokens:
             cost = num_tokens * self._prompt_weight
-            self._orders[ticket.lane].credit(ticket.queue, cost)
-            self._trickle.owed -= cost * ticket.owed_per_token
+            self._orders[ticket.track].credit(ticket.queue, cost)
+            self._trickle(ticket).owed -= cost * ticket.owed_per_token
 
     def ended(self, request: Request, now: float) -> None:
         """A request ended, wherever it was; idempotent.
@@ -194,6 +221,7 @@ class Lanes:
                 num_used = request.num_prompt_tokens + len(request.token_ids)
             tenant.bucket.give_back(ticket.num_reserved_tokens - num_used, now)
         self._reorder(tenant)
+        self._left(ticket.track[1])
         if tenant.idle:
             self._tenants.rest(tenant, now)
 
@@ -206,6 +234,12 @@ class Lanes:
         assert sum(map(len, queues.values())) == len(queued)
         for queue in queues.values():
             assert (queue.item is not None) == (len(queue) > 0 and queue.tenant.can_run)
+        tracks = {ticket.track for ticket in self._tickets.values()}
+        assert all(ticket.queue is ticket.queue.tenant.queues[ticket.track] for ticket in queued)
+        assert tracks <= self._orders.keys()
+        counts = Counter(ticket.track[1] for ticket in self._tickets.values())
+        assert +self._num_tickets == counts
+        assert self._trickles.keys() <= self._current | counts.keys()
         for order in self._orders.values():
             order.check_integrity()
         self._tenants.check_integrity()
@@ -221,30 +255,76 @@ class Lanes:
         if tenant.bucket is not None:
             tenant.bucket.take(num_tokens, now)
         self._num_pushed += 1
-        ticket = Ticket(request, lane, tenant.queue(lane), self._num_pushed, num_tokens)
+        track = lane, request.revision
+        self._join(request.revision)
+        ticket = Ticket(request, lane, tenant.queue(track), self._num_pushed, num_tokens)
         self._tickets[request.key] = ticket
         return ticket
 
     def _next(self) -> Ticket | None:
-        interactive, batch = self._head(_INTERACTIVE), self._head(_BATCH)
+        """Of the revisions' next ones the one that has been there for longest."""
+        found = None
+        for revision in self._trickles:
+            ticket = self._next_of(revision)
+            if ticket is not None and (found is None or ticket.order < found.order):
+                found = ticket
+        return found
+
+    def _next_of(self, revision: str) -> Ticket | None:
+        interactive, batch = self._head((_INTERACTIVE, revision)), self._head((_BATCH, revision))
         if interactive is None or batch is None:
             return interactive or batch
         request = batch.request
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
-        due = self._trickle.is_due(num_tokens * self._prompt_weight)
+        due = self._trickles[revision].is_due(num_tokens * self._prompt_weight)
         return batch if due else interactive
 
-    def _head(self, lane: Lane) -> Ticket | None:
-        """Whose turn it is in a lane; None when it has nothing to run, or cannot."""
+    def _head(self, track: Track) -> Ticket | None:
+        """Whose turn it is in a track; None when it has nothing to run, or cannot."""
+        lane = track[0]
         limit = self._max_running[lane]
-        if lane in self._passed or (limit is not None and self._num_running[lane] >= limit):
+        if track in self._passed or (limit is not None and self._num_running[lane] >= limit):
             return None
-        queue = self._orders[lane].first()
+        queue = self._orders[track].first()
         return queue.first() if queue is not None else None
 
+    def _trickle(self, ticket: Ticket) -> Trickle:
+        return self._trickles[ticket.track[1]]
+
+    def _join(self, revision: str) -> None:
+        """The revision has one ticket more."""
+        self._num_tickets[revision] += 1
+        if revision not in self._trickles:
+            self._trickles[revision] = Trickle(self._share)
+            self._orders |= {(lane, revision): FairOrder() for lane in LANES}
+
+    def _left(self, revision: str) -> None:
+        """The revision has one ticket less."""
+        self._num_tickets[revision] -= 1
+        if not self._num_tickets[revision] and revision not in self._current:
+            self._forget(revision)
+
+    def _forget(self, revision: str) -> None:
+        del self._num_tickets[revision], self._trickles[revision]
+        for lane in LANES:
+            del self._orders[lane, revision]
+            for tenant in self._tenants:
+                tenant.queues.pop((lane, revision), None)
+
+    def _follow(self, ticket: Ticket) -> None:
+        """Into the queue of its request's revision, before it is pushed."""
+        before, revision = ticket.track[1], ticket.request.revision
+        if before == revision:
+            return
+        self._join(revision)
+        ticket.track = ticket.lane, revision
+        ticket.queue = ticket.queue.tenant.queue(ticket.track)
+        ticket.owed_per_token = 0.0
+        self._left(before)
+
     def _charge(self, ticket: Ticket, cost: float) -> None:
-        self._orders[ticket.lane].charge(ticket.queue, cost)
-        self._trickle.owed += cost * ticket.owed_per_token
+        self._orders[ticket.track].charge(ticket.queue, cost)
+        self._trickle(ticket).owed += cost * ticket.owed_per_token
 
     def _dequeue(self, ticket: Ticket) -> None:
         ticket.is_queued = False
@@ -258,18 +338,18 @@ class Lanes:
     def _reorder(self, tenant: Tenant) -> None:
         """Puts a tenant's queues into the order of their lanes, or takes them out."""
         can_run = tenant.can_run
-        for lane, queue in tenant.queues.items():
-            order = self._orders[lane]
+        for track, queue in tenant.queues.items():
+            order = self._orders[track]
             if can_run and len(queue):
                 if queue.item is None:
-                    if lane == _BATCH and not len(order):
-                        self._trickle.lane_begins()
+                    if track[0] == _BATCH and not len(order):
+                        self._trickles[track[1]].lane_begins()
                     order.join(queue)
             elif queue.item is not None:
                 order.leave(queue)
 
     def _matters(self, tenant: Tenant, now: float) -> bool:
         ahead = any(
-            queue.counter > self._orders[lane].level() for lane, queue in tenant.queues.items()
+            queue.counter > self._orders[track].level() for track, queue in tenant.queues.items()
         )
         return ahead or (tenant.bucket is not None and not tenant.bucket.full(now))

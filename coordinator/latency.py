@@ -33,6 +33,8 @@ class WorkerKind(NamedTuple):
     model: str
     revision: str
     tp_size: int
+    # Other engine arguments may cost other times.
+    rollout: str
 
     @classmethod
     def of(cls, hello: cluster_pb2.Hello) -> WorkerKind:
@@ -43,6 +45,7 @@ class WorkerKind(NamedTuple):
             hello.model.name,
             hello.model.revision,
             hello.fingerprint.tp_size,
+            hello.revision,
         )
 
 

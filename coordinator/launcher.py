@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from baton.coordinator.cpu_cores import CorePlaces
 from baton.coordinator.gpu_places import GpuPlaces, gpus_here
+from baton.coordinator.revision import Revision
 from baton.coordinator.worker_process import BATON, WorkerExit, WorkerProcess
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.errors import BatonError
@@ -38,11 +39,17 @@ with no reason, when it is."""
 class Launcher(Protocol):
     """Starts and stops workers; the coordinator hears the rest over their attach streams."""
 
-    async def start(self, worker_id: str, role: str) -> None:
+    async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         """Starts a worker in a role, "prefill" or "decode"; returns before it serves.
+
+        Args:
+            worker_id: unique in the cluster.
+            role: as above.
+            revision: what it is to run; None: what is configured.
 
         Raises:
             OSError: it cannot be started.
+            ConfigError: the revision makes no sense.
         """
         ...
 
@@ -78,16 +85,14 @@ class LocalLauncher:
         self._coordinator, self._on_exit, self._command = coordinator, on_exit, command
         self._places = CorePlaces(config)
         self._gpus = GpuPlaces(gpus_here() if config.engine == "vllm" else [])
-        self._gpus_each = {
-            role: config.tensor_parallel_size(pool)
-            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
-        }
         self._children: dict[str, WorkerProcess] = {}
         # Its own time to drain, and what comes after it.
         self._patience_s = config.worker.drain_timeout_s + STOP_MARGIN_S
 
-    async def start(self, worker_id: str, role: str) -> None:
-        num_gpus = self._gpus_each[role]
+    async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
+        config = self._places.config if revision is None else revision.over(self._places.config)
+        pool = config.prefill if role == "prefill" else config.decode
+        num_gpus = config.tensor_parallel_size(pool)
         environment = self._places.take(worker_id)
         # What is wrong with another size vLLM says.
         environment |= self._gpus.take(worker_id, num_gpus if isinstance(num_gpus, int) else 0)
@@ -96,7 +101,7 @@ class LocalLauncher:
                 worker_id,
                 role,
                 self._coordinator,
-                dump(self._places.config),
+                dump(config),
                 self._on_exit,
                 command=self._command,
                 environment=environment,

@@ -6,12 +6,14 @@ No I/O, no clock: it says which are to start and to end, and is told what became
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from baton.coordinator import events as ev
 from baton.coordinator.autoscale.types import Phase, WorkerView
 from baton.coordinator.load_index import Pool
+from baton.coordinator.revision import Revision
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.workers import WorkerRegistry
 
@@ -26,6 +28,7 @@ class _Launch:
     """A process from the order to start it until nothing of it is left.
 
     Attributes:
+        revision: that it was started as.
         since: when it was ordered.
         attached_at: None: not yet.
         ends: it is to end, or has left: it holds its GPUs until the launcher says otherwise.
@@ -35,6 +38,7 @@ class _Launch:
     worker_id: str
     pool: Pool
     since: float
+    revision: str
     attached_at: float | None = None
     ends: bool = False
     waits: str = ""
@@ -46,7 +50,7 @@ class _Launch:
 
 @dataclass(slots=True)
 class _Starts:
-    """How starting goes in one pool: what failed in a row, why, and when to try again."""
+    """How starting goes in one pool and revision: what failed in a row, why, when to try again."""
 
     num_failed: int = 0
     problem: str = ""
@@ -60,15 +64,25 @@ class Launches:
     Args:
         workers: that are attached.
         emit: takes effects.
+        stable: what is started unless told otherwise.
+
+    Attributes:
+        stable: as above; a promoted revision takes its place.
     """
 
     def __init__(
-        self, workers: WorkerRegistry, stats: CoreStats, emit: Callable[[ev.Effect], None]
+        self,
+        workers: WorkerRegistry,
+        stats: CoreStats,
+        emit: Callable[[ev.Effect], None],
+        stable: Revision,
     ) -> None:
         self._workers, self._stats, self._emit = workers, stats, emit
+        self.stable, self._first = stable, stable.name
         self._all: dict[str, _Launch] = {}
-        self._starts = {pool: _Starts() for pool in Pool}
-        self._numbers = {pool: itertools.count() for pool in Pool}
+        # What fails of one revision holds up no other.
+        self._starts: defaultdict[tuple[Pool, str], _Starts] = defaultdict(_Starts)
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     # ---- What others may ask.
 
@@ -81,25 +95,35 @@ class Launches:
         """Whether a process was started here and is not known to have ended."""
         return worker_id in self._all
 
-    def num_starting(self, pool: Pool) -> int:
-        """Started and not attached; each counts once."""
-        return sum(one.pool is pool and one.starting for one in tuple(self._all.values()))
+    def num_starting(self, pool: Pool, revision: str = "") -> int:
+        """Started and not attached; each counts once. Of the stable revision unless told."""
+        revision = revision or self.stable.name
+        return sum(
+            one.pool is pool and one.starting and one.revision == revision
+            for one in tuple(self._all.values())
+        )
 
     def is_starting(self, worker_id: str) -> bool:
         one = self._all.get(worker_id)
         return one is not None and one.starting
 
     def views(self) -> Iterator[WorkerView]:
-        """Those that nobody sees among the attached: they start, or hold GPUs still."""
+        """Those that nobody sees among the attached: they start, or hold GPUs still.
+
+        What starts of a revision that is not the stable one is the rollout's to count.
+        """
         for one in self._all.values():
+            if one.starting and one.revision != self.stable.name:
+                continue
             if one.starting:
                 yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
             elif one.ends and self._workers.by_id(one.worker_id) is None:
                 yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
 
-    def problem(self, pool: Pool) -> str:
+    def problem(self, pool: Pool, revision: str = "") -> str:
         """Why workers of this pool did not start lately; empty when all is well."""
-        return self._starts[pool].problem
+        starts = self._starts.get((pool, revision or self.stable.name))
+        return starts.problem if starts is not None else ""
 
     def waiting(self, pool: Pool) -> str:
         """Which workers of this pool cannot be started yet, and why; empty when none waits."""
@@ -113,26 +137,41 @@ class Launches:
         return f"{told}; {others} more wait" if others else told
 
     def not_before(self, pool: Pool) -> float:
-        """When the next one may be started, by the core's clock."""
-        return self._starts[pool].not_before
+        """When the next stable one may be started, by the core's clock."""
+        return self._starts[pool, self.stable.name].not_before
 
-    # ---- What the scaler wants.
+    # ---- What the scaler and a rollout want.
 
-    def start(self, pool: Pool, number: int, now: float) -> None:
-        """Starts so many; while starts fail one at a time, each later than the one before."""
-        starts = self._starts[pool]
+    def start(self, pool: Pool, number: int, now: float, revision: Revision | None = None) -> None:
+        """Starts so many; while starts fail one at a time, each later than the one before.
+
+        Args:
+            pool: that they are for.
+            number: none for 0 and less.
+            now: by the core's clock.
+            revision: the stable one unless told.
+        """
+        revision = revision or self.stable
+        starts = self._starts[pool, revision.name]
         if now < starts.not_before:
             return
         if starts.num_failed:
-            number = min(number, 1 - self.num_starting(pool))
+            number = min(number, 1 - self.num_starting(pool, revision.name))
+        prefix = pool.value if revision.name == self._first else f"{pool.value}-{revision.name}"
         for _ in range(number):
             worker_id = next(
                 name
-                for name in (f"{pool.value}-{count}" for count in self._numbers[pool])
+                for name in (f"{prefix}-{count}" for count in self._numbers[prefix])
                 if self._workers.by_id(name) is None
             )
-            self._all[worker_id] = _Launch(worker_id, pool, now)
-            self._emit(ev.StartWorker(worker_id, pool))
+            self._all[worker_id] = _Launch(worker_id, pool, now, revision.name)
+            self._emit(ev.StartWorker(worker_id, pool, revision))
+
+    def give_up_stuck(self, revision: str, before: float) -> None:
+        """Those of a revision that start since then, or for longer, are not waited for."""
+        for one in tuple(self._all.values()):
+            if one.revision == revision and one.starting and one.since <= before:
+                self._end(one)
 
     def give_up(self, worker_id: str) -> None:
         """One that has not attached is not waited for any longer; others are left alone."""
@@ -196,22 +235,23 @@ class Launches:
         self._lost(one, loading or event.reason, now)
         return True
 
-    def settle(self, pool: Pool, now: float) -> None:
+    def settle(self, pool: Pool, now: float, revision: str = "") -> None:
         """Forgets what failed once a later one has served for a while, or none is wanted."""
-        starts = self._starts[pool]
+        key = pool, revision or self.stable.name
+        starts = self._starts[key]
         if not starts.num_failed:
             return
         later = [
             one
             for one in self._all.values()
-            if one.pool is pool and one.since >= starts.failed_at and not one.ends
+            if (one.pool, one.revision) == key and one.since >= starts.failed_at and not one.ends
         ]
         stable = any(
             one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
         )
         unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
         if stable or unwanted:
-            self._starts[pool] = _Starts()
+            del self._starts[key]
 
     # ---- Inside.
 
@@ -222,7 +262,7 @@ class Launches:
     def _lost(self, one: _Launch, reason: str, now: float) -> None:
         if one.attached_at is not None and now - one.attached_at >= _STABLE_S:
             return
-        starts = self._starts[one.pool]
+        starts = self._starts[one.pool, one.revision]
         starts.num_failed += 1
         wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
         starts.failed_at, starts.not_before = now, now + wait_s

@@ -31,6 +31,7 @@ _TAGS: dict[type[Command], int] = {
     cluster_pb2.DrainCommand: length_tag(_MESSAGE, "drain"),
     cluster_pb2.ReleaseCommand: length_tag(_MESSAGE, "release"),
     cluster_pb2.ProfileCommand: length_tag(_MESSAGE, "profile"),
+    cluster_pb2.RolloutRecord: length_tag(_MESSAGE, "rollout"),
 }
 
 

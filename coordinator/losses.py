@@ -8,7 +8,7 @@ from baton.coordinator import events as ev
 from baton.coordinator.adoption import Adoption
 from baton.coordinator.book import RequestBook
 from baton.coordinator.latency import LatencyRegistry
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
@@ -28,7 +28,7 @@ class Losses:
         self,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
@@ -77,15 +77,15 @@ class Losses:
         """A worker does not respond: others take its requests, where there are others.
 
         It is not out: when it responds again it is given new work. What it then still says of the
-        requests that went elsewhere is of an older attempt.
+        requests that went elsewhere is of an older attempt. Where only the stable revision could
+        take its requests, those stay that have begun.
         """
-        if not worker.unresponsive and any(
-            other is not worker for other in self._workers.serving(worker.role)
-        ):
+        has_peers = any(other is not worker for other in self._workers.peers(worker))
+        if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
             worker.unresponsive = reason
             self._placer.refresh(worker)
             self._book.stats.worker_unresponsive(now)
-            self._recover_all(worker, reason, [], now)
+            self._recover_all(worker, reason, [], now, with_begun=has_peers)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
@@ -95,12 +95,20 @@ class Losses:
     # ---- Inside
 
     def _recover_all(
-        self, worker: Worker, reason: str, suspects: list[RequestKey], now: float
+        self,
+        worker: Worker,
+        reason: str,
+        suspects: list[RequestKey],
+        now: float,
+        *,
+        with_begun: bool = True,
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.assigned, *worker.sending]:
             request = self._book.requests.get(key)
             if request is None or worker.key not in (request.prefill, request.decode):
+                continue
+            if len(request.token_ids) and not with_begun:
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(

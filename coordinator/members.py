@@ -14,7 +14,7 @@ from baton.coordinator.flips import Flips
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF, ROLE_OF
 from baton.coordinator.losses import Losses
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
@@ -40,7 +40,7 @@ class Members:
         config: CoreConfig,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
@@ -70,13 +70,14 @@ class Members:
         if self._flips:
             self._flips.advance()
 
-    def attached(self, event: ev.WorkerAttached, now: float) -> None:
+    def attached(self, event: ev.WorkerAttached, now: float) -> Worker | None:
+        """The worker that is a member now; None: it was refused."""
         hello = event.hello
         key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
         if refusal is not None:
             self._emit(ev.RefuseWorker(key, refusal))
-            return
+            return None
         worker = self._workers.by_id(hello.worker_id)
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
@@ -105,6 +106,7 @@ class Members:
         adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         self._book.room_made = True
+        return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
         """A worker gave a sign of life; None where it is not attached."""
@@ -128,7 +130,7 @@ class Members:
         self._latency.observe(worker, load.steps)
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self._book.stats.recent.at(now).decode_steps(load.steps)
-        self._placer.router.report_kv(worker.key, load.kv_tokens_used)
+        self._placer.report_kv(worker, load.kv_tokens_used)
         self._book.room_made |= len(self._book.lanes) > 0
         if load.num_steps != worker.num_steps or not load.num_running:
             worker.num_steps, worker.progressed_at = load.num_steps, now
@@ -184,14 +186,19 @@ class Members:
         if worker is None:
             self._scaler.launches.give_up(event.worker_id)
         else:
-            self._drain(worker, event.timeout_s, event.reason, now)
+            self.drain(worker, event.timeout_s, event.reason, now)
         # Another may have to take its place.
         self._scaler.soon(now)
 
-    def flip_asked(self, event: ev.FlipAsked, now: float) -> None:
-        worker = self._workers.by_id(event.worker_id)
-        if worker is not None and self.flip_error(worker, event.role) is None:
-            self._flips.begin(worker, event.role, now, by_hand=True)
+    def flip(self, worker: Worker, role: common_pb2.Role.ValueType, now: float) -> None:
+        """An operator has a worker change its role; nothing may stand against it."""
+        self._flips.begin(worker, role, now, by_hand=True)
+
+    def drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+        """Tells a worker to leave; `timeout_s` is how long what it has may take."""
+        self._flips.stop(worker)
+        self._drains.begin(worker, timeout_s, reason, now)
+        self._watch(worker, now)
 
     def exited(self, event: ev.WorkerExited, now: float) -> None:
         worker = self._workers.by_id(event.worker_id)
@@ -214,7 +221,7 @@ class Members:
             if worker is None:
                 continue
             if isinstance(action, Drain):
-                self._drain(worker, self._config.scaling.drain_s, action.reason, now)
+                self.drain(worker, self._config.scaling.drain_s, action.reason, now)
             else:
                 role = ROLE_OF[action.to]
                 if self._flips.error(worker, role) is None:
@@ -252,11 +259,6 @@ class Members:
         self._watch(worker, now)
 
     # ---- Inside
-
-    def _drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
-        self._flips.stop(worker)
-        self._drains.begin(worker, timeout_s, reason, now)
-        self._watch(worker, now)
 
     def _silent_s(self, worker: Worker) -> float:
         """How long its requests wait for a worker that says nothing."""

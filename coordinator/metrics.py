@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.coordinator.core import Core
 from baton.coordinator.load_index import ROLE_OF, Pool
+from baton.coordinator.rollout_metrics import rollout_metrics
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.histogram import Histogram
@@ -62,6 +63,7 @@ class CoreCollector(Collector):
         yield self._workers()
         yield from self._scaling()
         yield from self._promises()
+        yield from rollout_metrics(self._core)
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._core.stats

@@ -107,6 +107,8 @@ class _Step:
         num_tokens = len(delta.token_ids)
         if not num_tokens and not delta.text:
             return True
+        if request.last_token_at is None:
+            delta.revision = request.revision
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
         self.book.deltas().append((request.submission.to, delta.SerializeToString()))
@@ -144,8 +146,13 @@ class _Step:
         if not self._gaps:
             return
         recent = stats.recent.at(self.now)
+        side = None
+        if stats.sides and (worker := self.book.worker(self.worker)) is not None:
+            side = stats.sides.get(worker.revision)
         for (lane, last_at), (_, count) in self._gaps.items():
             gap_s = self.now - last_at
+            if side is not None:
+                side.lanes[lane].itl.observe(gap_s, count)
             stats.lanes[lane].itl.observe(gap_s, count)
             recent.lanes[lane].itl.observe(gap_s, count)
             target_s = stats.recent.itl_target_s(lane)

@@ -25,7 +25,7 @@ from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
-from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.coordinator.workers import Members, Worker
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import LanesConfig
 from baton.runtime.sampling import needs_exact_state
@@ -108,15 +108,23 @@ class _KindModel:
 
 
 class Placer:
-    """Owns the router, and what is expected of requests that wait.
+    """Owns the router of one revision's workers, and what is expected of its requests that wait.
+
+    Args:
+        outputs: how long outputs are; shared by all revisions.
+        crowded: takes the decode workers that are given interactive work.
 
     Attributes:
         router: to be read only from outside.
-        crowded: decode workers that were given interactive work since the last `parkable`.
     """
 
     def __init__(
-        self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
+        self,
+        config: CoreConfig,
+        workers: Members,
+        latency: LatencyRegistry,
+        outputs: OutputLengths,
+        crowded: dict[WorkerKey, None],
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
         self.router = Router(
@@ -125,11 +133,10 @@ class Placer:
                 max_decode_requests=config.max_decode_requests,
             )
         )
-        self._outputs = OutputLengths()
+        self._outputs, self._crowded = outputs, crowded
         # Seconds of prefill work that wait, by request and lane.
         self._waiting_s: dict[Lane, dict[RequestKey, float]] = {lane: {} for lane in LANES}
         self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
-        self.crowded: dict[WorkerKey, None] = {}
         # Batch prompts that are being computed by prefill workers.
         self._batch_prompts: dict[RequestKey, WorkerKey] = {}
         self._num_batch_prompts: Counter[WorkerKey] = Counter()
@@ -161,7 +168,7 @@ class Placer:
 
     def detach(self, worker: Worker) -> None:
         self.router.remove_worker(worker.key)
-        self.crowded.pop(worker.key, None)
+        self._crowded.pop(worker.key, None)
 
     # ---- Requests.
 
@@ -213,7 +220,7 @@ class Placer:
         if placement.decode is not None:
             self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
             if urgent:
-                self.crowded[placement.decode.worker] = None
+                self._crowded[placement.decode.worker] = None
 
     def adopt(self, request: Request, worker: WorkerKey) -> None:
         """It decodes there already."""

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
 from baton.runtime.errors import BatonError
-from baton.runtime.names import DEFAULT_TENANT, request_name
+from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
@@ -108,6 +108,7 @@ class Submission:
         slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
         tenant: who it is accounted to.
         adapter: name of the LoRA adapter that it is computed with; empty: none.
+        revision: of the workers that the known tokens are from; empty: not known.
     """
 
     to: StreamKey
@@ -126,6 +127,7 @@ class Submission:
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
     adapter: str = ""
+    revision: str = ""
 
     @property
     def key(self) -> RequestKey:
@@ -172,6 +174,7 @@ class Request:
         suspect: a worker died while it computed nothing but this request and others like it.
         num_uncharged: tokens that its tenant has not been charged for yet.
         gaps_us: microseconds between its tokens.
+        revision: of the workers that it may run on; while its output has begun it does not change.
     """
 
     submission: Submission
@@ -210,6 +213,7 @@ class Request:
     last_token_at: float | None = None
     num_uncharged: int = 0
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
+    revision: str = FIRST_REVISION
 
     def __post_init__(self) -> None:
         self.key = self.submission.key

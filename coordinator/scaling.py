@@ -28,6 +28,7 @@ from baton.coordinator.autoscale.types import (
 from baton.coordinator.launches import Launches
 from baton.coordinator.load_index import Pool
 from baton.coordinator.request import RequestKey, WorkerKey
+from baton.coordinator.revision import Revision
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
@@ -62,6 +63,7 @@ class Scaler:
         settings: to begin with; `policy` has its own limits and targets.
         emit: takes effects.
         policy: what decides; the autoscaler unless told.
+        stable: the revision that workers are started as.
 
     Attributes:
         launches: the processes that were started.
@@ -79,18 +81,21 @@ class Scaler:
         timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
         policy: Policy | None = None,
+        stable: Revision | None = None,
     ) -> None:
         self._observer, self._stats = observer, stats
         self._timers, self._emit = timers, emit
         self._policy = policy or Autoscaler(settings.config)
         # Without the sizes that are held.
         self._config = self._policy.config
-        self.launches = Launches(workers, stats, emit)
+        self.launches = Launches(workers, stats, emit, stable or Revision())
         self.active, self.autoscale = False, settings.autoscale
         self.decisions: dict[Pool, deque[Remembered]] = {
             pool: deque(maxlen=_MAX_REMEMBERED) for pool in POOLS
         }
         self._by_hand: dict[Pool, int] = {}
+        # That a rollout's workers have.
+        self._reserved_gpus = 0
         self._sizes = dict.fromkeys(POOLS, 0)
         self._seen: Observation | None = None
         self._decided_at = self._due = float("-inf")
@@ -135,6 +140,19 @@ class Scaler:
             and limits.ceiling > 0
             and not self.launches.problem(pool)
         )
+
+    @property
+    def start_timeout_s(self) -> float:
+        return self._config.start_timeout_s
+
+    @property
+    def max_gpus(self) -> int | None:
+        """Of all workers together; None: no limit."""
+        return self._config.max_gpus
+
+    def gpus(self, sizes: Mapping[Pool, int]) -> int:
+        """What so many workers have."""
+        return sum(self._config.limits(pool).gpus * number for pool, number in sizes.items())
 
     def error(self) -> BatonError | None:
         """Why pools have no sizes here; None when they have."""
@@ -216,6 +234,17 @@ class Scaler:
             if self._is_ours(worker_id):
                 self._sizes[one] = max(0, self._sizes[one] + change)
         self._hold()
+
+    def reserve(self, num_gpus: int) -> None:
+        """So many are a rollout's, and not the pools' to grow into."""
+        if num_gpus != self._reserved_gpus:
+            self._reserved_gpus = num_gpus
+            self._hold()
+
+    def promoted(self, revision: Revision, now: float) -> None:
+        """The pools are of this revision from now on, and of the sizes that they were to have."""
+        self.launches.stable = revision
+        self.soon(now)
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
         """A worker is out of the cluster; another follows if it was not to leave."""
@@ -305,6 +334,9 @@ class Scaler:
             self._config,
             prefill=limits[Pool.PREFILL],
             decode=limits[Pool.DECODE],
+            max_gpus=None
+            if self._config.max_gpus is None
+            else max(0, self._config.max_gpus - self._reserved_gpus),
             flip=self._config.flip and self.autoscale,
         )
 

@@ -331,7 +331,7 @@ class Shell:
     def _start_worker(self, effect: ev.StartWorker) -> None:
         if self.crew is not None:
             _log.info("starting a worker", extra={"worker": effect.worker_id})
-            self.crew.start(effect.worker_id, effect.pool)
+            self.crew.start(effect.worker_id, effect.pool, effect.revision)
 
     def _end_worker(self, effect: ev.EndWorker) -> None:
         if self.crew is not None:
@@ -373,5 +373,8 @@ _MEMBERSHIP = (
     ev.WorkerWaits,
     ev.ScaleAsked,
     ev.AutoscaleAsked,
+    ev.RolloutAsked,
+    ev.PromotionAsked,
+    ev.AbortAsked,
     ev.Tick,
 )

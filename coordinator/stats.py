@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from baton.coordinator.comparison import Side
 from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.recent import STAGES, Recent, Stage
@@ -114,6 +115,7 @@ class CoreStats:
         cold_start_s: how long they took, by stage.
         num_failed_starts: workers that ended before they had served for a while.
         scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
+        sides: of the revisions that are compared; whoever compares them replaces this.
     """
 
     def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
@@ -142,6 +144,7 @@ class CoreStats:
         self.cold_start_s = {stage: Histogram(_START_S) for stage in _START_STAGES}
         self.num_failed_starts = 0
         self.scalings: Counter[tuple[str, str]] = Counter()
+        self.sides: Mapping[str, Side] = {}
 
     def came_up(self, worker: Worker, now: float) -> None:
         """A worker has attached for the first time, and may say how long its stages took."""
@@ -163,6 +166,8 @@ class CoreStats:
 
     def admitted(self, request: Request, now: float) -> None:
         self.recent.at(now).lanes[request.submission.lane].num_admitted += 1
+        if (side := self.sides.get(request.revision)) is not None:
+            side.num_admitted += 1
 
     def shed(self, lane: common_pb2.Lane.ValueType, reason: str, now: float) -> None:
         """A submission was not admitted for overload."""
@@ -193,6 +198,8 @@ class CoreStats:
         ttft_s = now - submission.arrived_at
         self.lanes[submission.lane].ttft.observe(ttft_s)
         self.demand[submission.lane].ttfts_s.append(ttft_s)
+        if (side := self.sides.get(request.revision)) is not None:
+            side.lanes[submission.lane].ttft.observe(ttft_s)
         self.recent.at(now).lanes[submission.lane].first_token(
             submission.tenant,
             request.num_prompt_tokens,
@@ -218,6 +225,8 @@ class CoreStats:
         self.requests[record.lane, outcome] += 1
         self.num_prompt_tokens += record.num_prompt_tokens
         lane.e2e.observe(record.ended_at - record.arrived_at)
+        if (side := self.sides.get(request.revision)) is not None:
+            side.ended(record.error_code)
         if request.first_token_at is not None and request.last_token_at is not None:
             num_new = len(request.token_ids) - len(request.submission.known_token_ids)
             if num_new > 1:
@@ -237,7 +246,14 @@ class CoreStats:
         for stage, sum_us in sums.items():
             recent.stages.setdefault(stage, Sketch()).observe(sum_us / 1e6)
 
-    def recovered(self, now: float) -> None:
+    def moved_to_stable(self, revision: str) -> None:
+        """A request that was to run on this revision goes on with the stable one."""
+        if (side := self.sides.get(revision)) is not None:
+            side.num_moved += 1
+
+    def recovered(self, request: Request, now: float) -> None:
+        if (side := self.sides.get(request.revision)) is not None:
+            side.num_recoveries += 1
         self.num_recoveries += 1
         self.recent.at(now).counts["recoveries"] += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from baton.coordinator.fairness import Account, TokenBucket
@@ -13,6 +13,8 @@ from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
 Lane: TypeAlias = "common_pb2.Lane.ValueType"
+Track: TypeAlias = tuple[Lane, str]
+"""A lane's requests of one revision: only they wait for the same workers."""
 
 # Beyond so many without a request the one idle for longest is forgotten, owing or not.
 _MAX_IDLE = 4096
@@ -24,6 +26,7 @@ class Ticket:
 
     Attributes:
         lane: the one it is ordered in.
+        track: the same, and its request's revision.
         order: sorts those that came back: arrival, then a number that tells equals apart.
         num_reserved_tokens: what was taken from its tenant's rate.
         has_returned: goes before new ones.
@@ -40,12 +43,14 @@ class Ticket:
         "owed_per_token",
         "queue",
         "request",
+        "track",
     )
 
     def __init__(
         self, request: Request, lane: Lane, queue: TenantQueue, number: int, num_tokens: int
     ) -> None:
         self.request, self.lane, self.queue = request, lane, queue
+        self.track = lane, request.revision
         self.order = request.submission.arrived_at, number
         self.num_reserved_tokens = num_tokens
         self.is_queued = self.has_returned = False
@@ -57,7 +62,7 @@ def _order(ticket: Ticket) -> tuple[float, int]:
 
 
 class TenantQueue(Account):
-    """What one tenant has waiting in one lane, and what it was served there."""
+    """What one tenant has waiting in one track, and what it was served there."""
 
     __slots__ = ("_fresh", "_returned", "tenant")
 
@@ -91,7 +96,7 @@ class Tenant:
     """Who requests are accounted to.
 
     Attributes:
-        queues: by lane, made when first used.
+        queues: by track, made when first used.
         bucket: None without a limit of its rate.
     """
 
@@ -100,16 +105,16 @@ class Tenant:
     def __init__(self, name: str, config: TenantConfig, now: float) -> None:
         self.name, self.config = name, config
         self.num_running = 0
-        self.queues: dict[Lane, TenantQueue] = {}
+        self.queues: dict[Track, TenantQueue] = {}
         self.bucket: TokenBucket | None = None
         if config.tokens_per_s is not None:
             burst_tokens = config.burst_tokens or config.tokens_per_s * _BURST_S
             self.bucket = TokenBucket(config.tokens_per_s, burst_tokens, now)
 
-    def queue(self, lane: Lane) -> TenantQueue:
-        queue = self.queues.get(lane)
+    def queue(self, track: Track) -> TenantQueue:
+        queue = self.queues.get(track)
         if queue is None:
-            queue = self.queues[lane] = TenantQueue(self)
+            queue = self.queues[track] = TenantQueue(self)
         return queue
 
     @property
@@ -145,6 +150,9 @@ class Tenants:
 
     def __len__(self) -> int:
         return len(self._tenants)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values())
 
     def find(self, name: str) -> Tenant | None:
         """None: it is not remembered, so it owes nothing."""

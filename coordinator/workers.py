@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.stalls import MAX_SLOW_STEPS, SlowStep
-from baton.runtime.errors import Aborted, AlreadyExists, BatonError, FailedPrecondition
+from baton.runtime.errors import (
+    Aborted,
+    AlreadyExists,
+    BatonError,
+    FailedPrecondition,
+    InvalidArgument,
+)
+from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
@@ -91,6 +98,10 @@ class Worker:
         return self.key[0]
 
     @property
+    def revision(self) -> str:
+        return self.hello.revision or FIRST_REVISION
+
+    @property
     def serving(self) -> bool:
         """Whether new work may be sent to it."""
         return (
@@ -143,16 +154,59 @@ class Worker:
         return True
 
 
+class Members:
+    """The workers of one revision, as they are now: each can go on with what another began.
+
+    Args:
+        by_revision: attached workers, by revision and id.
+    """
+
+    def __init__(self, by_revision: Mapping[str, Mapping[str, Worker]], revision: str) -> None:
+        self._by_revision, self._revision = by_revision, revision
+
+    @property
+    def _workers(self) -> Mapping[str, Worker]:
+        return self._by_revision.get(self._revision, {})
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, key: WorkerKey | None) -> Worker | None:
+        """The worker, None when this incarnation of it is not attached, or is of another one."""
+        worker = self._workers.get(key[0]) if key is not None else None
+        return worker if worker is not None and worker.key == key else None
+
+    def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
+        return [
+            worker for worker in self._workers.values() if worker.role == role and worker.serving
+        ]
+
+    @property
+    def model(self) -> common_pb2.ModelDescription | None:
+        """What they serve; None without workers."""
+        for worker in self._workers.values():
+            return worker.hello.model
+        return None
+
+
 class WorkerRegistry:
     """At most one incarnation per worker id.
 
     Args:
         model_name: what this coordinator serves; other workers are refused.
+        stable: the revision that serves what no rollout tries out.
+
+    Attributes:
+        stable: as above; a promoted revision takes its place.
     """
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+    def __init__(self, model_name: str, stable: str = FIRST_REVISION) -> None:
+        self._model_name, self.stable = model_name, stable
         self._workers: dict[str, Worker] = {}
+        self._by_revision: dict[str, dict[str, Worker]] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
 
@@ -170,6 +224,19 @@ class WorkerRegistry:
     def by_id(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
+    def of(self, revision: str) -> Members:
+        """The workers of a revision; there may be none."""
+        return Members(self._by_revision, revision)
+
+    @property
+    def revisions(self) -> list[str]:
+        """Of attached workers."""
+        return list(self._by_revision)
+
+    def peers(self, worker: Worker) -> list[Worker]:
+        """Who serves the same role and revision, itself included if it serves."""
+        return self.of(worker.revision).serving(worker.role)
+
     def pool(self, role: common_pb2.Role.ValueType) -> list[Worker]:
         """Every attached worker of a role, whatever its state."""
         return [worker for worker in self._workers.values() if worker.role == role]
@@ -181,10 +248,12 @@ class WorkerRegistry:
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """What the attached workers serve; None without workers."""
-        for worker in self._workers.values():
-            return worker.hello.model
-        return None
+        """What the stable revision serves, or else any; None without workers."""
+        model = self.of(self.stable).model
+        if model is None:
+            for worker in self._workers.values():
+                return worker.hello.model
+        return model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
         """Why a worker that says this may not attach; None when it may."""
@@ -203,21 +272,31 @@ class WorkerRegistry:
                 f"worker {hello.worker_id}: model.name is {hello.model.name!r}, "
                 f"here {self._model_name!r}"
             )
-        others = (one for one in self._workers.values() if one.id != hello.worker_id)
-        # Those that are attached are alike.
-        other = next(others, None)
-        if other is None:
+        revision = hello.revision or FIRST_REVISION
+        if not is_revision(revision):
+            return InvalidArgument("hello.revision", revision, REVISION_NAMES)
+        if current is not None and current.key == key and current.revision != revision:
+            return InvalidArgument("hello.revision", revision, f"was {current.revision!r} before")
+        others = [one for one in self._workers.values() if one.id != hello.worker_id]
+        if not others:
             return None
-        differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
-        theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
-        if theirs != ours:
-            differing.append(f"model.adapters are {theirs}, here {ours}")
-        differing += _differences(
-            "fingerprint",
-            other.hello.fingerprint,
-            hello.fingerprint,
-            [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
-        )
+        # Those of one revision that are attached are alike.
+        other = next((one for one in others if one.revision == revision), None)
+        if other is None:
+            # Prompts are tokenized once, whichever revision they go to.
+            other = others[0]
+            differing = _differences("model", other.hello.model, hello.model, ("vocab_size",))
+        else:
+            differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+            theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
+            if theirs != ours:
+                differing.append(f"model.adapters are {theirs}, here {ours}")
+            differing += _differences(
+                "fingerprint",
+                other.hello.fingerprint,
+                hello.fingerprint,
+                [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
+            )
         if not differing:
             return None
         return FailedPrecondition(
@@ -227,6 +306,7 @@ class WorkerRegistry:
     def add(self, worker: Worker) -> None:
         assert worker.id not in self._workers
         self._workers[worker.id] = worker
+        self._by_revision.setdefault(worker.revision, {})[worker.id] = worker
 
     def remove(self, worker: Worker, reason: str) -> None:
         """Takes out a worker that must not come back.
@@ -236,6 +316,10 @@ class WorkerRegistry:
             reason: in words, continuing "this incarnation ...".
         """
         del self._workers[worker.id]
+        members = self._by_revision[worker.revision]
+        del members[worker.id]
+        if not members:
+            del self._by_revision[worker.revision]
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

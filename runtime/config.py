@@ -21,7 +21,14 @@ from pydantic import (
     model_validator,
 )
 
-from baton.runtime.names import TENANT_NAMES, did_you_mean, is_tenant
+from baton.runtime.names import (
+    FIRST_REVISION,
+    REVISION_NAMES,
+    TENANT_NAMES,
+    did_you_mean,
+    is_revision,
+    is_tenant,
+)
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 from baton.runtime.security_config import SecurityConfig
 
@@ -252,6 +259,18 @@ class WorkerConfig(Section):
     labels: dict[str, str] = Field(
         default_factory=dict, description="shown by baton workers --json, beside those it adds"
     )
+    revision: str = Field(
+        FIRST_REVISION,
+        description="names model and engine arguments together; requests stay on workers of one. "
+        "The coordinator's own is the stable one, which gets what no rollout takes",
+    )
+
+    @field_validator("revision")
+    @classmethod
+    def _is_revision(cls, value: str) -> str:
+        if not is_revision(value):
+            raise ValueError(f"must be {REVISION_NAMES}")
+        return value
 
 
 class HttpConfig(Section):

@@ -1,4 +1,4 @@
-"""Names of tenants and requests, and help with names that nothing is called."""
+"""Names of tenants, requests and revisions, and help with names that nothing is called."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from collections.abc import Iterable
 DEFAULT_TENANT = "default"
 TENANT_NAMES = "1 to 64 characters of [A-Za-z0-9._:-]"
 _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+# Of workers that name none.
+FIRST_REVISION = "1"
+REVISION_NAMES = "1 to 64 characters of [A-Za-z0-9._-]"
+_REVISION = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 def is_tenant(name: str) -> bool:
@@ -30,6 +34,11 @@ def request_name_parts(name: str) -> tuple[str, str]:
     """Tenant and id of a request that is called so."""
     tenant, _, request_id = name.rpartition("/")
     return tenant or DEFAULT_TENANT, request_id
+
+
+def is_revision(name: str) -> bool:
+    """Whether a revision may be called that."""
+    return _REVISION.fullmatch(name) is not None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

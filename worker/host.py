@@ -32,6 +32,7 @@ class WorkerHost:
         startup_ms: how long the start took, by stage.
         max_requests: held at once, by role.
         labels: shown to operators.
+        revision, config_digest: what it runs; see cluster.proto.
 
     Attributes:
         attached: set while, and since, a coordinator has welcomed this worker.
@@ -57,6 +58,8 @@ class WorkerHost:
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
         labels: Mapping[str, str],
+        revision: str,
+        config_digest: str,
     ) -> None:
         self._worker_id, self._incarnation, self._host_id = worker_id, incarnation, host_id
         self._engine, self._info, self._transfer = engine, info, transfer
@@ -64,6 +67,9 @@ class WorkerHost:
         self._handoffs, self._profiles = handoffs, profiles
         self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
+        self._revision, self._config_digest = revision, config_digest
+        # Kept for a restarted coordinator.
+        self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
@@ -107,6 +113,9 @@ class WorkerHost:
             pid=os.getpid(),
             startup_ms=self._startup_ms,
             labels=self._labels,
+            revision=self._revision,
+            config_digest=self._config_digest,
+            rollout=self._rollout,
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:
@@ -178,6 +187,8 @@ class WorkerHost:
                 self.released.set()
             case "profile":
                 self._profiles.on_command(message.profile)
+            case "rollout":
+                self._rollout = message.rollout
             case kind:
                 # From a newer coordinator; it can see that nothing came of it.
                 _log.warning("unknown command %s", kind)

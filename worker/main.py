@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import secrets
@@ -12,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,6 +31,7 @@ from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.dial import within_cluster
 from baton.runtime.enum_names import role_name
 from baton.runtime.metrics import MetricsServer
+from baton.runtime.names import FIRST_REVISION
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
@@ -199,7 +203,7 @@ class _Worker:
         stack.push_async_callback(engine.stop)
         # Importing the engine may take as long as the model.
         starting_at = monotonic()
-        info = await self._start_engine(engine, transfer)
+        info = _of_revision(await self._start_engine(engine, transfer), config.worker.revision)
         kv_at = starting_at + info.weights_s
         self._mark("weights", begun_at, kv_at)
         self._mark("kv", kv_at, kv_at + info.kv_s)
@@ -257,6 +261,8 @@ class _Worker:
             startup_ms=self._startup_ms,
             max_requests=self._max_requests,
             labels={"host": socket.gethostname(), **config.worker.labels},
+            revision=config.worker.revision,
+            config_digest=_digest(config, self._pool),
         )
         attachment = Attachment(
             self._coordinator,
@@ -413,6 +419,21 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for one in error.exceptions for leaf in _leaves(one)]
     return [error]
+
+
+def _of_revision(info: EngineInfo, revision: str) -> EngineInfo:
+    """With a fingerprint of its own: a worker of another revision refuses its KV caches."""
+    if revision == FIRST_REVISION:
+        return info
+    layout = replace(info.layout, revision=f"{info.layout.revision}/{revision}")
+    return replace(info, layout=layout)
+
+
+def _digest(config: BatonConfig, pool: PoolConfig) -> str:
+    """Of what the engine is started with."""
+    what = [config.engine, config.model, config.engine_args | pool.engine_args]
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _host_id() -> str:

@@ -1,4 +1,8 @@
-"""What the autoscaler sees of the coordinator's core."""
+"""What the autoscaler sees of the coordinator's core.
+
+It sizes the pools of the stable revision. A canary's workers are its rollout's, and no relief: the
+demand is that of all requests, so that the stable pools can take everything back at any time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from baton.coordinator.autoscale.types import (
 from baton.coordinator.lanes import LANES, Lanes
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.load_index import POOL_OF, Pool
-from baton.coordinator.placement import Placer
+from baton.coordinator.placers import Placers
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.worker_load import WorkerLoad
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -32,7 +36,7 @@ class Observer:
     def __init__(
         self,
         workers: WorkerRegistry,
-        placer: Placer,
+        placer: Placers,
         lanes: Lanes,
         stats: CoreStats,
         latency: LatencyRegistry,
@@ -51,10 +55,17 @@ class Observer:
             now: by the core's clock.
             starting: workers that were asked for and are not attached yet.
         """
-        workers = list(self._workers)
+        workers = list(self._workers.of(self._workers.stable))
+        # They hold GPUs until they have left.
+        leaving = [
+            one
+            for one in self._workers
+            if one.revision != self._workers.stable
+            and one.state == cluster_pb2.WORKER_STATE_DRAINING
+        ]
         loads: dict[Pool, list[WorkerLoad]] = {pool: [] for pool in Pool}
         for worker in workers:
-            entry = self._placer.router.load(worker.key)
+            entry = self._placer.load(worker)
             if entry is not None and worker.role in POOL_OF:
                 loads[POOL_OF[worker.role]].append(entry)
         decode = self._decode(loads[Pool.DECODE], workers, config)
@@ -62,7 +73,10 @@ class Observer:
         at_workers_s = sum(entry.queued_s(now) for entry in loads[Pool.PREFILL])
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
-            workers=(*(_view(one) for one in workers if one.role in POOL_OF), *starting),
+            workers=(
+                *(_view(one) for one in (*workers, *leaving) if one.role in POOL_OF),
+                *starting,
+            ),
             latency=self._model(workers),
             lanes=tuple(
                 (
@@ -87,7 +101,7 @@ class Observer:
         decode_is_full: bool,
     ) -> LaneLoad:
         demand = self._stats.demand[lane]
-        waiting_s = 0.0 if decode_is_full else self._placer.waiting_s(lane)
+        waiting_s = 0.0 if decode_is_full else self._placer.waiting_s(lane, self._workers.stable)
         target = dict(config.targets).get(lane_name(lane))
         ttft_s = None
         if target is not None and demand.ttfts_s:

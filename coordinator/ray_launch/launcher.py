@@ -12,6 +12,7 @@ from baton.coordinator.cpu_cores import CorePlaces
 from baton.coordinator.launcher import STOP_MARGIN_S, OnWaits
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.driver_process import DriverProcess
+from baton.coordinator.revision import Revision
 from baton.coordinator.worker_process import BATON, WorkerExit
 from baton.runtime.config import BatonConfig, ConfigError, RayPoolConfig, dump
 
@@ -48,11 +49,7 @@ class RayLauncher:
             raise ConfigError(
                 "launcher: is 'ray', which is not installed; install baton[ray], or use 'local'"
             )
-        # Actors run in directories of Ray's choice.
-        adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
-        config = config.model_copy(
-            update={"model": _absolute(config.model), "lora_adapters": adapters}
-        )
+        config = _with_whole_paths(config)
         self._places = None if config.ray.address else CorePlaces(config)
         self._config = config if self._places is None else self._places.config
         self._coordinator, self._on_exit, self._on_waits = coordinator, on_exit, on_waits
@@ -60,9 +57,11 @@ class RayLauncher:
         self._driver: DriverProcess | None = None
         self._connecting = asyncio.Lock()
 
-    async def start(self, worker_id: str, role: str) -> None:
+    async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         """Raises LaunchError; see Launcher."""
         ray, config = self._config.ray, self._config
+        if revision is not None:
+            config = _with_whole_paths(revision.over(config))
         pool, workers = (
             (ray.prefill, config.prefill) if role == "prefill" else (ray.decode, config.decode)
         )
@@ -71,7 +70,8 @@ class RayLauncher:
         # On other hosts it is theirs to say what binds an engine.
         environment = self._places.take(worker_id) if self._places is not None else {}
         try:
-            await driver.start_worker(_start(worker_id, role, pool, ranks, environment))
+            start = _start(worker_id, role, pool, ranks, environment, dump(config))
+            await driver.start_worker(start)
         except BaseException:
             if self._places is not None:
                 self._places.give_back(worker_id)
@@ -111,11 +111,16 @@ class RayLauncher:
             runtime_env=ray.runtime_env,
             directory="" if ray.address else tempfile.mkdtemp(prefix="baton-ray-", dir=_DIRECTORY),
             coordinator=self._coordinator,
-            config=dump(self._config),
             command=self._command,
             patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             placement_timeout_s=ray.placement_timeout_s,
         )
+
+
+def _with_whole_paths(config: BatonConfig) -> BatonConfig:
+    """Actors run in directories of Ray's choice."""
+    adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
+    return config.model_copy(update={"model": _absolute(config.model), "lora_adapters": adapters})
 
 
 def _absolute(model: str) -> str:
@@ -130,6 +135,7 @@ def _start(
     pool: RayPoolConfig,
     num_ranks: object,
     environment: dict[str, str],
+    config: str,
 ) -> wire.Start:
     return wire.Start(
         worker_id,
@@ -140,4 +146,5 @@ def _start(
         num_ranks=num_ranks if isinstance(num_ranks, int) and num_ranks > 0 else 0,
         resources=pool.resources,
         environment=environment,
+        config=config,
     )

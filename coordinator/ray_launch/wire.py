@@ -16,7 +16,6 @@ class Open:
         address, namespace, runtime_env, placement_timeout_s: of RayConfig.
         directory: of a Ray of one's own: its sockets and logs.
         coordinator: host:port that workers attach to.
-        config: effective, as YAML.
         command: what runs a worker; empty: what runs `baton` on its node.
         patience_s: how long a worker may take to stop.
     """
@@ -26,7 +25,6 @@ class Open:
     runtime_env: dict[str, Any]
     directory: str
     coordinator: str
-    config: str
     command: list[str]
     patience_s: float
     placement_timeout_s: float
@@ -41,6 +39,7 @@ class Start:
         num_ranks: of its engine that would use a GPU each.
         resources: custom ones.
         environment: of its process, over that of its node's.
+        config: effective, as YAML.
     """
 
     worker_id: str
@@ -50,6 +49,7 @@ class Start:
     num_ranks: int
     resources: dict[str, float]
     environment: dict[str, str]
+    config: str
 
 
 @dataclass(frozen=True, slots=True)

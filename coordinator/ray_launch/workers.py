@@ -175,7 +175,7 @@ class RayWorkers:
                 start.worker_id,
                 start.role,
                 opening.coordinator,
-                opening.config,
+                start.config,
                 opening.command,
                 start.environment,
             )

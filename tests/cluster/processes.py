@@ -94,11 +94,11 @@ class Cluster:
         for name in sorted(self._processes, key=lambda name: name == "coordinator"):
             self.end(name)
 
-    def start_worker(self, role: str, name: str) -> None:
+    def start_worker(self, role: str, name: str, *arguments: str) -> None:
         self._start(
             name,
             *("worker", "--role", role, "--worker-id", name),
-            *("--coordinator", self.address),
+            *("--coordinator", self.address, *arguments),
         )
 
     def process(self, name: str) -> psutil.Process:

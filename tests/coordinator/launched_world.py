@@ -57,13 +57,25 @@ class Launched:
             if isinstance(one, ev.StartWorker) and one.worker_id == worker_id
         )
 
+    def revision_of(self, worker_id: str) -> str:
+        return next(
+            one.revision.name
+            for one in self.world.membership
+            if isinstance(one, ev.StartWorker) and one.worker_id == worker_id
+        )
+
     def come_up(self) -> None:
         """Everything that starts attaches."""
         for worker_id in self.started:
             if worker_id not in self.there | self.gone and worker_id not in self.ended:
                 self.there.add(worker_id)
                 role = ROLES[self.pool_of(worker_id)]
-                self.world.attach(worker_id, role, startup_ms={"process": 100, "weights": 2000})
+                self.world.attach(
+                    worker_id,
+                    role,
+                    startup_ms={"process": 100, "weights": 2000},
+                    revision=self.revision_of(worker_id),
+                )
 
     def wait(self, seconds: float) -> None:
         """Time passes; workers give signs of life, and those that are to leave do."""

@@ -62,7 +62,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
 
 
 def test_what_is_sent_is_what_is_received():
-    start = wire.Start("d1", "decode", 1.0, None, 2, {"nvlink": 1.0}, {})
+    start = wire.Start("d1", "decode", 1.0, None, 2, {"nvlink": 1.0}, {}, "model: demo")
     exited = wire.Exited("d1", -9, last_line='"quoted"\n', lost="")
     for message in (start, exited, wire.Silent(7.5)):
         line = wire.encode(message)

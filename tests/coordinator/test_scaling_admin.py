@@ -48,10 +48,11 @@ class ScriptedLauncher:
         self.workers, self.ended = {}, []
         self.broken = ""
 
-    async def start(self, worker_id, role):
+    async def start(self, worker_id, role, revision=None):
         if role == self.broken:
             raise OSError("no room for it")
-        worker = Obedient(self._address, self._say_hello(worker_id, ROLES[role]))
+        hello = self._say_hello(worker_id, ROLES[role], revision=revision.name)
+        worker = Obedient(self._address, hello)
         self.workers[worker_id] = worker
         await worker.connect()
 

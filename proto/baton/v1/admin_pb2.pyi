@@ -102,6 +102,52 @@ STALL_CAUSE_UNKNOWN: StallCause.ValueType  # 8
 """What the worker did then is not remembered."""
 Global___StallCause: _TypeAlias = StallCause  # noqa: Y015
 
+class _RolloutPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLLOUT_PHASE_UNSPECIFIED: _RolloutPhase.ValueType  # 0
+    """None runs."""
+    ROLLOUT_PHASE_WAITING: _RolloutPhase.ValueType  # 1
+    """The canary does not serve (yet, or any more): everything new goes to the stable revision."""
+    ROLLOUT_PHASE_RUNNING: _RolloutPhase.ValueType  # 2
+    ROLLOUT_PHASE_PROMOTING: _RolloutPhase.ValueType  # 3
+    """The canary's workers are raised to the sizes of the pools."""
+
+class RolloutPhase(_RolloutPhase, metaclass=_RolloutPhaseEnumTypeWrapper): ...
+
+ROLLOUT_PHASE_UNSPECIFIED: RolloutPhase.ValueType  # 0
+"""None runs."""
+ROLLOUT_PHASE_WAITING: RolloutPhase.ValueType  # 1
+"""The canary does not serve (yet, or any more): everything new goes to the stable revision."""
+ROLLOUT_PHASE_RUNNING: RolloutPhase.ValueType  # 2
+ROLLOUT_PHASE_PROMOTING: RolloutPhase.ValueType  # 3
+"""The canary's workers are raised to the sizes of the pools."""
+Global___RolloutPhase: _TypeAlias = RolloutPhase  # noqa: Y015
+
+class _RolloutVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RolloutVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLLOUT_VERDICT_UNSPECIFIED: _RolloutVerdict.ValueType  # 0
+    """Nothing to compare."""
+    ROLLOUT_VERDICT_TOO_FEW_SAMPLES: _RolloutVerdict.ValueType  # 1
+    ROLLOUT_VERDICT_NO_WORSE: _RolloutVerdict.ValueType  # 2
+    ROLLOUT_VERDICT_WORSE: _RolloutVerdict.ValueType  # 3
+
+class RolloutVerdict(_RolloutVerdict, metaclass=_RolloutVerdictEnumTypeWrapper): ...
+
+ROLLOUT_VERDICT_UNSPECIFIED: RolloutVerdict.ValueType  # 0
+"""Nothing to compare."""
+ROLLOUT_VERDICT_TOO_FEW_SAMPLES: RolloutVerdict.ValueType  # 1
+ROLLOUT_VERDICT_NO_WORSE: RolloutVerdict.ValueType  # 2
+ROLLOUT_VERDICT_WORSE: RolloutVerdict.ValueType  # 3
+Global___RolloutVerdict: _TypeAlias = RolloutVerdict  # noqa: Y015
+
 @_typing.final
 class ListPoolsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -362,6 +408,8 @@ class WorkerInfo(_message.Message):
     LATENCY_FIELD_NUMBER: _builtins.int
     FLIPS_TO_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -375,6 +423,8 @@ class WorkerInfo(_message.Message):
     """Requests the coordinator has there."""
     flips_to: _common_pb2.Role.ValueType
     """The role that it changes to, while it finishes what it has; UNSPECIFIED otherwise."""
+    revision: _builtins.str
+    config_digest: _builtins.str
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -426,10 +476,12 @@ class WorkerInfo(_message.Message):
         latency: Global___LatencyInfo | None = ...,
         flips_to: _common_pb2.Role.ValueType = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        revision: _builtins.str = ...,
+        config_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1842,3 +1894,458 @@ class ProfileEvent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ProfileEvent: _TypeAlias = ProfileEvent  # noqa: Y015
+
+@_typing.final
+class StartRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EngineArgsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENGINE_ARGS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
+    revision: _builtins.str
+    """1 to 64 characters of [A-Za-z0-9._-]; not the stable one's."""
+    model: _builtins.str
+    """As the configuration's `model`; empty: that one."""
+    share: _builtins.float
+    """Of new sessions, and of requests without one: 0 to 1."""
+    prefill: _builtins.int
+    """Workers of each pool; absent: one, or where workers of this revision are attached, those."""
+    decode: _builtins.int
+    abort_if_worse: _builtins.bool
+    """Aborts by itself once the verdict is that the canary is worse."""
+    @_builtins.property
+    def engine_args(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By name, values in JSON; they go over the configured ones, those of the pools too."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.str = ...,
+        model: _builtins.str = ...,
+        engine_args: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        share: _builtins.float = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+        abort_if_worse: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "abort_if_worse", b"abort_if_worse", "decode", b"decode", "engine_args", b"engine_args", "model", b"model", "prefill", b"prefill", "revision", b"revision", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___StartRolloutRequest: _TypeAlias = StartRolloutRequest  # noqa: Y015
+
+@_typing.final
+class StartRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    """What follows, in words."""
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRolloutResponse: _TypeAlias = StartRolloutResponse  # noqa: Y015
+
+@_typing.final
+class SetRolloutShareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARE_FIELD_NUMBER: _builtins.int
+    share: _builtins.float
+    """0 to 1."""
+    def __init__(
+        self,
+        *,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRolloutShareRequest: _TypeAlias = SetRolloutShareRequest  # noqa: Y015
+
+@_typing.final
+class SetRolloutShareResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRolloutShareResponse: _TypeAlias = SetRolloutShareResponse  # noqa: Y015
+
+@_typing.final
+class GetRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRolloutRequest: _TypeAlias = GetRolloutRequest  # noqa: Y015
+
+@_typing.final
+class PromoteRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def drain_timeout(self) -> _duration_pb2.Duration:
+        """How long requests of the old revision may take to end; absent: as long as any request may. Those
+        that have not ended then fail: another revision does not go on with their outputs.
+        """
+
+    def __init__(
+        self,
+        *,
+        drain_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteRolloutRequest: _TypeAlias = PromoteRolloutRequest  # noqa: Y015
+
+@_typing.final
+class PromoteRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteRolloutResponse: _TypeAlias = PromoteRolloutResponse  # noqa: Y015
+
+@_typing.final
+class AbortRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def drain_timeout(self) -> _duration_pb2.Duration:
+        """As of PromoteRolloutRequest, of the canary's requests."""
+
+    def __init__(
+        self,
+        *,
+        drain_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRolloutRequest: _TypeAlias = AbortRolloutRequest  # noqa: Y015
+
+@_typing.final
+class AbortRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRolloutResponse: _TypeAlias = AbortRolloutResponse  # noqa: Y015
+
+@_typing.final
+class RolloutStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    STABLE_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    VERDICT_REASON_FIELD_NUMBER: _builtins.int
+    COMPARED_FOR_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
+    phase: Global___RolloutPhase.ValueType
+    share: _builtins.float
+    verdict: Global___RolloutVerdict.ValueType
+    verdict_reason: _builtins.str
+    """In words, with the numbers of samples."""
+    last: _builtins.str
+    """How the last rollout ended; empty while there has been none."""
+    problem: _builtins.str
+    """Why the canary's workers do not start; empty when they do."""
+    abort_if_worse: _builtins.bool
+    @_builtins.property
+    def stable(self) -> Global___RevisionStatus: ...
+    @_builtins.property
+    def canary(self) -> Global___RevisionStatus:
+        """Absent while there has been no rollout."""
+
+    @_builtins.property
+    def compared_for(self) -> _duration_pb2.Duration:
+        """Both revisions are compared since the canary first served."""
+
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___RevisionStatus]:
+        """Revisions that finish what they have, and those of attached workers that are neither stable nor
+        canary and get nothing new.
+        """
+
+    def __init__(
+        self,
+        *,
+        phase: Global___RolloutPhase.ValueType = ...,
+        share: _builtins.float = ...,
+        stable: Global___RevisionStatus | None = ...,
+        canary: Global___RevisionStatus | None = ...,
+        verdict: Global___RolloutVerdict.ValueType = ...,
+        verdict_reason: _builtins.str = ...,
+        compared_for: _duration_pb2.Duration | None = ...,
+        others: _abc.Iterable[Global___RevisionStatus] | None = ...,
+        last: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        abort_if_worse: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "compared_for", b"compared_for", "stable", b"stable"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "compared_for", b"compared_for", "last", b"last", "others", b"others", "phase", b"phase", "problem", b"problem", "share", b"share", "stable", b"stable", "verdict", b"verdict", "verdict_reason", b"verdict_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutStatus: _TypeAlias = RolloutStatus  # noqa: Y015
+
+@_typing.final
+class RevisionStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EngineArgsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ErrorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENGINE_ARGS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_ADMITTED_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    model: _builtins.str
+    """Over the configuration's; empty: that one."""
+    num_running: _builtins.int
+    """Requests that it has now, and, since both are compared: that came, that ended, and that failed
+    by the code's name.
+    """
+    num_admitted: _builtins.int
+    num_ended: _builtins.int
+    num_recoveries: _builtins.int
+    """Attempts that were lost and went on; of these, requests that went on with the other revision,
+    as nothing of their output had been sent.
+    """
+    num_moved: _builtins.int
+    @_builtins.property
+    def engine_args(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___RevisionPool]: ...
+    @_builtins.property
+    def errors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RevisionLane]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        engine_args: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        pools: _abc.Iterable[Global___RevisionPool] | None = ...,
+        num_running: _builtins.int = ...,
+        num_admitted: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        errors: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_recoveries: _builtins.int = ...,
+        num_moved: _builtins.int = ...,
+        lanes: _abc.Iterable[Global___RevisionLane] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_args", b"engine_args", "errors", b"errors", "lanes", b"lanes", "model", b"model", "name", b"name", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_moved", b"num_moved", "num_recoveries", b"num_recoveries", "num_running", b"num_running", "pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevisionStatus: _TypeAlias = RevisionStatus  # noqa: Y015
+
+@_typing.final
+class RevisionPool(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NUM_SERVING_FIELD_NUMBER: _builtins.int
+    NUM_STARTING_FIELD_NUMBER: _builtins.int
+    NUM_DRAINING_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    num_serving: _builtins.int
+    num_starting: _builtins.int
+    num_draining: _builtins.int
+    desired: _builtins.int
+    """0 where nothing starts workers."""
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+        num_serving: _builtins.int = ...,
+        num_starting: _builtins.int = ...,
+        num_draining: _builtins.int = ...,
+        desired: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "num_draining", b"num_draining", "num_serving", b"num_serving", "num_starting", b"num_starting", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevisionPool: _TypeAlias = RevisionPool  # noqa: Y015
+
+@_typing.final
+class RevisionLane(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    lane: _common_pb2.Lane.ValueType
+    @_builtins.property
+    def ttft(self) -> Global___Percentiles: ...
+    @_builtins.property
+    def itl(self) -> Global___Percentiles:
+        """Every gap between two outputs of a stream."""
+
+    def __init__(
+        self,
+        *,
+        lane: _common_pb2.Lane.ValueType = ...,
+        ttft: Global___Percentiles | None = ...,
+        itl: Global___Percentiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "lane", b"lane", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevisionLane: _TypeAlias = RevisionLane  # noqa: Y015

@@ -105,6 +105,31 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
                 _registered_method=True)
+        self.StartRollout = channel.unary_unary(
+                '/baton.v1.Admin/StartRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.StartRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.StartRolloutResponse.FromString,
+                _registered_method=True)
+        self.SetRolloutShare = channel.unary_unary(
+                '/baton.v1.Admin/SetRolloutShare',
+                request_serializer=baton_dot_v1_dot_admin__pb2.SetRolloutShareRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.SetRolloutShareResponse.FromString,
+                _registered_method=True)
+        self.GetRollout = channel.unary_unary(
+                '/baton.v1.Admin/GetRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.RolloutStatus.FromString,
+                _registered_method=True)
+        self.PromoteRollout = channel.unary_unary(
+                '/baton.v1.Admin/PromoteRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.PromoteRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.PromoteRolloutResponse.FromString,
+                _registered_method=True)
+        self.AbortRollout = channel.unary_unary(
+                '/baton.v1.Admin/AbortRollout',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AbortRolloutRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AbortRolloutResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -217,6 +242,48 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartRollout(self, request, context):
+        """Rollouts: another model, or other engine arguments, tried on a share of the traffic first.
+
+        Starts workers of a new revision beside the stable ones, and sends them a share of the new
+        requests once they serve. FAILED_PRECONDITION: a rollout runs already, or nothing starts workers
+        here and none of this revision is attached. INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRolloutShare(self, request, context):
+        """The share of new requests that go to the canary from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRollout(self, request, context):
+        """Both revisions side by side; of the last rollout where none runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteRollout(self, request, context):
+        """The canary becomes the stable revision once it has as many workers as the pools are to have;
+        the others then finish what they have, and leave. FAILED_PRECONDITION: no rollout runs, or the
+        canary does not serve.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortRollout(self, request, context):
+        """The canary gets nothing new; its workers finish what they have, and leave.
+        FAILED_PRECONDITION: no rollout runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -289,6 +356,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.SerializeToString,
+            ),
+            'StartRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.StartRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.StartRolloutResponse.SerializeToString,
+            ),
+            'SetRolloutShare': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRolloutShare,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.SetRolloutShareRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.SetRolloutShareResponse.SerializeToString,
+            ),
+            'GetRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.RolloutStatus.SerializeToString,
+            ),
+            'PromoteRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.PromoteRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.PromoteRolloutResponse.SerializeToString,
+            ),
+            'AbortRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRollout,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AbortRolloutRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AbortRolloutResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -670,6 +762,141 @@ class Admin:
             '/baton.v1.Admin/Profile',
             baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/StartRollout',
+            baton_dot_v1_dot_admin__pb2.StartRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.StartRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRolloutShare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/SetRolloutShare',
+            baton_dot_v1_dot_admin__pb2.SetRolloutShareRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.SetRolloutShareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetRollout',
+            baton_dot_v1_dot_admin__pb2.GetRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.RolloutStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/PromoteRollout',
+            baton_dot_v1_dot_admin__pb2.PromoteRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.PromoteRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/AbortRollout',
+            baton_dot_v1_dot_admin__pb2.AbortRolloutRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AbortRolloutResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,6 +74,26 @@ class AdminStub:
     no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
     RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
     """
+    StartRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]
+    """Rollouts: another model, or other engine arguments, tried on a share of the traffic first.
+
+    Starts workers of a new revision beside the stable ones, and sends them a share of the new
+    requests once they serve. FAILED_PRECONDITION: a rollout runs already, or nothing starts workers
+    here and none of this revision is attached. INVALID_ARGUMENT names the field.
+    """
+    SetRolloutShare: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRolloutShareRequest, _admin_pb2.SetRolloutShareResponse]
+    """The share of new requests that go to the canary from now on."""
+    GetRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRolloutRequest, _admin_pb2.RolloutStatus]
+    """Both revisions side by side; of the last rollout where none runs."""
+    PromoteRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PromoteRolloutRequest, _admin_pb2.PromoteRolloutResponse]
+    """The canary becomes the stable revision once it has as many workers as the pools are to have;
+    the others then finish what they have, and leave. FAILED_PRECONDITION: no rollout runs, or the
+    canary does not serve.
+    """
+    AbortRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AbortRolloutRequest, _admin_pb2.AbortRolloutResponse]
+    """The canary gets nothing new; its workers finish what they have, and leave.
+    FAILED_PRECONDITION: no rollout runs.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -120,6 +140,26 @@ class AdminAsyncStub(AdminStub):
     recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
     no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
     RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
+    """
+    StartRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]  # type: ignore[assignment]
+    """Rollouts: another model, or other engine arguments, tried on a share of the traffic first.
+
+    Starts workers of a new revision beside the stable ones, and sends them a share of the new
+    requests once they serve. FAILED_PRECONDITION: a rollout runs already, or nothing starts workers
+    here and none of this revision is attached. INVALID_ARGUMENT names the field.
+    """
+    SetRolloutShare: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRolloutShareRequest, _admin_pb2.SetRolloutShareResponse]  # type: ignore[assignment]
+    """The share of new requests that go to the canary from now on."""
+    GetRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRolloutRequest, _admin_pb2.RolloutStatus]  # type: ignore[assignment]
+    """Both revisions side by side; of the last rollout where none runs."""
+    PromoteRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.PromoteRolloutRequest, _admin_pb2.PromoteRolloutResponse]  # type: ignore[assignment]
+    """The canary becomes the stable revision once it has as many workers as the pools are to have;
+    the others then finish what they have, and leave. FAILED_PRECONDITION: no rollout runs, or the
+    canary does not serve.
+    """
+    AbortRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.AbortRolloutRequest, _admin_pb2.AbortRolloutResponse]  # type: ignore[assignment]
+    """The canary gets nothing new; its workers finish what they have, and leave.
+    FAILED_PRECONDITION: no rollout runs.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -248,6 +288,56 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
         no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
         RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
+        """
+
+    @_abc_1.abstractmethod
+    def StartRollout(
+        self,
+        request: _admin_pb2.StartRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StartRolloutResponse, _abc.Awaitable[_admin_pb2.StartRolloutResponse]]:
+        """Rollouts: another model, or other engine arguments, tried on a share of the traffic first.
+
+        Starts workers of a new revision beside the stable ones, and sends them a share of the new
+        requests once they serve. FAILED_PRECONDITION: a rollout runs already, or nothing starts workers
+        here and none of this revision is attached. INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRolloutShare(
+        self,
+        request: _admin_pb2.SetRolloutShareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRolloutShareResponse, _abc.Awaitable[_admin_pb2.SetRolloutShareResponse]]:
+        """The share of new requests that go to the canary from now on."""
+
+    @_abc_1.abstractmethod
+    def GetRollout(
+        self,
+        request: _admin_pb2.GetRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RolloutStatus, _abc.Awaitable[_admin_pb2.RolloutStatus]]:
+        """Both revisions side by side; of the last rollout where none runs."""
+
+    @_abc_1.abstractmethod
+    def PromoteRollout(
+        self,
+        request: _admin_pb2.PromoteRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PromoteRolloutResponse, _abc.Awaitable[_admin_pb2.PromoteRolloutResponse]]:
+        """The canary becomes the stable revision once it has as many workers as the pools are to have;
+        the others then finish what they have, and leave. FAILED_PRECONDITION: no rollout runs, or the
+        canary does not serve.
+        """
+
+    @_abc_1.abstractmethod
+    def AbortRollout(
+        self,
+        request: _admin_pb2.AbortRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AbortRolloutResponse, _abc.Awaitable[_admin_pb2.AbortRolloutResponse]]:
+        """The canary gets nothing new; its workers finish what they have, and leave.
+        FAILED_PRECONDITION: no rollout runs.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

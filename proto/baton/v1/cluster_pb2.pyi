@@ -125,6 +125,7 @@ class CoordinatorMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     EXPECT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """From 1; 0 on messages that are not kept (Welcome, bare acknowledgements)."""
@@ -149,6 +150,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def profile(self) -> Global___ProfileCommand: ...
     @_builtins.property
+    def rollout(self) -> Global___RolloutRecord: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """As WorkerMessage.batch, to a worker whose Hello.takes_batches says that it may be so."""
 
@@ -166,13 +169,14 @@ class CoordinatorMessage(_message.Message):
         release: Global___ReleaseCommand | None = ...,
         expect: Global___ExpectCommand | None = ...,
         profile: Global___ProfileCommand | None = ...,
+        rollout: Global___RolloutRecord | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect", "profile"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect", "profile", "rollout"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -241,6 +245,9 @@ class Hello(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
     TAKES_BATCHES_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable across restarts of the process; unique in the cluster."""
     incarnation: _builtins.int
@@ -262,6 +269,12 @@ class Hello(_message.Message):
     pid: _builtins.int
     takes_batches: _builtins.bool
     """CoordinatorMessage.batch is understood."""
+    revision: _builtins.str
+    """Names what this worker runs: model and engine arguments together (worker.revision). Requests
+    stay on workers of one revision, and KV caches are handed over within it. Empty: "1".
+    """
+    config_digest: _builtins.str
+    """Of model and engine arguments, so that two configurations under one name show; 12 hex digits."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -285,6 +298,10 @@ class Hello(_message.Message):
         and the model), "kv" (allocating its cache), "warm_up" (until it has computed something).
         """
 
+    @_builtins.property
+    def rollout(self) -> Global___RolloutRecord:
+        """The last one that this worker was told, for a restarted coordinator."""
+
     def __init__(
         self,
         *,
@@ -307,10 +324,13 @@ class Hello(_message.Message):
         pid: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         takes_batches: _builtins.bool = ...,
+        revision: _builtins.str = ...,
+        config_digest: _builtins.str = ...,
+        rollout: Global___RolloutRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "role", b"role", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "takes_batches", b"takes_batches", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "takes_batches", b"takes_batches", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -863,6 +883,55 @@ class SetRoleCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleCommand: _TypeAlias = SetRoleCommand  # noqa: Y015
+
+@_typing.final
+class RolloutRecord(_message.Message):
+    """Which revisions there are, as far as this coordinator was told since it started. Workers keep it
+    and say it again in their Hello: so a rollout outlives its coordinator.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONFIGURED_FIELD_NUMBER: _builtins.int
+    STABLE_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    RETIRING_FIELD_NUMBER: _builtins.int
+    ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Larger in each record that follows another."""
+    configured: _builtins.str
+    """The stable revision of the coordinator's configuration. One that is configured with another by
+    now takes no record of before.
+    """
+    stable: _builtins.str
+    canary: _builtins.str
+    """Empty while no rollout runs."""
+    share: _builtins.float
+    abort_if_worse: _builtins.bool
+    @_builtins.property
+    def retiring(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Finish what they have, and leave."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        configured: _builtins.str = ...,
+        stable: _builtins.str = ...,
+        canary: _builtins.str = ...,
+        share: _builtins.float = ...,
+        retiring: _abc.Iterable[_builtins.str] | None = ...,
+        abort_if_worse: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "configured", b"configured", "retiring", b"retiring", "share", b"share", "stable", b"stable", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutRecord: _TypeAlias = RolloutRecord  # noqa: Y015
 
 @_typing.final
 class DrainCommand(_message.Message):

@@ -379,6 +379,7 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Index of the first token of token_ids in the request's whole output. Absolute: a reader that
     already has tokens past it drops the overlap, one that misses tokens before it has lost some.
@@ -386,6 +387,10 @@ class TokenDelta(_message.Message):
     text: _builtins.str
     """Text that became final with these tokens. It may lag behind them: characters split across
     tokens and possible beginnings of stop strings are held back.
+    """
+    revision: _builtins.str
+    """With a request's first token: the revision of the workers that it runs on (Hello.revision).
+    Whoever resumes the request says it again, so that no other weights go on with it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -400,10 +405,11 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "revision", b"revision", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,7 +571,7 @@ class ModelDescription(_message.Message):
     name: _builtins.str
     """The name requests use."""
     revision: _builtins.str
-    """Changes with the weights or the engine arguments; canary rollouts tell workers apart by it."""
+    """Changes with the weights. What rollouts tell workers apart by is Hello.revision."""
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     tokenizer: _builtins.str

@@ -229,8 +229,13 @@ class ResumeState(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TEXT_CHARS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     num_text_chars: _builtins.int
     """Characters (Unicode code points) of text received so far."""
+    revision: _builtins.str
+    """As the first TokenDelta said it. Where no worker of this revision is left the request fails,
+    UNAVAILABLE with reason REVISION_GONE. Empty: not known.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every token received so far, from the first."""
@@ -247,10 +252,11 @@ class ResumeState(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_text_chars: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_text_chars", b"num_text_chars", "prompt_token_ids", b"prompt_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_text_chars", b"num_text_chars", "prompt_token_ids", b"prompt_token_ids", "revision", b"revision", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,320 @@
+"""`baton rollout`: another model or other engine arguments, on a share of the traffic first."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli import options
+from baton.cli.asking import ask
+from baton.cli.control import Wait
+
+if TYPE_CHECKING:
+    from baton.client import AdminClient
+    from baton.v1 import admin_pb2
+
+app = typer.Typer(
+    help="Try another model or other engine arguments on a share of the traffic: canary rollouts.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_WATCH_S = 2.0
+_POLL_S = 0.2
+Drain = Annotated[
+    float | None,
+    typer.Option(
+        "--drain-timeout",
+        min=0.001,
+        metavar="SECONDS",
+        help="What requests of the revision that leaves may take; then they fail.",
+    ),
+]
+
+
+def _share(text: str) -> float:
+    """A share as 5% or 0.05."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"{text!r} is no share: 0% to 100%, or 0 to 1")
+    return share
+
+
+Share = Annotated[
+    float, typer.Option("--share", parser=_share, metavar="SHARE", help="Of new sessions: 5%.")
+]
+
+
+@app.command()
+def start(
+    revision: Annotated[
+        str, typer.Option("--revision", metavar="NAME", help="A new name for what is tried.")
+    ],
+    share: Share,
+    model: Annotated[
+        str, typer.Option("--model", help="As `model` of the configuration; left out: that one.")
+    ] = "",
+    engine_arg: options.EngineArgs = None,
+    prefill: Annotated[
+        int | None, typer.Option("--prefill", min=0, help="Prefill workers to start; default 1.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option("--decode", min=0, help="Decode workers to start; default 1.")
+    ] = None,
+    abort_if_worse: Annotated[
+        bool,
+        typer.Option(
+            "--abort-if-worse", help="By itself, once errors, TTFT or ITL are surely worse."
+        ),
+    ] = False,
+    wait: Wait = 0.0,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Start workers of another revision, or take those attached, and send them a share."""
+    from baton.v1 import admin_pb2
+
+    engine_args = options.parse_engine_args(engine_arg or [])
+
+    async def question(admin: AdminClient) -> str:
+        message = await admin.start_rollout(
+            revision,
+            share=share,
+            model=model,
+            engine_args=engine_args,
+            num_prefill=prefill,
+            num_decode=decode,
+            abort_if_worse=abort_if_worse,
+        )
+        if wait:
+            what = f"revision {revision} does not serve"
+            await _until(admin, admin_pb2.ROLLOUT_PHASE_RUNNING, wait, what)
+        return message
+
+    _say(ask(address, question), as_json=as_json)
+
+
+@app.command()
+def share(
+    share: Annotated[
+        float, typer.Argument(parser=_share, metavar="SHARE", help="Of new sessions: 25%.")
+    ],
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Change the canary's share; a session that was in it stays in a larger one."""
+    _say(ask(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
+
+
+@app.command()
+def status(
+    watch: options.Watch = False,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show both revisions side by side, and whether the new one is worse."""
+    from baton.cli.output import plain, print_json, print_json_line
+
+    async def question(admin: AdminClient) -> None:
+        while True:
+            found = await admin.get_rollout()
+            if as_json:
+                (print_json_line if watch else print_json)(plain(found))
+            else:
+                if watch and sys.stdout.isatty():
+                    print("\x1b[H\x1b[2J", end="")
+                _show(found)
+                sys.stdout.flush()
+            if not watch:
+                return
+            await asyncio.sleep(_WATCH_S)
+
+    ask(address, question)
+
+
+@app.command()
+def promote(
+    drain_timeout: Drain = None,
+    wait: Wait = 0.0,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Make the canary the stable revision: raise its workers, then drain the others."""
+    from baton.v1 import admin_pb2
+
+    async def question(admin: AdminClient) -> str:
+        message = await admin.promote_rollout(drain_timeout)
+        if wait:
+            what = "the canary is not the stable revision"
+            await _until(admin, admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, wait, what)
+        return message
+
+    _say(ask(address, question), as_json=as_json)
+
+
+@app.command()
+def abort(
+    drain_timeout: Drain = None,
+    address: options.Address = None,
+    as_json: options.Json = False,
+) -> None:
+    """Send nothing more to the canary, and drain its workers."""
+    _say(ask(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json)
+
+
+def _say(message: str, *, as_json: bool) -> None:
+    from baton.cli.output import print_json
+
+    if as_json:
+        print_json({"message": message})
+    else:
+        print(message)
+
+
+def _show(found: admin_pb2.RolloutStatus) -> None:
+    from baton.cli.output import print_table
+
+    if not found.HasField("canary"):
+        print(f"no rollout; stable revision: {found.stable.name}")
+    else:
+        phase = _phase(found)
+        print(
+            f"rollout of {found.canary.name}: {phase}, {found.share:.3g} of new sessions"
+            + (", aborts by itself if it is worse" if found.abort_if_worse else "")
+            if phase
+            else f"no rollout runs; the last one: {found.last}"
+        )
+        for line in _changes(found.canary):
+            print(f"  {line}")
+    if found.problem:
+        print(f"workers do not start: {found.problem}")
+    print()
+    sides = [("stable", found.stable)]
+    if found.HasField("canary"):
+        sides.append(("canary", found.canary))
+    sides += [("leaves or unknown", one) for one in found.others]
+    print_table(
+        (
+            "REVISION",
+            "IS",
+            "PREFILL",
+            "DECODE",
+            ">RUNNING",
+            ">CAME",
+            ">ENDED",
+            ">FAILED",
+            ">RECOVERED",
+            ">GAVE UP",
+        ),
+        [
+            (
+                one.name,
+                what,
+                *(_workers(pool) for pool in one.pools),
+                str(one.num_running),
+                str(one.num_admitted),
+                str(one.num_ended),
+                _errors(one),
+                str(one.num_recoveries),
+                str(one.num_moved),
+            )
+            for what, one in sides
+        ],
+        "no revisions",
+    )
+    rows = [row for _, one in sides for row in _latencies(one)]
+    if rows:
+        print()
+        print_table(
+            (
+                "REVISION",
+                "LANE",
+                ">REQUESTS",
+                ">TTFT P50",
+                ">P95",
+                ">P99",
+                ">GAPS",
+                ">ITL P50",
+                ">P95",
+                ">P99",
+            ),
+            rows,
+            "no requests",
+        )
+    if found.verdict_reason:
+        since = f" (since {found.compared_for.ToSeconds()} s)" if _phase(found) else ""
+        print(f"\n{found.verdict_reason}{since}")
+
+
+def _phase(found: admin_pb2.RolloutStatus) -> str:
+    """In words; empty while none runs."""
+    from baton.v1 import admin_pb2
+
+    return {
+        admin_pb2.ROLLOUT_PHASE_WAITING: "waits for its workers, and gets nothing",
+        admin_pb2.ROLLOUT_PHASE_RUNNING: "runs",
+        admin_pb2.ROLLOUT_PHASE_PROMOTING: "is being promoted: waits for its workers",
+    }.get(found.phase, "")
+
+
+def _changes(revision: admin_pb2.RevisionStatus) -> Iterator[str]:
+    if revision.model:
+        yield f"model: {revision.model}"
+    for name in sorted(revision.engine_args):
+        yield f"engine_args.{name}: {revision.engine_args[name]}"
+
+
+def _workers(pool: admin_pb2.RevisionPool) -> str:
+    found = [f"{pool.num_serving} serve"]
+    found += [f"{pool.num_starting} start"] if pool.num_starting else []
+    found += [f"{pool.num_draining} leave"] if pool.num_draining else []
+    return ", ".join(found)
+
+
+def _errors(revision: admin_pb2.RevisionStatus) -> str:
+    number = sum(revision.errors.values())
+    if not number or not revision.num_ended:
+        return str(number)
+    return f"{number} ({number / revision.num_ended:.1%})"
+
+
+def _latencies(revision: admin_pb2.RevisionStatus) -> Iterator[tuple[str, ...]]:
+    from baton.runtime.enum_names import lane_name
+
+    for lane in revision.lanes:
+        if not lane.ttft.num:
+            continue
+        yield (
+            revision.name,
+            lane_name(lane.lane),
+            str(lane.ttft.num),
+            *(_ms(us) for us in (lane.ttft.p50_us, lane.ttft.p95_us, lane.ttft.p99_us)),
+            str(lane.itl.num),
+            *(_ms(us) for us in (lane.itl.p50_us, lane.itl.p95_us, lane.itl.p99_us)),
+        )
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1e3:.3g} ms"
+
+
+async def _until(
+    admin: AdminClient, phase: admin_pb2.RolloutPhase.ValueType, wait_s: float, what: str
+) -> None:
+    """Until the rollout is in this phase; raises DeadlineExceeded when it takes too long."""
+    from baton.runtime.errors import DeadlineExceeded
+
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                if (await admin.get_rollout()).phase == phase:
+                    return
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} after {wait_s:g} s") from None

@@ -1,0 +1,152 @@
+"""A placer for each revision, so that no choice can join workers of two.
+
+A prefix, a session's last worker, the least loaded one and the other end of a handoff are all
+looked up in one placer. So a request that is on a revision meets nothing of another one's.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.latency import LatencyRegistry
+from baton.coordinator.output_lengths import OutputLengths
+from baton.coordinator.placement import Placement, Placer
+from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.routing import Router
+from baton.coordinator.tenants import Lane
+from baton.coordinator.worker_load import WorkerLoad
+from baton.coordinator.workers import Worker, WorkerRegistry
+from baton.v1 import cluster_pb2
+
+
+class Placers:
+    """Owns one placer per revision that has workers, and hands each question to the right one.
+
+    Attributes:
+        crowded: decode workers that were given interactive work since they were last looked at.
+        changed: which workers serve may have changed since this was last taken back.
+    """
+
+    def __init__(
+        self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
+    ) -> None:
+        self._config, self._workers, self._latency = config, workers, latency
+        self._outputs = OutputLengths()
+        self._now = 0.0
+        self.crowded: dict[WorkerKey, None] = {}
+        self._placers: dict[str, Placer] = {}
+        self.changed = False
+
+    def at(self, now: float) -> None:
+        """What follows happens at this time."""
+        self._now = now
+        for placer in self._placers.values():
+            placer.router.now = now
+
+    def of(self, revision: str) -> Placer:
+        placer = self._placers.get(revision)
+        if placer is None:
+            placer = self._placers[revision] = Placer(
+                self._config, self._workers.of(revision), self._latency, self._outputs, self.crowded
+            )
+            placer.router.now = self._now
+        return placer
+
+    def keep_only(self, revisions: frozenset[str]) -> None:
+        """Forgets those of which nobody is attached, but for these."""
+        for revision in self._placers.keys() - revisions - set(self._workers.revisions):
+            del self._placers[revision]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        for revision, placer in self._placers.items():
+            placer.router.check_integrity()
+            for worker in self._workers:
+                assert worker.revision == revision or placer.router.load(worker.key) is None
+
+    # ---- Members.
+
+    def attach(self, worker: Worker) -> None:
+        self.changed = True
+        self.of(worker.revision).attach(worker)
+
+    def refresh(self, worker: Worker) -> None:
+        self.changed = True
+        self.of(worker.revision).refresh(worker)
+
+    def detach(self, worker: Worker) -> None:
+        self.changed = True
+        self.of(worker.revision).detach(worker)
+
+    def load(self, worker: Worker) -> WorkerLoad | None:
+        return self._router(worker).load(worker.key)
+
+    def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
+        self._router(worker).report_kv(worker.key, kv_tokens_used)
+
+    def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
+        self._router(worker).apply_cache(worker.key, changes)
+
+    def must_yield(self, worker: Worker) -> bool:
+        return self.of(worker.revision).must_yield(worker.key)
+
+    # ---- Requests, each on its revision; see Placer.
+
+    def waits(self, request: Request) -> None:
+        self.of(request.revision).waits(request)
+
+    def leaves(self, request: Request) -> None:
+        self.of(request.revision).leaves(request)
+
+    def place(self, request: Request) -> Placement | None:
+        return self.of(request.revision).place(request)
+
+    def assign(self, request: Request, placement: Placement) -> None:
+        self.of(request.revision).assign(request, placement)
+
+    def adopt(self, request: Request, worker: WorkerKey) -> None:
+        self.of(request.revision).adopt(request, worker)
+
+    def computed(self, request: Request) -> None:
+        self.of(request.revision).computed(request)
+
+    def released(self, request: Request) -> None:
+        self.of(request.revision).released(request)
+
+    def ended(self, request: Request) -> None:
+        self.of(request.revision).ended(request)
+
+    def prompt_that_yields(
+        self, request: Request, placement: Placement | None
+    ) -> RequestKey | None:
+        return self.of(request.revision).prompt_that_yields(request, placement)
+
+    def ends_in_s(self, request: Request) -> float:
+        return self.of(request.revision).ends_in_s(request)
+
+    def goes_on_in_s(self, request: Request) -> float:
+        return self.of(request.revision).goes_on_in_s(request)
+
+    # ---- What is expected of a submission on a revision.
+
+    def hashes(self, submission: Submission, revision: str) -> array[int]:
+        return self.of(revision).hashes(submission)
+
+    def demand(
+        self, submission: Submission, hashes: array[int], revision: str
+    ) -> tuple[float, int, float]:
+        return self.of(revision).demand(submission, hashes)
+
+    def predicted_ttft_s(
+        self, submission: Submission, hashes: array[int], revision: str
+    ) -> float | None:
+        return self.of(revision).predicted_ttft_s(submission, hashes)
+
+    def waiting_s(self, lane: Lane, revision: str) -> float:
+        return self.of(revision).waiting_s(lane)
+
+    # ---- Inside.
+
+    def _router(self, worker: Worker) -> Router:
+        return self.of(worker.revision).router

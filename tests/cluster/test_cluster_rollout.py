@@ -1,0 +1,195 @@
+"""A rollout with real processes: the command line starts, promotes, aborts; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+
+import psutil
+import pytest
+from processes import COMMAND, UpCluster
+
+from baton.client import AdminClient, BatonClient, Tokens
+
+SOON_S = 40.0
+SALTS = itertools.count(1)
+
+
+@pytest.fixture
+def up(tmp_path, model):
+    with contextlib.ExitStack() as stack:
+
+        def make(**sections):
+            return stack.enter_context(UpCluster(tmp_path, model, **sections))
+
+        yield make
+
+
+def prompt():
+    """Never the same, so that no cache knows it."""
+    salt = next(SALTS)
+    return [5 + salt % 200, 5 + salt // 200, *range(5, 43)]
+
+
+async def baton(cluster, *arguments):
+    """The command line's standard output; it must succeed."""
+
+    def run():
+        env = os.environ | {"BATON_ADDRESS": cluster.address}
+        return subprocess.run(
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=60
+        )
+
+    done = await asyncio.to_thread(run)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def status(cluster):
+    return json.loads(await baton(cluster, "rollout", "status", "--json"))
+
+
+class Load:
+    """Sessions that ask one thing after another; every answer is checked."""
+
+    def __init__(self, cluster, client, num_sessions):
+        self._cluster, self._client, self._num_sessions = cluster, client, num_sessions
+        self._over = False
+        self.num_done = 0
+
+    async def run(self):
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._num_sessions):
+                group.create_task(self._session(f"s{number}"))
+
+    def stop(self):
+        self._over = True
+
+    async def _session(self, session):
+        while not self._over:
+            tokens = prompt()
+            answer = await self._client.complete(
+                tokens, max_tokens=24, session_id=session, timeout_s=30
+            )
+            assert answer.token_ids == self._cluster.expected(tokens, 24)
+            self.num_done += 1
+
+
+async def decoding(client, tokens, num_tokens, **fields):
+    stream = client.generate(tokens, max_tokens=num_tokens, **fields)
+    async for event in stream:
+        if isinstance(event, Tokens) and len(stream.token_ids) >= 3:
+            return stream
+    raise AssertionError("ended early")
+
+
+async def finished(stream):
+    async for _ in stream:
+        pass
+    return tuple(stream.token_ids)
+
+
+async def workers(cluster):
+    async with AdminClient(cluster.address) as admin:
+        return {one.worker_id: one for one in await admin.list_workers()}
+
+
+async def only(cluster, revision, number):
+    """Until so many workers of this revision are all that is left."""
+    async with asyncio.timeout(SOON_S):
+        while [one.revision for one in (await workers(cluster)).values()] != [revision] * number:
+            await asyncio.sleep(0.1)
+
+
+async def test_start_promote_and_abort_under_load(up):
+    cluster = up()
+    async with BatonClient(cluster.address) as client:
+        load = Load(cluster, client, 6)
+        running = asyncio.create_task(load.run())
+        told = await baton(
+            cluster,
+            *("rollout", "start", "--revision", "r2", "--share", "50%", "--decode", "2"),
+            *("--engine-arg", "max-num-seqs=32", "--wait", "30"),
+        )
+        assert "1 prefill and 2 decode workers are being started" in told
+        found = await workers(cluster)
+        assert {name for name, one in found.items() if one.revision == "r2"} == {
+            "prefill-r2-0",
+            "decode-r2-0",
+            "decode-r2-1",
+        }
+        digests = {one.config_digest for one in found.values()}
+        assert len(digests) == 2
+
+        # A stream of the canary loses its worker, and goes on with the other one of its revision.
+        await baton(cluster, "rollout", "share", "100%")
+        tokens = prompt()
+        stream = await decoding(client, tokens, 400)
+        async with AdminClient(cluster.address) as admin:
+            found = await workers(cluster)
+            held = await admin.list_requests()
+            decoder = next(
+                one.decode_worker_id for one in held if one.request_id == stream.request_id
+            )
+        psutil.Process(found[decoder].pid).send_signal(signal.SIGKILL)
+        assert await finished(stream) == cluster.expected(tokens, 400)
+
+        seen = await status(cluster)
+        assert seen["phase"] in ("running", "waiting")
+        assert seen["canary"]["name"] == "r2"
+        assert seen["canary"]["engine_args"] == {"max_num_seqs": "32"}
+        assert seen["canary"]["num_recoveries"] >= 1
+        assert seen["canary"]["errors"] == seen["stable"]["errors"] == {}
+        assert seen["verdict_reason"]
+        shown = await baton(cluster, "rollout", "status")
+        assert "rollout of r2" in shown
+        assert "engine_args.max_num_seqs: 32" in shown
+
+        told = await baton(cluster, "rollout", "promote", "--wait", "30")
+        assert "set worker.revision: r2" in told
+        await only(cluster, "r2", 3)
+
+        await baton(cluster, "rollout", "start", "--revision", "r3", "--share", "1", "--wait", "30")
+        tokens = prompt()
+        stream = await decoding(client, tokens, 300)
+        assert "finish the" in await baton(cluster, "rollout", "abort")
+        # It has begun there, and ends there.
+        assert await finished(stream) == cluster.expected(tokens, 300)
+        before = load.num_done
+        await only(cluster, "r2", 3)
+        load.stop()
+        await running
+        assert load.num_done > before
+    seen = await status(cluster)
+    assert (seen["phase"], seen["stable"]["name"]) == ("unspecified", "r2")
+    assert seen["last"].startswith("revision 'r3' was aborted")
+    await cluster.nothing_left()
+
+
+async def test_a_rollout_and_its_streams_outlive_the_coordinator(new_cluster):
+    cluster = new_cluster("p1", "d1")
+    for role, name in (("prefill", "cp"), ("decode", "cd")):
+        cluster.start_worker(role, name, "--revision", "r2")
+    await cluster.attached("p1", "d1", "cp", "cd")
+    await baton(cluster, "rollout", "start", "--revision", "r2", "--share", "100%")
+    async with BatonClient(cluster.address) as client:
+        tokens = prompt()
+        stream = await decoding(client, tokens, 300)
+        cluster.restart_coordinator()
+        assert await finished(stream) == cluster.expected(tokens, 300)
+        assert stream.num_resumes == 1
+        seen = await status(cluster)
+        assert (seen["canary"]["name"], seen["share"]) == ("r2", 1.0)
+        assert seen["canary"]["num_ended"] >= 1
+        assert seen["stable"]["num_ended"] == 0
+        await baton(cluster, "rollout", "promote")
+        await only(cluster, "r2", 2)
+        assert (await client.complete(tokens, max_tokens=4)).token_ids == cluster.expected(
+            tokens, 4
+        )
+        assert await cluster.exit_code("p1") == 0
