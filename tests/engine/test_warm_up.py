@@ -30,7 +30,7 @@ class Engine:
 @pytest.mark.parametrize("kv_tokens", [16, 32, 48, 128, 1024, 2**20])
 @pytest.mark.parametrize("kept_free", [0, 1, 7])
 async def test_it_fits_also_where_some_is_kept_free(kv_tokens, kept_free):
-    model = SimpleNamespace(max_model_len=4096, vocab_size=100)
+    model = SimpleNamespace(max_model_len=4096, vocab_size=100, adapters=())
     info = SimpleNamespace(model=model, kv_tokens=kv_tokens, max_num_batched_tokens=2048)
     engine = Engine(kv_tokens - kept_free)
     await warm_up(engine, info)

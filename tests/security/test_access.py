@@ -225,7 +225,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
             ("-", "search"),
         )
     ]
-    found = issuer.access()
+    found = jwt_access(issuer)
     places = [found.enter(request(found, token)) for token in tokens]
     for token in tokens:
         with pytest.raises(ResourceExhausted):
