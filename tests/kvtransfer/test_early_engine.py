@@ -1,0 +1,610 @@
+"""Early loads in an engine: the real halves of the connector and the real receiver, a small vLLM.
+
+Handoffs arrive, commit, are cancelled and expire at any point, also between the schedule of a step
+and its work in the ranks; requests share prefixes and run short of blocks. Whatever runs has the
+right keys and values in every block, what the prefix cache names is right, and at the end nothing
+is held. Where nobody alters staging and no lease runs out, no load ever fails: a late cancel takes
+nothing from under one.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.control import Claim
+from baton.kvtransfer.early_loads import PREFIX_GONE, EarlyReport
+from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.rank_half import RankHalf
+from baton.kvtransfer.receiver import Changed, Receiver, ReceiverLimits
+from baton.kvtransfer.scheduler_half import SchedulerHalf
+from baton.v1 import kv_transfer_pb2 as pb
+
+RANKS, LAYERS, SIZE, TOKEN_BYTES = 2, 2, 4, 16
+LAYOUT = KvLayout(
+    "m", "r", "uint8", LAYERS, 1, 8, SIZE, SIZE * TOKEN_BYTES, "heads,tokens,content", RANKS
+)
+LIMITS = ReceiverLimits(
+    max_wait_s=4, idle_timeout_s=30, commit_ttl_s=30, claim_timeout_s=30, retry_timeout_s=1,
+    progress_bytes=3 * LAYOUT.block_bytes,
+)  # fmt: skip
+STAGED_BLOCKS, NUM_BLOCKS, NUM_OUTPUTS = 40, 22, 6
+
+
+def content(tokens, rank, layer) -> bytes:
+    """The keys and values of the last of these tokens."""
+    return hashlib.blake2b(bytes([*tokens, 255, rank, layer]), digest_size=TOKEN_BYTES).digest()
+
+
+def block_content(tokens, index, rank, layer) -> bytes:
+    ends = range(index * SIZE + 1, min((index + 1) * SIZE, len(tokens)) + 1)
+    return b"".join(content(tokens[:end], rank, layer) for end in ends)
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+    name: tuple | None = None
+
+
+class Pool:
+    """As much of vLLM's BlockPool as is used, by its rules; block 0 is nobody's."""
+
+    enable_caching, num_gpu_blocks = True, NUM_BLOCKS
+
+    def __init__(self):
+        self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
+        self.free = OrderedDict((block, None) for block in self.blocks[1:])
+        self.cached: dict[tuple, Block] = {}
+
+    def get_num_free_blocks(self):
+        return len(self.free)
+
+    def get_new_blocks(self, count):
+        taken = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            assert block.ref_cnt == 0
+            self.evict(block)
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0:
+                del self.free[block]
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0:
+                self.free[block] = None
+                self.free.move_to_end(block, last=block.name is not None)
+
+    def get_cached_block(self, name, groups):
+        block = self.cached.get(name)
+        return None if block is None else [block]
+
+    def cache_full_blocks(self, request, blocks, num_cached, num_full, size, group):
+        for index in range(num_cached, num_full):
+            if blocks[index].name is None:
+                blocks[index].name = request.block_hashes[index]
+                self.cached.setdefault(blocks[index].name, blocks[index])
+
+    def evict(self, block):
+        if block.name is not None and self.cached.get(block.name) is block:
+            del self.cached[block.name]
+        block.name = None
+
+
+@dataclass(eq=False)
+class Request:
+    """As much of vLLM's Request as is used."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict
+    block_hashes: list[tuple] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    num_computed: int = 0
+    num_outputs: int = 0
+
+    def __post_init__(self):
+        self._all_token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self._all_token_ids)
+        self.update_block_hashes()
+
+    @property
+    def num_tokens(self):
+        return len(self._all_token_ids)
+
+    @property
+    def tokens(self):
+        return self._all_token_ids
+
+    def update_block_hashes(self):
+        begin = len(self.block_hashes) + 1
+        ends = range(begin * SIZE, len(self._all_token_ids) + 1, SIZE)
+        self.block_hashes += [tuple(self._all_token_ids[:end]) for end in ends]
+
+
+class Scribbled(Arena):
+    """Whoever reads what was given back finds something else."""
+
+    def __init__(self, memory):
+        super().__init__(0, len(memory))
+        self.memory = memory
+
+    def free(self, extent):
+        self.memory[extent.offset : extent.offset + extent.size_bytes] = b"\xee" * extent.size_bytes
+        super().free(extent)
+
+
+class Service:
+    """A receiver, and the ports of the scheduler and the ranks to it."""
+
+    alive = True
+
+    def __init__(self):
+        size = LAYOUT.handoff_bytes(STAGED_BLOCKS)
+        self.buffer = bytearray(size)
+        self.memory = memoryview(self.buffer)
+        self.receiver = Receiver(Scribbled(self.memory), self.memory, LIMITS)
+        self.receiver.configure(LAYOUT)
+        self.now = 0.0
+        self.states: dict[bytes, pb.LocalHandoffState] = {}
+
+    def told(self, effects):
+        for effect in effects:
+            if isinstance(effect, Changed):
+                state = pb.LocalHandoffState(
+                    handoff_id=effect.handoff_id, epoch=effect.epoch, state=effect.state.value,
+                    num_bytes_received=effect.num_bytes_received,
+                    claims=[claimed(grant) for grant in effect.grants],
+                )  # fmt: skip
+                self.states.pop(effect.handoff_id, None)
+                self.states[effect.handoff_id] = state
+
+    # An EnginePort.
+
+    def subscribe(self):
+        pass
+
+    def prefault(self):
+        pass
+
+    def poll(self):
+        states, self.states = list(self.states.values()), {}
+        return states
+
+    def wait(self, timeout_s, beside):
+        pass
+
+    def claim_ahead(self, handoff_id):
+        self.told(self.receiver.claim_ahead(handoff_id, self.now))
+
+    def claim(self, handoff_id, rank):
+        try:
+            grant, effects = self.receiver.claim(handoff_id, rank, self.now)
+        except TransferRefused:
+            return None
+        self.told(effects)
+        return Claim.of(claimed(grant))
+
+    def peek(self, handoff_id, rank, epoch, num_seen):
+        try:
+            return Claim.of(claimed(self.receiver.peek(handoff_id, rank, epoch, num_seen)))
+        except TransferRefused:
+            return None
+
+    def release(self, handoff_id, rank=0, *, all_ranks=False):
+        self.told(self.receiver.release(handoff_id, rank, self.now, all_ranks=all_ranks))
+
+
+def claimed(grant):
+    return pb.LocalClaimed(
+        offset=grant.offset, num_blocks=grant.num_blocks, num_tokens=grant.num_tokens,
+        epoch=grant.epoch,
+        frames=[
+            pb.LocalFrame(
+                layer=frame.layer, first_block=frame.first_block, num_blocks=frame.num_blocks,
+                checksum=frame.checksum,
+            )
+            for frame in grant.frames
+        ],
+    )  # fmt: skip
+
+
+class Notes:
+    sockets = ()
+
+    def __init__(self):
+        self.notes = []
+
+    def take(self):
+        notes, self.notes = self.notes, []
+        return notes
+
+
+def messages_of(handoff_id, tokens, skip_blocks):
+    """Everything a sender sends of a prompt: the open, a frame for each block, the commits."""
+    num_blocks = LAYOUT.num_blocks(len(tokens)) - skip_blocks
+    opened = pb.PushOpen(
+        handoff_id=handoff_id, epoch=1, fingerprint=LAYOUT.fingerprint(), num_blocks=num_blocks,
+        num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
+    )  # fmt: skip
+    messages, totals = [frames.encode_open(opened)], [Totals()] * RANKS
+    # As prompts are computed: layer after layer, some blocks at a time.
+    for first in range(0, num_blocks, 3):
+        for layer in range(LAYERS):
+            for rank in range(RANKS):
+                for block in range(first, min(first + 3, num_blocks)):
+                    data = block_content(tokens, skip_blocks + block, rank, layer)
+                    data = data.ljust(LAYOUT.block_bytes, b"\0")
+                    message = frames.encode(
+                        FrameKind.DATA, handoff_id, 1, data,
+                        rank=rank, layer=layer, first_block=block, num_blocks=1,
+                    )  # fmt: skip
+                    checksum = frames.checksum(data)
+                    digest = frames.position_digest(rank, layer, block, 1, checksum)
+                    totals[rank] = totals[rank].plus(len(data), digest)
+                    messages.append(message)
+    return messages + [
+        frames.encode(FrameKind.COMMIT, handoff_id, 1, total.encode(), rank=rank)
+        for rank, total in enumerate(totals)
+    ]
+
+
+@dataclass(eq=False)
+class Coming:
+    """A handoff on its way: what of it has not been delivered."""
+
+    handoff_id: bytes
+    stream: int
+    messages: list[bytes]
+    request: Request
+    token: int | None
+
+
+class EarlyEngine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.service, self.notes, self.pool = Service(), Notes(), Pool()
+        self.half = SchedulerHalf(self.service, self.notes, LAYOUT)
+        self.half.bind(self.pool)
+        self.caches = []
+        self.ranks = []
+        for number in range(RANKS):
+            rank = RankHalf("", self.service, number, LAYOUT)
+            shape = (NUM_BLOCKS, 1, SIZE, TOKEN_BYTES)
+            cache = {f"{layer}": torch.zeros(shape, dtype=torch.uint8) for layer in range(LAYERS)}
+            rank.register(cache)
+            self.caches.append([cache[f"{layer}"] for layer in range(LAYERS)])
+            self.ranks.append(rank)
+        self.coming: list[Coming] = []
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_handoffs = 0
+
+    @initialize(is_calm=st.booleans())
+    def starts(self, is_calm):
+        """Calm: no bytes are altered, and no lease runs out."""
+        self.is_calm = is_calm
+
+    # ---- What comes.
+
+    @rule(
+        length=st.integers(1, 26),
+        family=st.integers(1, 2),
+        skip=st.integers(0, 3),
+        announced=st.sampled_from([True, True, True, False]),
+    )
+    def submit(self, length, family, skip, announced):
+        # One that is not announced is claimed by its ranks, each when it loads.
+        self.submit_one(length, family, skip, announced=announced or self.is_calm)
+
+    def submit_one(self, length, family, skip, *, announced):
+        while len(self.coming) >= 5:
+            self.end(self.coming[0].request)
+        self.num_handoffs += 1
+        number = self.num_handoffs
+        handoff_id = number.to_bytes(16, "big")
+        # The first tokens are many prompts', the last are its own.
+        prompt = [family] * (length - length // 3) + [number] * (length // 3)
+        skip_blocks = min(skip, (length - 1) // SIZE)
+        token = 100 + number % 100
+        receive = {
+            "handoff_id": handoff_id.hex(), "num_tokens": length, "timeout_s": 1e9,
+            "skip_tokens": skip_blocks * SIZE, "num_coming": 1 if announced else None,
+        }  # fmt: skip
+        known = prompt if announced else [*prompt, token]
+        request = Request(f"r{number}", known, {"baton_receive": receive})
+        messages = messages_of(handoff_id, prompt, skip_blocks)
+        coming = Coming(handoff_id, number, messages, request, token if announced else None)
+        self.coming.append(coming)
+        self.waiting.append(request)
+        self.half.add(request)
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data(), count=st.sampled_from([1, 5, 10, 30, 1000]))
+    def arrives(self, data, count):
+        self.deliver(data.draw(st.sampled_from(self.coming)), count)
+
+    def deliver(self, coming, count):
+        now, messages = coming.messages[:count], coming.messages[count:]
+        coming.messages = messages
+        for message in now:
+            for frame in frames.decode(message):
+                self.service.told(
+                    self.service.receiver.handle_frame(coming.stream, frame, self.service.now)
+                )
+
+    @precondition(lambda self: self.coming)
+    @rule(
+        length=st.integers(5, 26),
+        family=st.integers(1, 2),
+        before=st.integers(4, 20),
+        told=st.sampled_from(["with the commit", "later", "a step later"]),
+        num_free=st.integers(0, NUM_BLOCKS),
+    )
+    def is_decoded(self, length, family, before, told, num_free):
+        """As most are: begun early, and the rest comes while a step runs."""
+        self.submit_one(length, family, 0, announced=True)
+        coming = self.coming[-1]
+        self.deliver(coming, before)
+        self.run_step()
+        later = [("deliver", coming)]
+        self.run_step(later=later + ([("tell", coming)] if told == "with the commit" else []))
+        if told == "a step later":
+            self.run_step(num_free=num_free)
+        if coming in self.coming and coming.token:
+            self.tell(coming)
+        # Its worker cancels it when the ranks are about to load the rest.
+        self.run_step([("drop", coming)], num_free=num_free)
+
+    @precondition(lambda self: any(one.token for one in self.coming))
+    @rule(data=st.data())
+    def first_token_is_known(self, data):
+        self.tell(data.draw(st.sampled_from([one for one in self.coming if one.token])))
+
+    def tell(self, coming):
+        self.notes.notes.append(
+            pb.LocalNote(handoff_id=coming.handoff_id, token_ids=[coming.token])
+        )
+        coming.token = None
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def is_cancelled_by_the_worker(self, data):
+        """Before the engine has heard of it."""
+        self.drop(data.draw(st.sampled_from(self.coming)))
+
+    def drop(self, coming):
+        self.service.told(self.service.receiver.drop(coming.handoff_id, self.service.now))
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def is_aborted(self, data):
+        coming = data.draw(st.sampled_from(self.coming))
+        self.drop(coming)
+        self.end(coming.request)
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(seconds=st.sampled_from([5.0, 40.0]))
+    def time_passes(self, seconds):
+        self.service.now += seconds
+        self.service.told(self.service.receiver.expire(self.service.now))
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(at=st.integers(0, LAYOUT.handoff_bytes(8) - 1))
+    def staging_is_altered(self, at):
+        self.service.buffer[at] ^= 0xFF
+
+    # ---- The engine.
+
+    def end(self, request):
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+        else:
+            return
+        self.half.finished(request)
+        self.pool.free_blocks(reversed(request.blocks))
+        self.coming = [one for one in self.coming if one.request is not request]
+
+    @rule(
+        data=st.data(),
+        meanwhile=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
+        later=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
+        num_free=st.integers(0, NUM_BLOCKS),
+    )
+    def step(self, data, meanwhile, later, num_free):
+        def events(kinds):
+            return [
+                (kind, data.draw(st.sampled_from(self.coming)))
+                for kind in (kinds if self.coming else ())
+            ]
+
+        self.run_step(events(meanwhile), events(later), num_free)
+
+    def run_step(self, meanwhile=(), later=(), num_free=NUM_BLOCKS):
+        """As vLLM makes one.
+
+        Args:
+            meanwhile: what happens when it is scheduled and the ranks have not begun.
+            later: what happens when they have done their work.
+            num_free: blocks that those leave who run beside it.
+        """
+        others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
+        scheduled = self.schedule()
+        output = SimpleNamespace(
+            num_scheduled_tokens={one.request_id: 1 for one in scheduled},
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], num_computed_tokens=[], resumed_req_ids=()
+            ),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=one.request_id, num_computed_tokens=one.num_computed)
+                for one in scheduled
+            ],
+            scheduled_spec_decode_tokens={},
+        )
+        work = self.half.step(output)
+        self.happen(meanwhile)
+        invalid, report = set(), EarlyReport()
+        for number, rank in enumerate(self.ranks):
+            rank.begin_step(work)
+            if work.loads:
+                rank.load(work)
+            for block in others:
+                for cache in self.caches[number]:
+                    cache[block.block_id] = 0x77
+            self.compute(scheduled, number)
+            if not work.loads:
+                rank.load(work)
+            rank.end_step()
+            invalid |= rank.take_invalid_block_ids()
+            report.add(rank.take_early_report())
+        assert not (self.is_calm and invalid), "a load has failed"
+        self.fail_what_has(invalid, scheduled)
+        self.half.reported(report)
+        for block_id in self.half.untrusted_block_ids(invalid):
+            self.pool.evict(self.pool.blocks[block_id])
+        for name, block in self.pool.cached.items():
+            self.check_block(name, len(name) // SIZE - 1, block)
+        self.sample(scheduled)
+        self.happen(later)
+        told = self.half.finish_step()
+        self.pool.free_blocks(others)
+        for request in [one for one in self.waiting if one.request_id in told.get(PREFIX_GONE, ())]:
+            self.end(request)
+
+    def happen(self, events):
+        for what, coming in events:
+            if what == "drop":
+                self.drop(coming)
+            elif what == "deliver":
+                self.deliver(coming, 1000)
+            elif coming.token:
+                self.tell(coming)
+
+    def schedule(self):
+        scheduled = []
+        for request in list(self.running):
+            needed = LAYOUT.num_blocks(request.num_tokens) - len(request.blocks)
+            if needed > len(self.pool.free):
+                self.end(request)
+                continue
+            request.blocks += self.pool.get_new_blocks(needed)
+            self.allocated(request)
+            scheduled.append(request)
+        for request in list(self.waiting):
+            found = []
+            for name in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
+                if (blocks := self.pool.get_cached_block(name, [0])) is None:
+                    break
+                found += blocks
+            num_loaded = self.half.num_loadable_tokens(request, len(found) * SIZE)
+            if num_loaded is None:
+                continue
+            held = sum(block.ref_cnt == 0 for block in found)
+            needed = LAYOUT.num_blocks(request.num_tokens) - len(found)
+            if needed + held > len(self.pool.free):
+                break
+            self.pool.touch(found)
+            request.blocks = found + self.pool.get_new_blocks(needed)
+            request.num_computed = len(found) * SIZE + num_loaded
+            self.allocated(request)
+            ids = [block.block_id for block in request.blocks]
+            self.half.allocated(request, ids, num_loaded)
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.coming = [one for one in self.coming if one.request is not request]
+            scheduled.append(request)
+        return scheduled
+
+    def allocated(self, request):
+        """vLLM names what is full with this step before it is."""
+        num_full = request.num_tokens // SIZE
+        self.pool.cache_full_blocks(request, request.blocks, 0, num_full, SIZE, 0)
+
+    def compute(self, scheduled, rank):
+        for request in scheduled:
+            for at in range(request.num_computed, request.num_tokens):
+                block = request.blocks[at // SIZE].block_id
+                for layer in range(LAYERS):
+                    data = bytearray(content(request.tokens[: at + 1], rank, layer))
+                    row = torch.frombuffer(data, dtype=torch.uint8)
+                    self.caches[rank][layer][block, 0, at % SIZE] = row
+
+    def fail_what_has(self, invalid, scheduled):
+        for request in scheduled:
+            ids = [block.block_id for block in request.blocks]
+            wrong = [at for at, block_id in enumerate(ids) if block_id in invalid]
+            if wrong and wrong[0] * SIZE < request.num_computed:
+                for block in request.blocks[wrong[0] :]:
+                    self.pool.evict(block)
+                self.end(request)
+
+    def sample(self, scheduled):
+        for request in scheduled:
+            if request not in self.running:
+                continue
+            for index, block in enumerate(request.blocks):
+                self.check_block(request.tokens, index, block)
+            request.num_computed = request.num_tokens
+            request.num_outputs += 1
+            if request.num_outputs == NUM_OUTPUTS:
+                self.end(request)
+                continue
+            request.tokens.append(200 + request.num_outputs)
+            request.update_block_hashes()
+
+    def check_block(self, tokens, index, block):
+        for rank in range(RANKS):
+            for layer in range(LAYERS):
+                expected = block_content(tokens, index, rank, layer)
+                data = bytes(self.caches[rank][layer][block.block_id].flatten().tolist())
+                assert data[: len(expected)] == expected, (block, index, rank, layer)
+
+    @invariant()
+    def intact(self):
+        self.service.receiver.check_integrity()
+        for block in self.pool.blocks[1:]:
+            assert (block.ref_cnt == 0) == (block in self.pool.free), block
+
+    def teardown(self):
+        if not hasattr(self, "is_calm"):
+            return
+        for coming in list(self.coming):
+            self.deliver(coming, 1000)
+            if coming.token:
+                self.tell(coming)
+        for _ in range(4 * NUM_OUTPUTS):
+            self.run_step()
+        for request in [*self.waiting, *self.running]:
+            # Its handoff waits for more, or for room.
+            assert not self.is_calm or request.num_computed == 0
+            self.end(request)
+        self.run_step()
+        self.run_step()
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks)
+        for coming in range(1, self.num_handoffs + 1):
+            self.service.receiver.handle_stream_lost(coming, self.service.now)
+        self.service.receiver.check_integrity()
+        assert self.service.receiver.arena_statistics().used_bytes == 0
+
+
+TestEarlyEngine = EarlyEngine.TestCase
+TestEarlyEngine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
