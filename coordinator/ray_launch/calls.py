@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 # Any call of Ray's that should be quick.
 CALL_TIMEOUT_S = 15.0
 _MAX_WORDS = 500
+# What comes before the reason: the actor's class, ids and addresses.
+_WHY = re.compile(r"The actor (?:is dead|died) because ")
 
 
 async def result(ref: Any) -> Any:
@@ -62,8 +65,8 @@ async def in_thread(function: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
 def words(error: BaseException) -> str:
     """An error of Ray's on one line, without what only Ray's developers need."""
     text = " ".join(str(error).split()) or type(error).__name__
-    _, found, reason = text.partition("The actor is dead because ")
-    return (reason if found else text)[:_MAX_WORDS]
+    found = _WHY.search(text)
+    return (text[found.end() :] if found else text)[:_MAX_WORDS]
 
 
 def live_nodes() -> list[Node]:

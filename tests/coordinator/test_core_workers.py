@@ -140,6 +140,25 @@ def test_other_layout_is_refused_with_both_values(world):
     assert "fingerprint.block_size_tokens is 32, here 16" in str(refusal.error)
 
 
+def test_other_weights_of_an_adapter_are_refused(world):
+    """Its KV would be another's under the same name."""
+    model = common_pb2.ModelDescription()
+    model.CopyFrom(world.core.workers.by_id("p").hello.model)
+    model.adapters.add(name="poet", revision="r7")
+    (refusal,) = world.attach("x", DECODE, model=model)
+    assert isinstance(refusal.error, errors.FailedPrecondition)
+    assert "model.adapters are poet (r7), here none" in str(refusal.error)
+
+
+def test_blocks_of_a_prompt_are_others_with_an_adapter(world):
+    found = set[int]()
+    for adapter in ("", "poet", "clerk"):
+        to = world.submit(num_prompt=64, adapter=adapter)
+        submission = world.core.request(f"r{to.stream}").submission
+        found |= set(world.core.placer.hashes(submission))
+    assert len(found) == 3 * 4
+
+
 def test_numbers_of_a_newer_contract_do_no_harm(world, out):
     to = world.submit()
     failed = out("r1")
