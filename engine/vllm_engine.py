@@ -48,7 +48,13 @@ from baton.engine.base import (
     StepSample,
     Trace,
 )
-from baton.engine.vllm_config import RefusingEngineArgs, bind_threads, checked_args, layout_of
+from baton.engine.vllm_config import (
+    RECORDING,
+    RefusingEngineArgs,
+    bind_threads,
+    checked_args,
+    layout_of,
+)
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
@@ -69,8 +75,8 @@ _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
 # As vLLM's CPU communicator names them.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
-# As vLLM names traces, and what it writes beside them.
-_TRACE_RANK = re.compile(r"_rank(\d+)\.\d+\.pt\.trace\.json$")
+# As vLLM names traces.
+_TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,6 +168,9 @@ class VllmEngine:
         config = args.create_engine_config()
         refuse_speculation(config.speculative_config)
         self._layout = layout_of(config, self._served_name)
+        extended = config.parallel_config.worker_extension_cls == RECORDING
+        # Another's extension of vLLM's workers takes the place of ours; vLLM's own writes a table.
+        self._record_by = "baton_record" if extended else "profile"
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
@@ -504,25 +513,24 @@ class VllmEngine:
 
     async def start_profile(self) -> None:
         try:
-            await self._core.profile_async(True)
-        except EngineDeadError as error:
-            raise EngineDead(str(error)) from error
+            await self._record(True)
+        except EngineDead:
+            raise
         except Exception as error:
             raise NoProfiler(f"vLLM cannot profile: {' '.join(str(error).split())}") from error
 
     async def stop_profile(self) -> Sequence[Trace]:
+        await self._record(False)
+        found = [(_TRACE_RANK.search(path.name), path) for path in self._traces.glob("*")]
+        traces = [Trace(int(name[1]), path) for name, path in found if name is not None]
+        return sorted(traces, key=lambda trace: trace.rank)
+
+    async def _record(self, is_start: bool) -> None:
+        """Raises EngineDead, and what went wrong in a rank."""
         try:
-            await self._core.profile_async(False)
+            await self._core.collective_rpc_async(self._record_by, None, (is_start,))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
-        traces = []
-        for path in sorted(self._traces.glob("*")):
-            if found := _TRACE_RANK.search(path.name):
-                traces.append(Trace(int(found[1]), path))
-            else:
-                # A table of what took longest, which CPU ranks write too.
-                path.unlink(missing_ok=True)
-        return sorted(traces, key=lambda trace: trace.rank)
 
     async def stop(self) -> None:
         core, self._core = self._core, None

@@ -181,20 +181,28 @@ class Exchange:
     async def _choice(self, stream: TokenStream, chunks: answers.Chunks) -> Finished:
         """Sends a choice's chunks, one per delta; the last one says how it ended."""
         clock = _Clock(self._latencies(chunks.ask), self._began_at)
-        event: Event | None = None
-        while True:
-            if event is None:
-                event = await _next(stream)
+        while events := await stream.read():
+            parts: list[bytes] = []
             tokens: Tokens | None = None
-            if isinstance(event, Tokens):
-                clock.tick()
-                tokens = event
-                # The end comes together with the last tokens.
-                event = await _next(stream) if stream.num_buffered else None
-            finished = event if isinstance(event, Finished) else None
-            await self._write(chunks.chunk(tokens, finished))
+            finished: Finished | None = None
+            for event in events:
+                if isinstance(event, Tokens):
+                    clock.tick()
+                    if tokens is not None:
+                        parts.append(chunks.chunk(tokens, None))
+                    tokens = event
+                elif isinstance(event, Finished):
+                    finished = event
+            # The end comes together with the last tokens.
+            parts.append(chunks.chunk(tokens, finished))
+            body = b"".join(parts)
+            if self._started:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            else:
+                await self._write(body)
             if finished is not None:
                 return finished
+        raise _cut_short()
 
     def _latencies(self, ask: Ask) -> RouteStats:
         return self._to.stats.latencies[self._to.route, ask.lane]
@@ -277,9 +285,11 @@ async def _next(stream: TokenStream) -> Event:
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in their order; the first that fails cancels the others."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
+    """Their results, in their order; the first that fails cancels the others.
+
+    Each in a task of its own, also a single one: an event resumes what waits for it there, and not
+    everything that waits for that.
+    """
     tasks = [asyncio.create_task(one) for one in coroutines]
     try:
         return await asyncio.gather(*tasks)
