@@ -277,13 +277,15 @@ class RequestState:
         return None
 
     def _put(self, event: Event) -> None:
-        last = self._buffer[-1] if self._buffer else None
-        full = len(self._buffer) >= self._max_buffered_events
-        if full and isinstance(event, Tokens) and isinstance(last, Tokens):
-            self._buffer[-1] = last.joined(event)
+        buffer = self._buffer
+        if len(buffer) < self._max_buffered_events:
+            buffer.append(event)
+        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
+            buffer[-1] = last.joined(event)
         else:
-            self._buffer.append(event)
-        self._wake()
+            buffer.append(event)
+        if self._waiter is not None:
+            self._wake()
 
     def _on_deadline(self, timeout_s: float) -> None:
         message = f"no end within the request's {timeout_s:g} s"
