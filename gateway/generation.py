@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.rpc import code_pb2
 from starlette.datastructures import Headers
@@ -166,9 +166,12 @@ class Exchange:
         """
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
+        # Each a task: a token resumes its choice, and not all that waits for that one's end.
         finished = await _all(
             [
-                self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
+                asyncio.create_task(
+                    self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
+                )
                 for index, stream in enumerate(self._streams)
             ]
         )
@@ -284,13 +287,11 @@ async def _next(stream: TokenStream) -> Event:
         raise _cut_short() from None
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in their order; the first that fails cancels the others.
-
-    Each in a task of its own, also a single one: an event resumes what waits for it there, and not
-    everything that waits for that.
-    """
-    tasks = [asyncio.create_task(one) for one in coroutines]
+async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """Their results, in their order; the first that fails cancels the others."""
+    if len(awaitables) == 1:
+        return [await awaitables[0]]
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
