@@ -35,7 +35,8 @@ class TokenLogprob:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: setting its fields past that would take as long as everything else about a token.
+@dataclass(slots=True)
 class Tokens:
     """Output tokens, contiguous and without repeats from event to event.
 

@@ -31,6 +31,7 @@ class RequestState:
         num_resumes: how often it was accepted again.
         num_refusals: of the resubmission, in a row.
         cancel_asked: by its reader.
+        ended: nothing more will arrive.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class RequestState:
         self._buffer: deque[Event] = deque()
         # Of the reader, while it waits.
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
+        self.ended = False
         self._error: RemoteError | None = None
         self._loop = asyncio.get_running_loop()
         self._retry_by = self._loop.time() + retry_timeout_s if retry_timeout_s else None
@@ -74,11 +75,6 @@ class RequestState:
     def request_id(self) -> str:
         """As submitted, or as the coordinator assigned it; empty until it did."""
         return self.accepted.request_id if self.accepted else self._request.request_id
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will arrive."""
-        return self._ended
 
     @property
     def num_buffered(self) -> int:
@@ -127,13 +123,13 @@ class RequestState:
 
     def on_event(self, event: inference_pb2.SessionEvent) -> None:
         """Takes what arrived; ends the request on its last event."""
-        if self._ended:
+        if self.ended:
             return
         match event.WhichOneof("event"):
-            case "accepted":
-                self._on_accepted(events.accepted(event.accepted))
             case "delta":
                 self._on_delta(event.delta)
+            case "accepted":
+                self._on_accepted(events.accepted(event.accepted))
             case "finished":
                 self._put(events.finished(event.finished))
                 self._end(None)
@@ -147,7 +143,7 @@ class RequestState:
             error: how the session ended.
             resume_timeout_s: in which it must be accepted again; 0: it fails.
         """
-        if self._ended:
+        if self.ended:
             return
         self.on_cancel = None
         self._cause = error
@@ -171,18 +167,18 @@ class RequestState:
 
     def fail(self, error: RemoteError) -> None:
         """Ends the request with an error, after what is buffered."""
-        if not self._ended:
+        if not self.ended:
             self._end(error)
 
     def cancel(self) -> None:
         """Asks the coordinator to cancel; the stream ends with Finished("cancelled")."""
-        if not self._ended and self.on_cancel is not None:
+        if not self.ended and self.on_cancel is not None:
             self.cancel_asked = True
             self.on_cancel(self)
 
     def finish_cancelled(self) -> None:
         """Ends the request as a coordinator does that cancels it: there is none to ask."""
-        if self._ended:
+        if self.ended:
             return
         num_prompt_tokens = self.accepted.prompt_tokens if self.accepted else 0
         usage = events.Usage(num_prompt_tokens, len(self.token_ids), 0)
@@ -192,30 +188,51 @@ class RequestState:
 
     def abandon(self) -> None:
         """Nobody reads any more: cancels, and forgets what is buffered."""
-        if not self._ended:
+        if not self.ended:
             self._give_up(errors.make(code_pb2.CANCELLED, "the stream was closed by its reader"))
         self._buffer.clear()
 
     async def next(self) -> Event | None:
-        """The next event; None after the last. For one reader at a time.
+        """The next event; None after the last. For one reader at a time, whose end is a cancel.
 
         Raises:
             RemoteError: the request failed.
         """
         while not self._buffer:
-            if self._error is not None:
-                # A new instance each time: one that is raised twice grows its traceback.
-                raise errors.from_baton(self._error)
-            if self._ended:
+            if (arrival := self._arrival()) is None:
                 return None
-            if self._waiter is not None:
-                raise RuntimeError("the stream has another reader")
-            self._waiter = self._loop.create_future()
             try:
-                await self._waiter
-            finally:
-                self._waiter = None
+                await arrival
+            except asyncio.CancelledError:
+                self.abandon()
+                raise
         return self._buffer.popleft()
+
+    async def read(self) -> list[Event]:
+        """All that is there, at least one event; empty after the last. Otherwise as `next`."""
+        while not self._buffer:
+            if (arrival := self._arrival()) is None:
+                return []
+            try:
+                await arrival
+            except asyncio.CancelledError:
+                self.abandon()
+                raise
+        found = list(self._buffer)
+        self._buffer.clear()
+        return found
+
+    def _arrival(self) -> asyncio.Future[None] | None:
+        """Done when something has come; None: nothing more will. Raises as `next` does."""
+        if self._error is not None:
+            # A new instance each time: one that is raised twice grows its traceback.
+            raise errors.from_baton(self._error)
+        if self.ended:
+            return None
+        if self._waiter is not None:
+            raise RuntimeError("the stream has another reader")
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _on_accepted(self, accepted: events.Accepted) -> None:
         first = self.accepted
@@ -263,13 +280,15 @@ class RequestState:
         return None
 
     def _put(self, event: Event) -> None:
-        last = self._buffer[-1] if self._buffer else None
-        full = len(self._buffer) >= self._max_buffered_events
-        if full and isinstance(event, Tokens) and isinstance(last, Tokens):
-            self._buffer[-1] = last.joined(event)
+        buffer = self._buffer
+        if len(buffer) < self._max_buffered_events:
+            buffer.append(event)
+        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
+            buffer[-1] = last.joined(event)
         else:
-            self._buffer.append(event)
-        self._wake()
+            buffer.append(event)
+        if self._waiter is not None:
+            self._wake()
 
     def _on_deadline(self, timeout_s: float) -> None:
         message = f"no end within the request's {timeout_s:g} s"
@@ -292,12 +311,13 @@ class RequestState:
             on_cancel(self)
 
     def _end(self, error: RemoteError | None) -> None:
-        self._ended, self._error, self.on_cancel = True, error, None
+        self.ended, self._error, self.on_cancel = True, error, None
         self._stop_resume_timer()
         if self._deadline is not None:
             self._deadline.cancel()
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -172,23 +172,24 @@ class Session:
         return self._lost("ended by the coordinator")  # grpc.aio.EOF
 
     def _hand_out(self, event: inference_pb2.SessionEvent) -> None:
-        state = self._requests.get(event.stream)
+        number = event.stream
+        state = self._requests.get(number)
         if state is None:
             return  # Cancelled here while this was under way.
-        resumes = event.stream in self._unaccepted
+        resumes = number in self._unaccepted
         if resumes:
-            self._answered(event.stream)
+            self._answered(number)
         if event.HasField("failed"):
             error = errors.from_message(event.failed)
             self.leaving |= errors.restarting(error)
             again = resumes and state.resuming
             if again or state.may_retry or errors.restarting(error):
-                del self._requests[event.stream]
+                del self._requests[number]
                 self._on_refused(state, error)
                 return
         state.on_event(event)
         if state.ended:
-            self._requests.pop(event.stream, None)
+            self._requests.pop(number, None)
 
     def _lost(self, why: str) -> SessionEnd:
         message = f"the session with the coordinator at {self.address} is lost: {why}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Self
 
@@ -53,14 +54,21 @@ class TokenStream:
         Raises:
             RemoteError: the request failed; a subclass from client/errors.py.
         """
-        try:
-            event = await self._state.next()
-        except asyncio.CancelledError:
-            self._state.abandon()
-            raise
+        event = await self._state.next()
         if event is None:
             raise StopAsyncIteration
         return event
+
+    def read(self) -> Coroutine[None, None, list[Event]]:
+        """All events that are there, waiting for one; empty after the last.
+
+        For who passes them on: at one wake-up for whatever has come together.
+
+        Raises:
+            RemoteError: the request failed.
+        """
+        # Not a coroutine around the other one: that would cost again with every token.
+        return self._state.read()
 
     async def complete(self) -> Completion:
         """Reads to the end and returns the whole answer.

@@ -20,6 +20,7 @@ from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 from baton.engine.vllm_forced_tokens import ForcedTokens
 from baton.engine.vllm_lora import lora_args
+from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
@@ -28,6 +29,7 @@ from baton.v1 import common_pb2
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
+RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
 # What Baton sets itself; passing them through would break it.
 _OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
 
@@ -87,6 +89,7 @@ def checked_args(
         "scheduling_policy": "priority",
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
+        "worker_extension_cls": RECORDING,
         **engine_args,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
@@ -118,6 +121,7 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
         "profiler": "torch",
         "torch_profiler_dir": str(traces),
         "torch_profiler_use_gzip": False,
+        "torch_profiler_dump_cuda_time_total": False,
         "ignore_frontend": True,
     }
     for name in own.keys() & given.keys():

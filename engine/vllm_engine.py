@@ -50,6 +50,7 @@ from baton.engine.base import (
     Trace,
 )
 from baton.engine.vllm_config import (
+    RECORDING,
     RefusingEngineArgs,
     bind_threads,
     checked_args,
@@ -77,8 +78,8 @@ _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
 # As vLLM's CPU communicator names them.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
-# As vLLM names traces, and what it writes beside them.
-_TRACE_RANK = re.compile(r"_rank(\d+)\.\d+\.pt\.trace\.json$")
+# As vLLM names traces.
+_TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 @dataclasses.dataclass(slots=True)
@@ -189,6 +190,9 @@ class VllmEngine:
             for name, path in sorted(self._adapters.items())
         ]
         self._layout = layout_of(config, self._served_name, adapters)
+        extended = config.parallel_config.worker_extension_cls == RECORDING
+        # Another's extension of vLLM's workers takes the place of ours; vLLM's own writes a table.
+        self._record_by = "baton_record" if extended else "profile"
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
@@ -552,25 +556,24 @@ class VllmEngine:
 
     async def start_profile(self) -> None:
         try:
-            await self._core.profile_async(True)
-        except EngineDeadError as error:
-            raise EngineDead(str(error)) from error
+            await self._record(True)
+        except EngineDead:
+            raise
         except Exception as error:
             raise NoProfiler(f"vLLM cannot profile: {' '.join(str(error).split())}") from error
 
     async def stop_profile(self) -> Sequence[Trace]:
+        await self._record(False)
+        found = [(_TRACE_RANK.search(path.name), path) for path in self._traces.glob("*")]
+        traces = [Trace(int(name[1]), path) for name, path in found if name is not None]
+        return sorted(traces, key=lambda trace: trace.rank)
+
+    async def _record(self, is_start: bool) -> None:
+        """Raises EngineDead, and what went wrong in a rank."""
         try:
-            await self._core.profile_async(False)
+            await self._core.collective_rpc_async(self._record_by, None, (is_start,))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
-        traces = []
-        for path in sorted(self._traces.glob("*")):
-            if found := _TRACE_RANK.search(path.name):
-                traces.append(Trace(int(found[1]), path))
-            else:
-                # A table of what took longest, which CPU ranks write too.
-                path.unlink(missing_ok=True)
-        return sorted(traces, key=lambda trace: trace.rank)
 
     async def stop(self) -> None:
         core, self._core = self._core, None

@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.rpc import code_pb2
 from starlette.datastructures import Headers
@@ -166,9 +166,12 @@ class Exchange:
         """
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
+        # Each a task: a token resumes its choice, and not all that waits for that one's end.
         finished = await _all(
             [
-                self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
+                asyncio.create_task(
+                    self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
+                )
                 for index, stream in enumerate(self._streams)
             ]
         )
@@ -181,20 +184,28 @@ class Exchange:
     async def _choice(self, stream: TokenStream, chunks: answers.Chunks) -> Finished:
         """Sends a choice's chunks, one per delta; the last one says how it ended."""
         clock = _Clock(self._latencies(chunks.ask), self._began_at)
-        event: Event | None = None
-        while True:
-            if event is None:
-                event = await _next(stream)
+        while events := await stream.read():
+            parts: list[bytes] = []
             tokens: Tokens | None = None
-            if isinstance(event, Tokens):
-                clock.tick()
-                tokens = event
-                # The end comes together with the last tokens.
-                event = await _next(stream) if stream.num_buffered else None
-            finished = event if isinstance(event, Finished) else None
-            await self._write(chunks.chunk(tokens, finished))
+            finished: Finished | None = None
+            for event in events:
+                if isinstance(event, Tokens):
+                    clock.tick()
+                    if tokens is not None:
+                        parts.append(chunks.chunk(tokens, None))
+                    tokens = event
+                elif isinstance(event, Finished):
+                    finished = event
+            # The end comes together with the last tokens.
+            parts.append(chunks.chunk(tokens, finished))
+            body = b"".join(parts)
+            if self._started:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            else:
+                await self._write(body)
             if finished is not None:
                 return finished
+        raise _cut_short()
 
     def _latencies(self, ask: Ask) -> RouteStats:
         return self._to.stats.latencies[self._to.route, ask.lane]
@@ -276,11 +287,11 @@ async def _next(stream: TokenStream) -> Event:
         raise _cut_short() from None
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Their results, in their order; the first that fails cancels the others."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    tasks = [asyncio.create_task(one) for one in coroutines]
+    if len(awaitables) == 1:
+        return [await awaitables[0]]
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
