@@ -115,8 +115,9 @@ def test_kv_room_counts():
     days = Days(config=replace(CONFIG, flip=False))
     days.decode = DecodeLoad(num_decodes=40, reserved_tokens=400_000, kv_tokens=100_000)
     decision = days.passes(20, rate=1, work_s=0.01)
-    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests.
-    assert decision.decode.needed == 5
+    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests. And 40 that last
+    # are 50 for one time in twenty.
+    assert decision.decode.needed == 6
     assert "its KV cache" in decision.decode.reason
 
 
@@ -230,17 +231,17 @@ def test_zero_and_back():
 def test_a_missed_ttft_is_paid_for_with_workers():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed
-    days.passes(120, rate=10, work_s=0.1, ttft_s=0.9)
+    days.passes(120, rate=10, work_s=0.1, num_first=50, num_late=20)
     assert days.decisions[-1].prefill.needed > predicted
     assert "since TTFT was missed" in days.decisions[-1].prefill.reason
-    days.passes(600, rate=10, work_s=0.1, ttft_s=0.2)
+    days.passes(600, rate=10, work_s=0.1, num_first=50, num_late=1)
     assert days.decisions[-1].prefill.needed == predicted
 
 
 def test_prompts_that_no_number_of_workers_would_help_are_not_paid_for():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=4, work_s=0.6).prefill.needed
-    days.passes(120, rate=4, work_s=0.6, ttft_s=0.9)
+    days.passes(120, rate=4, work_s=0.6, num_first=20, num_late=20)
     assert days.decisions[-1].prefill.needed == predicted
 
 
