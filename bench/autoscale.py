@@ -2,7 +2,7 @@
 
 `make bench`, or `python -m baton.bench.autoscale --help`. The production coordinator core serves
 the Azure conversation trace and half an hour of Mooncake's on simulated workers: Llama2-70B on
-eight H100s each, as Splitwise measured it. Every policy begins with what the first minute needs. A
+eight H100s each, as Splitwise measured it. Every policy begins with the sizes of static at peak. A
 request attains its targets with a TTFT within 500 ms (Mooncake: 2,000 ms) and a mean gap between
 its tokens within 50 ms. GPUs are paid for from the order to start a worker until it has gone.
 
@@ -12,7 +12,7 @@ gaps. "Static at peak" is the smallest pair of pools with which that is so of ev
 "hindsight" has in each minute what that minute needs, and knew it a cold start before; "instant"
 too, with workers that start in no time. Nothing that holds each minute can have fewer GPU-hours
 than the needs themselves. Azure's and Mooncake's loads hardly vary; "tides" is Azure's, repeated
-and thinned so that the load ebbs to a fifth and returns every 20 minutes.
+and thinned so that the load rises from a fifth of itself and ebbs back to it in 20 minutes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ATTENTION_SHARE = 80 * 8192 / 70e9
 BLOCK_TOKENS = 512
 SPAN_S = 60.0
 # Workers of a pool that are more than it can use.
-PLENTY = 16
+PLENTY = 12
 BATON, STATIC, HPA, PLANNER = "Baton", "static at peak", "HPA", "planner"
 HINDSIGHT, INSTANT = "hindsight", "instant"
 
@@ -66,7 +66,8 @@ class Trace:
     Attributes:
         factor: of its load.
         hit_share: of its prompt tokens, found in caches.
-        lasts_s: it is repeated until then, with two tides that ebb to a fifth; 0: as it is.
+        lasts_s: it is repeated until then, with one tide that rises from a fifth and ebbs back to
+            it; 0: as it is.
         warm_up_s: of it, that a minute needs before it to be as it is within the whole.
     """
 
@@ -81,7 +82,7 @@ class Trace:
     def arrivals(self, factor: float) -> list[Arrival]:
         found = traces.read(self.path)
         if self.lasts_s:
-            found = traces.tidal(traces.repeated(found, self.lasts_s), self.lasts_s / 2, 0.2)
+            found = traces.tidal(traces.repeated(found, self.lasts_s), self.lasts_s, 0.2)
         return traces.scaled(found, self.factor * factor)
 
 
@@ -91,7 +92,7 @@ TRACES = (
     Trace(
         "mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.75, hit_share=0.3, warm_up_s=120.0
     ),
-    Trace("tides", AZURE, 0.5, 4.0, lasts_s=2400.0),
+    Trace("tides", AZURE, 0.5, 4.0, lasts_s=1200.0),
 )
 
 
@@ -102,6 +103,8 @@ def scaling(ttft_s: float, cold_start_s: float) -> ScalingConfig:
         prefill=limits,
         decode=limits,
         cold_start_s=cold_start_s,
+        # The default, or twice a cold start: what is let go is not back before.
+        down_window_s=max(ScalingConfig().down_window_s, 2 * cold_start_s),
     )
 
 
@@ -225,8 +228,7 @@ class Setting:
     def run(self, name: str, policy: Policy) -> tuple[Figures, dict[str, Any]]:
         scene = self.scene
         cell = scene.cell(policy, 0.0 if name == INSTANT else self.cold_start_s)
-        begins_with = self.needs.peak if name == STATIC else self.needs.by_span[0]
-        record = cell.run(scene.arrivals, dict(begins_with), self.needs.lasts_s)
+        record = cell.run(scene.arrivals, dict(self.needs.peak), self.needs.lasts_s)
         cell.core.check_integrity()
         found = figures(record, cell.tally, dict(policy.config.targets)["interactive"])
         return found, as_json(found, record)

@@ -8,6 +8,7 @@ short and the other has slack, workers change roles before others are started.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.coordinator.autoscale import forecast, sizing
@@ -15,7 +16,7 @@ from baton.coordinator.autoscale.needs import (
     Need,
     decode_correction,
     decode_need,
-    prefill_correction,
+    prefill_feedback,
     prefill_need,
 )
 from baton.coordinator.autoscale.sizing import POOLS, Members
@@ -24,6 +25,7 @@ from baton.coordinator.autoscale.types import (
     Decision,
     Drain,
     Flip,
+    Misses,
     Observation,
     PoolDecision,
     PoolState,
@@ -36,6 +38,8 @@ from baton.coordinator.load_index import Pool
 
 # A pause between decisions longer than so many intervals says nothing about the load.
 _LONGEST_PAUSE = 12
+# For so long after a pool was too small its requests miss targets that it could keep now.
+_SETTLES_S = 30.0
 
 
 def decide(
@@ -81,16 +85,25 @@ def decide(
         pool: replace(
             states[pool],
             wanted=sizing.remembered(
-                states[pool], members[pool].current, needs[pool].workers, config, now
+                states[pool].wanted, members[pool].current, needs[pool].workers, config, now
             ),
         )
         for pool in POOLS
     }
-    decision, flipped_into = _decision(members, needs, states, config, now)
+    wanted = sizing.remembered(
+        state.wanted,
+        sum(one.current for one in members.values()),
+        sum(need.workers for need in needs.values()),
+        config,
+        now,
+    )
+    decision, flipped_into = _decision(members, needs, states, wanted, config, now)
     if flipped_into is not None:
         states[flipped_into] = replace(states[flipped_into], flipped_in_at=now)
-    states = _measured(observation, config, states, serving, now)
-    return decision, replace(after, prefill=states[Pool.PREFILL], decode=states[Pool.DECODE])
+    states = _measured(observation, config, states, serving, now - (state.now or now), now)
+    return decision, replace(
+        after, prefill=states[Pool.PREFILL], decode=states[Pool.DECODE], wanted=wanted
+    )
 
 
 def _unusable(observation: Observation, config: ScalingConfig, now: float) -> str:
@@ -161,7 +174,9 @@ def _samples(
     lanes = frozenset(
         name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
     )
-    sample = forecast.sample(state.lanes, observation.lanes, lanes, now, span_s)
+    sample = forecast.sample(
+        state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_decodes
+    )
     if sample is None:
         return (), "the coordinator's counts began again"
     return (*past, sample), ""
@@ -184,6 +199,7 @@ def _measured(
     config: ScalingConfig,
     states: dict[Pool, PoolState],
     serving: dict[Pool, int],
+    span_s: float,
     now: float,
 ) -> dict[Pool, PoolState]:
     """What the next decision is to know of what this one measured.
@@ -191,16 +207,14 @@ def _measured(
     A pool that was lately smaller than it had to be explains by itself what was missed.
     """
     lanes, found = dict(observation.lanes), dict(states)
-    since = now - config.down_window_s / 2
-    small = {
-        pool: max(number for at, number in states[pool].wanted if at >= since) > serving[pool]
-        for pool in POOLS
-    }
-    for name, target in config.targets:
-        if target.ttft_s is not None and not small[Pool.PREFILL] and name in lanes:
-            one = found[Pool.PREFILL]
-            factor = prefill_correction(one.correction, lanes[name], target.ttft_s, target.may_miss)
-            found[Pool.PREFILL] = replace(one, correction=factor)
+    one = found[Pool.PREFILL]
+    if one.wanted[-1][1] > serving[Pool.PREFILL]:
+        found[Pool.PREFILL] = replace(one, misses=Misses(), small_at=now)
+    elif now - one.small_at < _SETTLES_S:
+        found[Pool.PREFILL] = replace(one, misses=Misses())
+    else:
+        measured = [(lanes[name], target) for name, target in config.targets if name in lanes]
+        found[Pool.PREFILL] = prefill_feedback(one, measured, span_s)
     one = found[Pool.DECODE]
     factor = decode_correction(one.correction, observation.decode)
     found[Pool.DECODE] = replace(one, correction=factor)
@@ -211,15 +225,17 @@ def _decision(
     members: dict[Pool, Members],
     needs: dict[Pool, Need],
     states: dict[Pool, PoolState],
+    wanted: Sequence[tuple[float, int]],
     config: ScalingConfig,
     now: float,
 ) -> tuple[Decision, Pool | None]:
+    needed = {pool: needs[pool].workers for pool in POOLS}
+    most = sizing.kept(members, needed, states, wanted, config)
     sizes, why = {}, {}
     for pool in POOLS:
         sizes[pool], why[pool] = sizing.bounded(
-            members[pool].current, needs[pool].workers, states[pool].wanted, config, pool
+            members[pool].current, needed[pool], most[pool], config, pool
         )
-    needed = {pool: needs[pool].workers for pool in POOLS}
     actions: list[Action] = []
     flip = sizing.flips(sizes, members, needed, states, config, now)
     moved = dict.fromkeys(POOLS, 0)

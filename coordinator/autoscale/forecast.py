@@ -28,6 +28,7 @@ def sample(
     lanes: frozenset[str],
     now: float,
     span_s: float,
+    num_decodes: int,
 ) -> Sample | None:
     """What these lanes got between two observations; None when the totals make no sense.
 
@@ -45,7 +46,8 @@ def sample(
                 return None
             sums[one] += difference
     rate, work, output_tokens, kv_tokens = (sums[one] / span_s for one in _FIELDS)
-    return Sample(now, span_s, rate, work, output_tokens, kv_tokens)
+    present = num_decodes + sum(load.num_waiting for name, load in after if name in lanes)
+    return Sample(now, span_s, rate, work, output_tokens, kv_tokens, present)
 
 
 def kept(samples: Sequence[Sample], now: float) -> tuple[Sample, ...]:
@@ -66,10 +68,12 @@ def mean(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
 def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     """By what factor the request rate is expected to be higher `lead_s` from now; at least 1.
 
-    A straight line through the last two minutes, where it rises by more than Poisson arrivals would
-    by chance. A load that falls is not extrapolated: it may come back before a worker would.
+    A straight line through the last minutes, where it rises by more than such arrivals would by
+    chance, damped as in Gardner and McKenzie (1985): it flattens within half the time that it has
+    been seen for, since a young rise tells little of what comes after as long again. A load that
+    falls is not extrapolated: it may come back before a worker would.
     """
-    window = recent(samples, now, _TREND_S)
+    window = recent(samples, now, max(_TREND_S, lead_s))
     if len(window) < 6:
         return 1.0
     level = mean(window, lambda one: one.rate)
@@ -82,28 +86,29 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
         return 1.0
     slope = math.fsum((one.at - centre) * one.rate * one.span_s for one in window) / spread
     # Of a rate `level`, counted over the window: its variance is level / span in each interval.
-    error = math.sqrt(level / spread)
+    error = math.sqrt(level * burstiness(samples) / spread)
     if slope < _SURE * error:
         return 1.0
-    ahead = level + (slope - error) * (now + lead_s - centre)
-    return min(_MOST_GROWTH, max(1.0, ahead / _level_now(samples, now, level)))
-
-
-def _level_now(samples: Sequence[Sample], now: float, level: float) -> float:
-    return max(level, mean(recent(samples, now, _SHORT_S), lambda one: one.rate))
+    damped_s = span_s / 2 * -math.expm1(-2 * lead_s / span_s)
+    ahead = level + (slope - error) * (now + damped_s - centre)
+    return min(_MOST_GROWTH, max(1.0, ahead / load(samples, now, lambda one: one.rate)))
 
 
 def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:
-    """Per second now: what has lasted, or what is recent where chance does not explain it.
+    """Per second now: what has lasted, as far as what is recent differs from it by chance only.
 
-    Of n requests that differ in size as much as they do in traces (a coefficient of variation of
-    1), the sum varies by sqrt(2 / n).
+    What is recent counts where it exceeds one standard error, and where it falls short of two: a
+    worker too few costs more than one too many. Of n requests that differ in size as much as they
+    do in traces (a coefficient of variation of 1), and come in bursts, the sum varies by
+    sqrt((1 + burstiness) / n).
     """
     short, long = recent(samples, now, _SHORT_S), recent(samples, now, _TREND_S)
     lately, lasting = mean(short, value), mean(long, value)
     count = math.fsum(one.rate * one.span_s for one in long) * _SHORT_S / _TREND_S
-    chance = lasting * math.sqrt(2 / count) if count > 0 else 0.0
-    return lately if lately > lasting + chance else lasting
+    if not count > 0:
+        return lasting
+    chance = lasting * math.sqrt((1 + burstiness(samples)) / count)
+    return min(max(lasting, lately - chance), lately + _SURE * chance)
 
 
 def burstiness(samples: Sequence[Sample]) -> float:

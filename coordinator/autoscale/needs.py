@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from baton.coordinator.autoscale import forecast, queueing
 from baton.coordinator.autoscale.types import (
     DecodeLoad,
     LaneLoad,
+    Misses,
     Observation,
+    PoolState,
     Sample,
     ScalingConfig,
     Targets,
@@ -23,7 +27,11 @@ _NOTED = 1.3
 _TOLD = 1.02
 # Corrections from measurements stay between 1 and this.
 _MOST_CORRECTION = 2.0
-_UP, _DOWN, _FOLLOWS = 1.15, 0.97, 0.1
+_UP, _DOWN, _FOLLOWS = 1.15, 0.99, 0.1
+# In standard errors: what exceeds it is more than chance.
+_SURE = 2.0
+# For how long a miss counts.
+_REMEMBERED_S = 60.0
 
 
 class Need(NamedTuple):
@@ -33,23 +41,31 @@ class Need(NamedTuple):
     reason: str
 
 
-def prefill_correction(
-    correction: float, lane: LaneLoad, target_s: float, may_miss: float
-) -> float:
-    """The factor on prompts' work after one more measurement of TTFT.
+def prefill_feedback(
+    state: PoolState,
+    lanes: Sequence[tuple[LaneLoad, Targets]],
+    span_s: float,
+) -> PoolState:
+    """The pool with what was measured of TTFT in the last `span_s`.
 
-    It grows while the target is missed by a pool that the model says is large enough, and shrinks
-    back to 1 by itself. So what the model does not know of is paid for with workers. Where many
-    prompts alone take longer than the target, TTFT says nothing: no number of workers would help.
+    The factor on prompts' work grows while more requests miss the target than may, by more than
+    chance, in a pool that the model says is large enough; each miss is held against it once. It
+    shrinks back to 1 by itself. So what the model does not know of is paid for with workers.
+    Prompts that alone take longer than the target may miss: no number of workers would help.
     """
-    measured_s = lane.ttft_s
-    hopeless = sum(work >= target_s for work in lane.works_s)
-    if measured_s is None or not math.isfinite(measured_s):
-        return correction
-    if hopeless > may_miss / 2 * len(lane.works_s):
-        return max(1.0, correction * _DOWN)
-    factor = _UP if measured_s > target_s else _DOWN
-    return min(_MOST_CORRECTION, max(1.0, correction * factor))
+    fades = math.exp(-max(0.0, span_s) / _REMEMBERED_S)
+    allowed, seen = state.misses.allowed * fades, state.misses.seen * fades
+    for lane, target in lanes:
+        if target.ttft_s is None:
+            continue
+        hopeless = sum(work >= target.ttft_s for work in lane.works_s) / max(1, len(lane.works_s))
+        allowed += lane.num_first * min(1.0, target.may_miss + hopeless)
+        seen += lane.num_late
+    if seen > allowed + _SURE * math.sqrt(max(1.0, allowed)):
+        factor = min(_MOST_CORRECTION, state.correction * _UP)
+        return replace(state, correction=factor, misses=Misses())
+    factor = max(1.0, state.correction * _DOWN) if seen <= allowed else state.correction
+    return replace(state, correction=factor, misses=Misses(allowed, seen))
 
 
 def decode_correction(correction: float, load: DecodeLoad) -> float:
@@ -59,8 +75,8 @@ def decode_correction(correction: float, load: DecodeLoad) -> float:
         return correction
     if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and predicted_s > 0):
         return correction
-    ratio = min(_MOST_CORRECTION, max(1.0, measured_s / predicted_s))
-    return correction + (ratio - correction) * _FOLLOWS
+    ratio = min(_MOST_CORRECTION, measured_s / predicted_s)
+    return max(1.0, correction + (ratio - correction) * _FOLLOWS)
 
 
 def prefill_need(
@@ -146,13 +162,16 @@ def decode_need(
     waiting = sum(
         dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
     )
-    present = load.num_decodes + waiting
-    number = _spread(expected, each, forecast.burstiness(samples))
-    at_once = _spread(present, each, 0.0)
+    present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
+    # Outputs may be longer than expected: who has been here for a while counts as expected.
+    lasting = forecast.load(samples, now, lambda one: one.present)
+    number = _spread(max(expected, lasting), each, bursts)
+    # Of those that are here now some are here by chance, and gone before a worker would be.
+    at_once = _spread(present - _SURE * math.sqrt(present * bursts), each, 0.0)
     if not number and not at_once:
         return Need(0, "no request is expected")
-    reason = f"{expected:.0f} requests at a time"
-    if rising > 1:
+    reason = f"{max(expected, lasting):.0f} requests at a time"
+    if rising > 1 and expected > lasting:
         reason += f", rising {rising:.2f} x in {config.cold_start_s:g} s"
     if at_once > number:
         reason = (

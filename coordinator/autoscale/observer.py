@@ -103,9 +103,11 @@ class Observer:
         demand = self._stats.demand[lane]
         waiting_s = 0.0 if decode_is_full else self._placer.waiting_s(lane, self._workers.stable)
         target = dict(config.targets).get(lane_name(lane))
-        ttft_s = None
-        if target is not None and demand.ttfts_s:
+        ttft_s, num_first, num_late = None, len(demand.ttfts_s), 0
+        if target is not None and num_first:
             ttft_s = _percentile([(one, 1) for one in demand.ttfts_s], target.percentile)
+            if target.ttft_s is not None:
+                num_late = sum(one > target.ttft_s for one in demand.ttfts_s)
         demand.ttfts_s.clear()
         return LaneLoad(
             num_arrived=demand.num_arrived,
@@ -116,6 +118,8 @@ class Observer:
             queued_s=at_workers_s + waiting_s,
             num_waiting=self._lanes.num_queued(lane),
             ttft_s=ttft_s,
+            num_first=num_first,
+            num_late=num_late,
         )
 
     def _decode(

@@ -17,6 +17,9 @@ from baton.coordinator.load_index import Pool
 
 POOLS = (Pool.PREFILL, Pool.DECODE)
 
+# A worker that was not needed for so long may change pools.
+_LATELY_S = 30.0
+
 
 def other(pool: Pool) -> Pool:
     return Pool.DECODE if pool is Pool.PREFILL else Pool.PREFILL
@@ -55,30 +58,68 @@ class Members:
 
 
 def remembered(
-    state: PoolState, current: int, needed: int, config: ScalingConfig, now: float
+    wanted: Sequence[tuple[float, int]],
+    current: int,
+    needed: int,
+    config: ScalingConfig,
+    now: float,
 ) -> tuple[tuple[float, int], ...]:
     """What was wanted within the window, with what is wanted now.
 
-    Where nothing is known of the window, the pool's size counts as wanted. What a later want
+    Where nothing is known of the window, the present size counts as wanted. What a later want
     exceeds never decides again and is left out.
     """
     since = now - config.down_window_s
-    found = [one for one in state.wanted if since <= one[0] <= now]
+    found = [one for one in wanted if since <= one[0] <= now]
     if not found:
         found = [(now, current)]
     return (*(one for one in found if one[1] > needed), (now, needed))
 
 
+def interchangeable(config: ScalingConfig) -> bool:
+    """Whether a worker of one pool can do for one of the other."""
+    return config.flip and config.prefill.gpus == config.decode.gpus
+
+
+def kept(
+    members: dict[Pool, Members],
+    needed: dict[Pool, int],
+    states: dict[Pool, PoolState],
+    wanted: Sequence[tuple[float, int]],
+    config: ScalingConfig,
+) -> dict[Pool, int]:
+    """What pools do not shrink below: the most that was wanted of each within the window.
+
+    Where workers can change pools, it is enough to keep the most that both together wanted at one
+    time: the pools seldom have their peaks together.
+    """
+    most = {pool: max(number for _, number in states[pool].wanted) for pool in POOLS}
+    if not interchangeable(config):
+        return most
+    found = {pool: min(most[pool], members[pool].current) for pool in POOLS}
+    for _ in range(sum(found.values()) - max(number for _, number in wanted)):
+        pool = max(POOLS, key=lambda one: found[one] - needed[one])
+        found[pool] -= 1
+    return found
+
+
 def bounded(
     current: int,
     needed: int,
-    wanted: Sequence[tuple[float, int]],
+    most: int,
     config: ScalingConfig,
     pool: Pool,
 ) -> tuple[int, str]:
-    """The size that a pool is to have next, but for the budget; and what bounded it, in words."""
+    """The size that a pool is to have next, but for the budget; and what bounded it, in words.
+
+    Args:
+        current: workers.
+        needed: by the load now.
+        most: as `kept` says.
+        config: limits and steps.
+        pool: that it is.
+    """
     limits = config.limits(pool)
-    most = max(number for _, number in wanted)
     within = min(limits.ceiling, max(limits.floor, needed))
     if within > current:
         step = max(current + 1, math.floor(current * config.max_up))
@@ -112,17 +153,17 @@ def flips(
 ) -> tuple[int, Pool] | None:
     """How many workers change pools, and into which; None for none.
 
-    Only what the short pool lacks and the other has not needed for half a window. A pool that has
-    just got a worker so does not give one back: it must first have been quiet.
+    Only what the short pool lacks and the other has not needed lately. A pool that has just got a
+    worker so does not give one back: it must first have been quiet.
     """
-    if not config.flip or config.prefill.gpus != config.decode.gpus:
+    if not interchangeable(config):
         return None
     for pool in POOLS:
         giver = other(pool)
         short = min(sizes[pool], config.limits(pool).ceiling) - members[pool].current
         if short <= 0 or now - states[giver].flipped_in_at < config.flip_quiet_s:
             continue
-        since = now - config.down_window_s / 2
+        since = now - min(_LATELY_S, config.down_window_s / 2)
         lately = max(
             (number for at, number in states[giver].wanted if at >= since), default=needed[giver]
         )

@@ -100,7 +100,7 @@ class ScalingConfig:
     max_up: float = 2.0
     max_down: float = 0.25
     drain_backlog_s: float = 20.0
-    margin: float = 0.07
+    margin: float = 0.04
     kv_share: float = 0.9
     stale_s: float = 20.0
     flip: bool = True
@@ -145,6 +145,7 @@ class LaneLoad:
             while it waits for room on decode workers.
         num_waiting: requests in the lane.
         ttft_s: measured at the target's percentile since the last observation; None: no request.
+        num_first, num_late: first tokens since the last observation; of these, after the target.
     """
 
     num_arrived: int = 0
@@ -155,6 +156,8 @@ class LaneLoad:
     queued_s: float = 0.0
     num_waiting: int = 0
     ttft_s: float | None = None
+    num_first: int = 0
+    num_late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ class Sample:
         work: seconds of prefill work.
         output_tokens, kv_tokens: as in LaneLoad.
         span_s: of the interval.
+        present: requests at its end, from their arrival to their last token.
     """
 
     at: float
@@ -219,6 +223,20 @@ class Sample:
     work: float
     output_tokens: float
     kv_tokens: float
+    present: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Requests of late, the older the less they count.
+
+    Attributes:
+        allowed: how many may miss their target.
+        seen: how many have.
+    """
+
+    allowed: float = 0.0
+    seen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +246,15 @@ class PoolState:
     Attributes:
         wanted: what was wanted when, within the window, oldest first.
         correction: factor on predictions that measurements ask for.
+        misses: since it was last raised.
+        small_at: when it was last smaller than it had to be.
         flipped_in_at: when the latest worker came from the other pool.
     """
 
     wanted: tuple[tuple[float, int], ...] = ()
     correction: float = 1.0
+    misses: Misses = field(default_factory=Misses)
+    small_at: float = -1e18
     flipped_in_at: float = -1e18
 
 
@@ -244,6 +266,7 @@ class State:
         now: of the latest decision.
         lanes: as observed then.
         samples: of the past, oldest first.
+        wanted: of both pools together, as in PoolState.
         busy_at: when a request was last there.
     """
 
@@ -252,6 +275,7 @@ class State:
     samples: tuple[Sample, ...] = ()
     prefill: PoolState = field(default_factory=PoolState)
     decode: PoolState = field(default_factory=PoolState)
+    wanted: tuple[tuple[float, int], ...] = ()
     busy_at: float | None = None
 
 

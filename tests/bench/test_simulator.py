@@ -16,6 +16,7 @@ from baton.bench.simulate import traces
 from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
 from baton.bench.simulate.parts import Shape
+from baton.bench.simulate.peak import Search, within
 from baton.bench.simulate.policies import Baton, Static, decision
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
@@ -240,6 +241,29 @@ def test_every_baseline_grows_what_is_short_and_only_that(name):
     last = record.moments[-1]
     assert last.prefill > 1
     assert last.decode < last.prefill
+
+
+def test_sizes_are_found_by_trying():
+    # Twice as many from the second window on.
+    arrivals = [
+        *steady(12, 15),
+        *(one._replace(at_s=one.at_s + 15) for one in steady(24, 15)),
+    ]
+    targets = Targets(0.3, 0.02)
+
+    def trial(some, tried):
+        return cell().run(some, dict(tried), some[-1].at_s + 1)
+
+    search = Search(trial, targets, plenty=4, window_s=15.0, warm_up_s=5.0)
+    first, second = search.needs(arrivals, sizes(1, 1))
+    peak = search.at_peak(arrivals, first)
+    assert first[Pool.PREFILL] < second[Pool.PREFILL]
+    assert peak == {pool: max(first[pool], second[pool]) for pool in Pool}
+    held = within(trial(arrivals, peak), targets, 15.0)
+    assert [one.ttft >= 0.95 * count for one, count in zip(held, (180, 360), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_figures_add_up():

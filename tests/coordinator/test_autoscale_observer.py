@@ -82,6 +82,9 @@ def test_latencies_are_measured_since_the_last_look():
     known = sorted(one.ttft_s for one in outcomes if one.token_times)
     assert known[0] < lane(seen).ttft_s <= known[-1]
     assert seen.decode.itl_s == pytest.approx(0.0105, abs=0.002)
+    late = sum(one > 0.5 for one in known)
+    assert (lane(seen).num_first, lane(seen).num_late) == (len(known), late)
+    assert 0 < late < len(known)
     assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
 
 
