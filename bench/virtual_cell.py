@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.bench.simulate.hello import hello
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
@@ -22,7 +23,7 @@ from baton.coordinator.request import StreamKey, Submission, WorkerKey
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
 from baton.runtime.latency import LatencyModel, PrefillChunk
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 _PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 _TOKEN = 7
@@ -368,7 +369,7 @@ class VirtualCell:
     ) -> None:
         key = (name, incarnation)
         self._workers[key] = worker = _Worker(self, key, role, shape)
-        self.post(ev.WorkerAttached(_hello(key, role, shape)))
+        self.post(ev.WorkerAttached(hello(key, role, shape, shape.kv_tokens)))
         self._beat(worker)
 
     def kill(self, name: str, reason: str = "was killed") -> None:
@@ -463,39 +464,3 @@ class VirtualCell:
         worker = self._workers.get(effect.worker)
         if worker is not None:
             self.at(self.now + worker.shape.delay_s, lambda: worker.take(effect.command))
-
-
-def _hello(
-    key: WorkerKey, role: common_pb2.Role.ValueType, shape: WorkerShape
-) -> cluster_pb2.Hello:
-    name, incarnation = key
-    return cluster_pb2.Hello(
-        worker_id=name,
-        incarnation=incarnation,
-        role=role,
-        state=cluster_pb2.WORKER_STATE_SERVING,
-        model=common_pb2.ModelDescription(
-            name="simulated", revision="1", max_model_len=shape.max_model_len, vocab_size=2**31
-        ),
-        fingerprint=kv_transfer_pb2.KvFingerprint(
-            model="simulated",
-            num_layers=1,
-            block_size_tokens=shape.block_size_tokens,
-            block_bytes=1024,
-            tp_size=1,
-        ),
-        capacity=cluster_pb2.Capacity(
-            kv_tokens=shape.kv_tokens,
-            block_size_tokens=shape.block_size_tokens,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_send_bytes=2**40,
-            max_receive_bytes=2**40,
-            supports_forced_tokens=True,
-            keeps_prefixes=shape.prefix_caching,
-        ),
-        kv_address=f"{name}:1",
-        host_id=name,
-        engine="simulated",
-        engine_version="1",
-    )

@@ -51,6 +51,7 @@ def gateway(
     from baton.gateway import server
 
     logs.setup(effective.log_level, "gateway")
+    server.setup_logs()
     if fd is not None:
         listener = socket.socket(fileno=fd)
         url = f"http://{effective.http.listen}"

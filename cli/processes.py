@@ -138,7 +138,6 @@ def worker(
     import importlib
 
     from baton.cli.model import prepared
-    from baton.runtime import lifecycle
     from baton.runtime.config import split_address
     from baton.v1 import common_pb2
 
@@ -157,16 +156,7 @@ def worker(
     # By name, at the last moment: the command line installs and runs where workers do not.
     worker_main = importlib.import_module("baton.worker.main")
     number = common_pb2.ROLE_PREFILL if role is RoleName.PREFILL else common_pb2.ROLE_DECODE
-    code = lifecycle.run(
-        worker_main.serve(
-            effective,
-            role=number,
-            coordinator=coordinator,
-            worker_id=worker_id,
-            directory=directory,
-        )
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(worker_main.main(effective, number, coordinator, worker_id, directory))
 
 
 async def _up(config: BatonConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
-from baton.runtime.lifecycle import stop_requested
+from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
@@ -231,10 +230,7 @@ async def serve(
             running in either case.
     """
     stop = stop if stop is not None else stop_requested()
-    # Collections of what lives as long as the process would be pauses of its streams.
-    gc.collect()
-    gc.freeze()
-    async with Coordinator(config, launched=launch) as coordinator:
+    async with settled_heap(), Coordinator(config, launched=launch) as coordinator:
         addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
         _log.info("listening", extra=addresses)
         if not launch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import socket
@@ -19,7 +18,7 @@ from baton.gateway import operators
 from baton.gateway.app import Gateway
 from baton.gateway.connections import protocol_factory
 from baton.runtime.config import HttpConfig
-from baton.runtime.lifecycle import stop_requested
+from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import Handshakes, TlsFiles
 
@@ -89,6 +88,14 @@ class _Server(uvicorn.Server):
             await asyncio.gather(stopping, serving, return_exceptions=True)
 
 
+def setup_logs() -> None:
+    """Of this process: uvicorn's lines go where Baton's go."""
+    log = logging.getLogger("uvicorn")
+    # Its warnings are of peers that send garbage: refusals are counted instead.
+    log.handlers[:], log.propagate = logging.getLogger("baton").handlers, False
+    log.setLevel(logging.ERROR)
+
+
 async def serve(
     config: HttpConfig,
     coordinators: Sequence[str],
@@ -125,14 +132,8 @@ async def serve(
             client_auth=security.http_client_auth == "require", handshakes=handshakes
         )
     stop = stop if stop is not None else stop_requested()
-    log = logging.getLogger("uvicorn")
-    # Its warnings are of peers that send garbage: refusals are counted instead.
-    log.handlers[:], log.propagate = logging.getLogger("baton").handlers, False
-    log.setLevel(logging.ERROR)
-    # Collections of what lives as long as the process would be pauses of its streams.
-    gc.collect()
-    gc.freeze()
     async with (
+        settled_heap(),
         BatonClient(coordinators, max_requests=_MAX_STREAMS, tls=tls) as client,
         Watcher(coordinators, tls=tls, api_key=operators.credential) as watcher,
     ):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import uvloop
@@ -22,6 +23,20 @@ def run(main: Coroutine[Any, Any, int]) -> int:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return int(uvloop.run(main))
+
+
+@contextlib.asynccontextmanager
+async def settled_heap() -> AsyncIterator[None]:
+    """Collections leave alone what was there before, and lives as long as the process.
+
+    They would be pauses of its streams.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def stop_requested() -> asyncio.Event:

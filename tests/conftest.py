@@ -1,7 +1,56 @@
-"""What holds for all tests."""
+"""What holds in every test: the process is left as it was found, so that their order is free."""
 
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+import socketserver
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+# As the `baton` command sets it, and as early: whichever test imports gRPC first, it reads this.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # A busy machine is no defect: what an example may take in time is not asserted.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
+
+_OURS = ("BATON_", "GRPC_")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_metrics_close() -> Iterator[None]:
+    """The metrics endpoint's thread looks for its end every half second: here, more often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
+        yield
+
+
+def _state() -> dict[str, object]:
+    """What one test could leave to the next in this process."""
+    loggers = [logging.getLogger(name) for name in ("baton", "uvicorn")]
+    return {
+        "loggers": [(one.handlers[:], one.level, one.propagate) for one in loggers],
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(_OURS)
+        },
+        "directory": os.getcwd(),
+        "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
+        "cores": os.sched_getaffinity(0),
+        "open files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "frozen objects": gc.get_freeze_count() > 0,
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_the_next_test() -> Iterator[None]:
+    before = _state()
+    yield
+    after = _state()
+    left = {what: after[what] for what in before if after[what] != before[what]}
+    assert not left, f"the test has changed its process: {left}"

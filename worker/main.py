@@ -91,11 +91,33 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
     return engine
 
 
-async def serve(
+def main(
     config: BatonConfig,
     role: common_pb2.Role.ValueType,
     coordinator: str,
     worker_id: str = "",
+    directory: str = "",
+) -> int:
+    """Runs a worker as this process, with its logs on stderr; returns the exit code.
+
+    Args:
+        config: as `serve` takes it, like the others.
+        role: of the worker.
+        coordinator: host:port.
+        worker_id: empty: made up.
+        directory: as `serve` takes it.
+    """
+    made_up = f"{role_name(role)}-{socket.gethostname()}-{secrets.token_hex(3)}"
+    worker_id = worker_id or made_up
+    logs.setup(config.log_level, worker_id)
+    return lifecycle.run(serve(config, role, coordinator, worker_id, directory=directory))
+
+
+async def serve(
+    config: BatonConfig,
+    role: common_pb2.Role.ValueType,
+    coordinator: str,
+    worker_id: str,
     *,
     directory: str = "",
     stop: asyncio.Event | None = None,
@@ -108,7 +130,7 @@ async def serve(
         config: with a local model directory or a hub id as `model`.
         role: ROLE_PREFILL or ROLE_DECODE.
         coordinator: host:port to attach to.
-        worker_id: unique in the cluster; "" makes one up.
+        worker_id: unique in the cluster.
         directory: see runtime/worker_directory.py; "" makes one.
         stop: set to drain and leave; SIGINT and SIGTERM by default.
         ready: called with the worker's id once it is attached.
@@ -117,9 +139,6 @@ async def serve(
     Returns:
         The process's exit code: 0 after a clean stop, 1 otherwise, with one line on stderr.
     """
-    name = role_name(role)
-    worker_id = worker_id or f"{name}-{socket.gethostname()}-{secrets.token_hex(3)}"
-    logs.setup(config.log_level, worker_id)
     stop = stop if stop is not None else lifecycle.stop_requested()
     try:
         worker = _Worker(config, role, coordinator, worker_id, directory, engine_factory)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from baton.bench.simulate.engine import Engine
+from baton.bench.simulate.hello import hello
 from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Policy
 from baton.bench.simulate.record import Record
@@ -25,7 +26,7 @@ from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.request import StreamKey, Submission, WorkerKey
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 _START_S = 1000.0
 # For workers that leave, and those that change roles.
@@ -177,7 +178,8 @@ class SimulatedCell:
             return
         key, shape = (member.worker_id, 1), self._shapes[member.pool]
         member.engine = self._engines[key] = Engine(self, key, ROLE_OF[member.pool], shape)
-        self._post(ev.WorkerAttached(_hello(key, ROLE_OF[member.pool], shape)))
+        room = shape.kv_tokens if shape.announced_kv_tokens is None else shape.announced_kv_tokens
+        self._post(ev.WorkerAttached(hello(key, ROLE_OF[member.pool], shape, room)))
         self._beat(member.engine)
 
     def _beat(self, engine: Engine) -> None:
@@ -275,38 +277,3 @@ class SimulatedCell:
                 self._end(effect)
             elif isinstance(effect, ev.Decided):
                 self._decided(effect)
-
-
-def _hello(key: WorkerKey, role: common_pb2.Role.ValueType, shape: Shape) -> cluster_pb2.Hello:
-    name, incarnation = key
-    room = shape.kv_tokens if shape.announced_kv_tokens is None else shape.announced_kv_tokens
-    return cluster_pb2.Hello(
-        worker_id=name,
-        incarnation=incarnation,
-        role=role,
-        state=cluster_pb2.WORKER_STATE_SERVING,
-        model=common_pb2.ModelDescription(
-            name="simulated", revision="1", max_model_len=shape.max_model_len, vocab_size=2**31
-        ),
-        fingerprint=kv_transfer_pb2.KvFingerprint(
-            model="simulated",
-            num_layers=1,
-            block_size_tokens=shape.block_size_tokens,
-            block_bytes=1024,
-            tp_size=1,
-        ),
-        capacity=cluster_pb2.Capacity(
-            kv_tokens=room,
-            block_size_tokens=shape.block_size_tokens,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_send_bytes=2**40,
-            max_receive_bytes=2**40,
-            supports_forced_tokens=True,
-            keeps_prefixes=shape.prefix_caching,
-        ),
-        kv_address=f"{name}:1",
-        host_id=name,
-        engine="simulated",
-        engine_version="1",
-    )

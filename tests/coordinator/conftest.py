@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socketserver
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -224,14 +223,6 @@ def new_world() -> type[World]:
 @pytest.fixture
 def out():
     return output
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_metrics_close():
-    """The metrics endpoint's thread looks for its end every half second: here, more often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
-        yield
 
 
 @pytest.fixture

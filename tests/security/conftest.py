@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socketserver
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -86,14 +85,6 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(autouse=True)
 def files_are_looked_at_each_time(monkeypatch):
     monkeypatch.setattr(watched_file, "CHECK_INTERVAL_S", 0.0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_metrics_close():
-    """The metrics endpoint's thread looks for its end every half second: here, more often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
-        yield
 
 
 class Keys:

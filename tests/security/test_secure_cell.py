@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import socket
 import ssl
 import urllib.error
@@ -85,17 +84,7 @@ def unused_address():
 
 
 @pytest.fixture
-def own_logs():
-    """Workers in this process set up its logs: they are put back."""
-    logger = logging.getLogger("baton")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
-
-
-@pytest.fixture
-async def cell(own_logs, model, fresh_pki, keys, coordinator_config, tmp_path):
+async def cell(model, fresh_pki, keys, coordinator_config, tmp_path):
     token, metrics_token = tmp_path / "cluster-token", tmp_path / "metrics-token"
     token.write_text("the-cluster-token")
     metrics_token.write_text("the-metrics-token")

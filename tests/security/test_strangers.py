@@ -23,6 +23,7 @@ class Relay:
     def __init__(self, target: str) -> None:
         self._target = target.rsplit(":", 1)
         self._tasks: set[asyncio.Task] = set()
+        self._writers: list[asyncio.StreamWriter] = []
         self.num_connections = 0
 
     async def __aenter__(self):
@@ -33,14 +34,15 @@ class Relay:
 
     async def __aexit__(self, *_):
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
+        for writer in self._writers:
+            writer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader, writer):
         self.num_connections += 1
         self._tasks.add(asyncio.current_task())
         there, back = await asyncio.open_connection(*self._target)
+        self._writers += writer, back
         try:
             await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
         finally:
