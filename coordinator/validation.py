@@ -40,9 +40,19 @@ class ModelLimits:
 
 
 def check_request(
-    request: inference_pb2.GenerateRequest, config: CoordinatorConfig, model: ModelLimits
+    request: inference_pb2.GenerateRequest,
+    config: CoordinatorConfig,
+    model: ModelLimits,
+    *,
+    sampling_is_known: bool = False,
 ) -> None:
     """Everything that can be checked before the prompt is tokenized.
+
+    Args:
+        request: as the client sent it.
+        config: limits.
+        model: of the model.
+        sampling_is_known: equal parameters were found good, by the same limits.
 
     Raises:
         InvalidArgument: a field is wrong.
@@ -69,7 +79,8 @@ def check_request(
                 "timeout", f"{timeout.seconds + timeout.nanos / 1e9:g} s", "more than 0 s"
             )
     _check_prompt(request, config, model)
-    _check_sampling(request.sampling, config, model)
+    if not sampling_is_known:
+        _check_sampling(request.sampling, config, model)
     _check_resume(request, config, model)
 
 
