@@ -32,8 +32,10 @@ def block_hashes(
     """
     if block_size_tokens < 1:
         raise ValueError(f"block_size_tokens is {block_size_tokens}; must be at least 1")
-    is_words = isinstance(token_ids, array) and token_ids.typecode == "I"
-    words: array[int] = token_ids if is_words else array("I", token_ids)
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        words = token_ids
+    else:
+        words = array("I", token_ids)
     assert words.itemsize == 4
     block_bytes = 4 * block_size_tokens
     data, digest = memoryview(words).cast("B"), xxhash.xxh3_64_intdigest
