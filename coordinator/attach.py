@@ -27,14 +27,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[cluster_pb2.WorkerMessage, bytes
 
 def add_to_server(service: ClusterService, server: grpc.aio.Server) -> None:
     """As the generated code does it, but for what is written: commands are encoded already."""
-    attach: Any = grpc.stream_stream_rpc_method_handler(
-        service.Attach, cluster_pb2.WorkerMessage.FromString
-    )
+    handlers: dict[str, Any] = {
+        "Attach": grpc.stream_stream_rpc_method_handler(
+            service.Attach, cluster_pb2.WorkerMessage.FromString
+        ),
+    }
     name = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler(name, {"Attach": attach})]
-    )
-    server.add_registered_method_handlers(name, {"Attach": attach})
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+    server.add_registered_method_handlers(name, handlers)
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):

@@ -41,14 +41,18 @@ class _Ledger:
 
         Parts come from other clocks and other events: what would not fit the span is cut.
         """
+        left_us = end_us - self.now_us
         for stage, duration_us, worker_id in parts:
-            self._add(stage, min(duration_us, end_us - self.now_us), worker_id)
-        self._add(rest, end_us - self.now_us, worker)
+            cut_us = duration_us if duration_us < left_us else left_us
+            if cut_us > 0:
+                self._add(stage, cut_us, worker_id)
+                left_us -= cut_us
+        if left_us > 0:
+            self._add(rest, left_us, worker)
 
     def _add(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
-        if duration_us > 0:
-            _append(self.stages, _Span(stage, self.now_us, duration_us, worker_id))
-            self.now_us += duration_us
+        _append(self.stages, _Span(stage, self.now_us, duration_us, worker_id))
+        self.now_us += duration_us
 
 
 def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
@@ -74,22 +78,23 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
         if request.handoff_id and request.decode is not None:
             _handoff(ledger, request, decode, moment(request.decoding_at))
         ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
-    stages = [
-        common_pb2.StageTime(
+    gaps_us = request.gaps_us.tolist()
+    budget = common_pb2.LatencyBudget(
+        ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
+        total_us=total_us,
+        itl_p50_us=median_us(gaps_us),
+        itl_max_us=max(gaps_us, default=0),
+    )
+    # In place: a list of messages would be copied.
+    add = budget.stages.add
+    for one in _with_recoveries(ledger, request, total_us):
+        add(
             stage=one.stage,
             start_us=one.start_us,
             duration_us=one.duration_us,
             worker_id=one.worker_id,
         )
-        for one in _with_recoveries(ledger, request, total_us)
-    ]
-    return common_pb2.LatencyBudget(
-        stages=stages,
-        ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
-        total_us=total_us,
-        itl_p50_us=median_us(request.gaps_us),
-        itl_max_us=max(request.gaps_us, default=0),
-    )
+    return budget
 
 
 def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:

@@ -31,6 +31,8 @@ from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
 from baton.v1 import common_pb2, inference_pb2
 
+# Sampling parameters that were found good: how many are remembered, and how long one may be.
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 1024, 256
 # W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -57,6 +59,8 @@ class Intake:
         self._access = access
         self._model_path = model_path
         self._known: common_pb2.ModelDescription | None = None
+        # By how they are encoded, and the size of the vocabulary that their tokens are in.
+        self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
         self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
 
     def model(self) -> common_pb2.ModelDescription:
@@ -193,7 +197,9 @@ class Intake:
     def _checked(self, request: inference_pb2.GenerateRequest) -> common_pb2.Lane.ValueType:
         """The request's lane; raises what is wrong before any work is done for it."""
         limits = self._limits()
-        check_request(request, self._config.coordinator, limits)
+        known = self._samplings.get((request.sampling.SerializeToString(), limits.vocab_size))
+        coordinator = self._config.coordinator
+        check_request(request, coordinator, limits, sampling_is_known=known is not None)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         max_queued = lane_config(self._config.lanes, lane).max_queued
         # Asked again when the work is done.
@@ -241,14 +247,14 @@ class Intake:
         timeouts = [deadline_s] if deadline_s is not None else []
         if request.HasField("timeout"):
             timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
-        # A copy: the whole message, prompt and all, would live as long as a part of it.
-        sampling = common_pb2.SamplingParams()
-        sampling.CopyFrom(request.sampling)
+        sampling = self._sampling(request.sampling, limits)
         own_limit = grants.max_output_tokens if grants is not None else None
         found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
         if found and not sampling.HasField("max_tokens"):
             room = (limits.max_model_len or math.inf) - len(prompt)
-            sampling.max_tokens = int(min(*found, room))
+            limited = common_pb2.SamplingParams(max_tokens=int(min(*found, room)))
+            limited.MergeFrom(sampling)
+            sampling = limited
         known = array("I", request.resume.token_ids)
         tokenizer = self._tokenizer
         stop = known_stop(
@@ -278,6 +284,27 @@ class Intake:
             tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
             revision=request.resume.revision,
         )
+
+    def _sampling(
+        self, sampling: common_pb2.SamplingParams, limits: ModelLimits
+    ) -> common_pb2.SamplingParams:
+        """One message for all requests that say the same, which most do; it is never changed.
+
+        Not the request's own: the whole of it, prompt and all, would live as long as a part.
+
+        Args:
+            sampling: checked.
+            limits: that it was checked by.
+        """
+        encoded = sampling.SerializeToString()
+        found = self._samplings.get((encoded, limits.vocab_size))
+        if found is None:
+            found = common_pb2.SamplingParams.FromString(encoded)
+            if len(encoded) <= _MAX_KNOWN_BYTES:
+                self._samplings[encoded, limits.vocab_size] = found
+                if len(self._samplings) > _MAX_KNOWN:
+                    del self._samplings[next(iter(self._samplings))]
+        return found
 
     def _limits(self) -> ModelLimits:
         model = self.model()

@@ -65,7 +65,7 @@ class LaneWindow:
         late: times to first token over the target.
         late_s: what those were made of, by stage, in seconds.
         tiny_s: what the times of tiny prompts were made of.
-        stages: of whole requests that ended.
+        stages: of whole requests that ended; of each stage those that had it.
         after_start: waits of requests whose worker came after them.
     """
 
@@ -140,6 +140,17 @@ class LaneWindow:
             if tiny:
                 self.tiny_s[stage] += lasted_s
         self.served.observe(ttft_s - queued_s)
+
+    def all_stages(self) -> dict[Stage, Sketch]:
+        """Of whole requests that ended; a stage that a request did not have took no time."""
+        found = dict[Stage, Sketch]()
+        for stage in sorted({*STAGES, *self.stages}) if self.num_ended else ():
+            sketch = found[stage] = Sketch()
+            if stage in self.stages:
+                sketch.add(self.stages[stage])
+            if sketch.num < self.num_ended:
+                sketch.observe(0.0, self.num_ended - sketch.num)
+        return found
 
     def add(self, other: LaneWindow) -> None:
         for name in ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start"):

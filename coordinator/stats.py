@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.coordinator.comparison import Side
 from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import POOL_OF
-from baton.coordinator.recent import STAGES, Recent, Stage
+from baton.coordinator.recent import Recent, Stage
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.sketch import Sketch
 from baton.coordinator.workers import Worker
@@ -239,12 +239,14 @@ class CoreStats:
             record.num_prompt_tokens + record.num_output_tokens
         )
         recent.e2e.observe(record.ended_at - record.arrived_at)
-        # Those that it did not have took no time.
-        sums: dict[Stage, int] = dict.fromkeys(STAGES, 0)
+        sums: dict[Stage, int] = {}
         for span in record.budget.stages:
             sums[span.stage] = sums.get(span.stage, 0) + span.duration_us
         for stage, sum_us in sums.items():
-            recent.stages.setdefault(stage, Sketch()).observe(sum_us / 1e6)
+            sketch = recent.stages.get(stage)
+            if sketch is None:
+                sketch = recent.stages[stage] = Sketch()
+            sketch.observe(sum_us / 1e6)
 
     def moved_to_stable(self, revision: str) -> None:
         """A request that was to run on this revision goes on with the stable one."""

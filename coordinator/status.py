@@ -145,8 +145,8 @@ def _lane(
         late=_sums(window.late_s.items()),
         tiny_stages=_sums(window.tiny_s.items()),
         stages=[
-            admin_pb2.StageStatus(stage=stage, times=percentiles(window.stages[stage]))
-            for stage in sorted(window.stages)
+            admin_pb2.StageStatus(stage=stage, times=percentiles(times))
+            for stage, times in window.all_stages().items()
         ],
         num_late=window.late.num,
         num_admitted=window.num_admitted,

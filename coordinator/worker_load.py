@@ -80,6 +80,8 @@ class WorkerLoad:
     free_tokens: int = field(init=False)
     _prefills: dict[str, _Prefill] = field(default_factory=dict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
+    # Sum of the work in _prefills.
+    _queued_s: float = 0.0
     _arrived_tokens: int = 0
     _outgrown_tokens: int = 0
 
@@ -124,6 +126,7 @@ class WorkerLoad:
     ) -> None:
         assert request_id not in self._prefills
         self._prefills[request_id] = _Prefill(work_s, num_tokens)
+        self._queued_s += work_s
         self.free_at = max(self.free_at, now) + work_s
         self.queued_tokens += num_tokens
 
@@ -132,8 +135,10 @@ class WorkerLoad:
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
             self.queued_tokens -= ended.num_tokens
+            # Differences of floats would never come back to 0.
+            self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
             # What is left begins now: whatever was predicted wrongly of this one is over.
-            self.free_at = now + math.fsum(one.work_s for one in self._prefills.values())
+            self.free_at = now + self._queued_s
 
     def assign_decode(self, request_id: str, num_kv_tokens: int, *, urgent: bool = False) -> None:
         assert request_id not in self._decodes
@@ -168,6 +173,8 @@ class WorkerLoad:
         """Raises AssertionError when a sum differs from its parts."""
         prefills, decodes = self._prefills.values(), self._decodes.values()
         assert self.queued_tokens == sum(one.num_tokens for one in prefills)
+        queued_s = math.fsum(one.work_s for one in prefills)
+        assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
         assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         taken = self.reserved_tokens + self._outgrown_tokens

@@ -40,6 +40,18 @@ async def first_status(channel, message) -> tuple[grpc.StatusCode, str]:
         return await call.code(), await call.details()
 
 
+async def events_of(call) -> list[inference_pb2.GenerateEvent]:
+    """All that are left of a call."""
+    found = []
+    while (event := await call.read()) is not grpc.aio.EOF:
+        found.append(event)
+    return found
+
+
+def tokens_of(events: list[inference_pb2.GenerateEvent]) -> list[int]:
+    return [token for event in events for token in event.delta.token_ids]
+
+
 async def test_first_message_must_be_hello(channel):
     message = cluster_pb2.WorkerMessage(load=cluster_pb2.LoadReport())
     code, details = await first_status(channel, message)
@@ -112,8 +124,7 @@ async def test_what_waits_for_a_worker_comes_as_one_message(coordinator, channel
             assert (await call.read()).HasField("accepted")
         await p.connect()
         for call in calls:
-            events = [event async for event in call]
-            assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
+            assert tokens_of(await events_of(call)) == [0, 1, 2, 3]
         assert p.batches == [3]
         # It said nothing of them.
         assert not d.batches
@@ -139,8 +150,8 @@ async def test_messages_in_a_batch_are_taken_one_by_one(coordinator, channel, sa
         await d.raw(steps[0])
         # The first is known already.
         await d.raw(cluster_pb2.WorkerMessage(batch=steps, ack=d.received))
-        events = [event async for event in call]
-        assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
+        events = await events_of(call)
+        assert tokens_of(events) == [0, 1, 2, 3]
         assert events[-1].finished.reason == LENGTH
         skipping = [cluster_pb2.WorkerMessage(seq=seq) for seq in (4, 6)]
         await d.raw(cluster_pb2.WorkerMessage(batch=skipping))

@@ -284,7 +284,7 @@ async def test_a_batch_is_taken_one_by_one(pair, inference):
             assert [token for event in events for token in event.delta.token_ids] == [0, 1, 2, 3]
         await client.call.write(inference_pb2.SessionRequest(batch=[cancel] * 65))
         assert await client.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "batch is 65 messages; at most 64" in await client.call.details()
+        assert "batch is '65 messages'; at most 64" in await client.call.details()
 
 
 async def test_bad_submission_fails_alone(pair, inference):
