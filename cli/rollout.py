@@ -58,7 +58,7 @@ def start(
     ],
     share: Share,
     model: Annotated[
-        str, typer.Option("--model", help="As `model` of the configuration; left out: that one.")
+        str, typer.Option("--model", help="Directory or hub id; left out: the stable one's.")
     ] = "",
     engine_arg: options.EngineArgs = None,
     prefill: Annotated[

@@ -42,7 +42,12 @@ class RolloutCalls:
         return self._shell.core.rollouts
 
     def start(self, request: admin_pb2.StartRolloutRequest) -> admin_pb2.StartRolloutResponse:
-        revision = Revision(request.revision, request.model, _engine_args(request.engine_args))
+        stable = self._shell.core.scaler.launches.stable
+        revision = Revision(
+            request.revision,
+            request.model or stable.model,
+            {**stable.engine_args, **_engine_args(request.engine_args)},
+        )
         sizes = {
             pool: getattr(request, pool.value) for pool in Pool if request.HasField(pool.value)
         }

@@ -59,9 +59,6 @@ class Retiring:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._leaving))
 
-    def __contains__(self, revision: str) -> bool:
-        return revision in self._leaving
-
     def begin(self, revision: str, why: str, until: float) -> None:
         """It gets nothing new. What it has not ended by then, by the core's clock, fails."""
         self._leaving[revision] = _Leaving(until, why)

@@ -136,9 +136,9 @@ class Rollouts:
             share: of new sessions.
             sizes: workers to start; a pool that is left out has those that are attached, or one.
         """
-        running = self.traffic.canary
+        running, leaving = self.traffic.canary, frozenset(self.retiring)
         return why.start_error(
-            self._workers, self._scaler, running, self.retiring, revision, sizes
+            self._workers, self._scaler, running, leaving, revision, sizes
         ) or why.share_error(share)
 
     def share_error(self, share: float) -> errors.BatonError | None:

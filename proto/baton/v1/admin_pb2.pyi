@@ -1863,7 +1863,7 @@ class StartRolloutRequest(_message.Message):
     revision: _builtins.str
     """1 to 64 characters of [A-Za-z0-9._-]; not the stable one's."""
     model: _builtins.str
-    """As the configuration's `model`; empty: that one."""
+    """As the configuration's `model`; empty: the stable revision's."""
     share: _builtins.float
     """Of new sessions, and of requests without one: 0 to 1."""
     prefill: _builtins.int
@@ -1873,7 +1873,7 @@ class StartRolloutRequest(_message.Message):
     """Aborts by itself once the verdict is that the canary is worse."""
     @_builtins.property
     def engine_args(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """By name, values in JSON; they go over the configured ones, those of the pools too."""
+        """By name, values in JSON; they go over the stable revision's, those of the pools too."""
 
     def __init__(
         self,
