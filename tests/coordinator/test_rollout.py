@@ -137,6 +137,19 @@ def test_a_revision_that_nobody_rolls_out_gets_nothing(two):
     assert not any(worker.assigned for worker in cell.core.workers if worker.revision == "r2")
 
 
+def test_it_is_said_where_only_another_revision_is_attached(new_world):
+    world = new_world()
+    world.attach("p", PREFILL, revision="v7")
+    world.attach("d", DECODE, revision="v7")
+    assert not world.core.can_serve
+    to = world.submit()
+    for _ in range(70):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
+
+
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two):
     cell = two(None)
     for name in ("cd", "cd2"):
