@@ -181,24 +181,23 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
     from baton.cli.output import print_table
 
     if not found.HasField("canary"):
-        print(f"no rollout; stable revision: {found.stable.name}")
+        print(f"no rollout; the stable revision is {found.stable_revision}")
     else:
         phase = _phase(found)
         print(
             f"rollout of {found.canary.name}: {phase}, {found.share:.3g} of new sessions"
             + (", aborts by itself if it is worse" if found.abort_if_worse else "")
             if phase
-            else f"no rollout runs; the last one: {found.last}"
+            else f"no rollout runs: {found.last}; the stable revision is {found.stable_revision}"
         )
         for line in _changes(found.canary):
             print(f"  {line}")
     if found.problem:
         print(f"workers do not start: {found.problem}")
     print()
-    sides = [("stable", found.stable)]
-    if found.HasField("canary"):
-        sides.append(("canary", found.canary))
-    sides += [("leaves or unknown", one) for one in found.others]
+    compared = [found.stable, *([found.canary] if found.HasField("canary") else [])]
+    sides = [(_is(one.name, found), one) for one in compared]
+    sides += [("gets nothing new", one) for one in found.others]
     print_table(
         (
             "REVISION",
@@ -250,6 +249,13 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
     if found.verdict_reason:
         since = f" (since {found.compared_for.ToSeconds()} s)" if _phase(found) else ""
         print(f"\n{found.verdict_reason}{since}")
+
+
+def _is(name: str, found: admin_pb2.RolloutStatus) -> str:
+    """What a revision that is or was compared is now."""
+    if name == found.stable_revision:
+        return "stable"
+    return "canary" if found.phase else "gets nothing new"
 
 
 def _phase(found: admin_pb2.RolloutStatus) -> str:

@@ -118,7 +118,9 @@ class RolloutCalls:
         rollouts, now = self._rollouts, self._shell.now()
         traffic, running = rollouts.traffic, self._running()
         shown = rollouts.rollout or rollouts.last
-        found = admin_pb2.RolloutStatus(share=traffic.share, last=rollouts.outcome)
+        found = admin_pb2.RolloutStatus(
+            share=traffic.share, last=rollouts.outcome, stable_revision=traffic.stable
+        )
         sides: Mapping[str, Side] = shown.sides if shown is not None else {}
         stable = shown.stable if shown is not None else traffic.stable
         known = {stable}
@@ -150,8 +152,11 @@ class RolloutCalls:
         if traffic.open:
             return f"{gets} from now on"
         sizes = rollout.sizes if rollout is not None else {}
-        starting = " and ".join(f"{number} {pool.value}" for pool, number in sizes.items())
-        return f"{gets} once it serves in both pools; {starting} workers are being started"
+        starting = " and ".join(
+            f"{number} {pool.value}" for pool, number in sizes.items() if number
+        )
+        being = f"; {starting} workers are being started" if starting else ""
+        return f"{gets} once it serves in both pools{being}"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
         counts = serving(self._shell.core.workers, rollout.revision.name)

@@ -69,6 +69,7 @@ class Placers:
 
     def attach(self, worker: Worker) -> None:
         self.changed = True
+        self.keep_only(frozenset({self._workers.stable, worker.revision}))
         self.of(worker.revision).attach(worker)
 
     def refresh(self, worker: Worker) -> None:

@@ -239,8 +239,12 @@ class Rollouts:
         )
 
     def _changed(self) -> None:
-        """Workers are to remember what is so now."""
+        """Something is no more what workers remember."""
         self._version += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        """Workers are to remember what is so now."""
         record = self._record()
         for worker in self._workers:
             self._emit(ev.SendCommand(worker.key, record))
@@ -261,6 +265,7 @@ class Rollouts:
         self._placers.changed = True
         if not self:
             self._timers.cancel(ROLLOUT)
+        self._tell()
 
     def _set_current(self) -> None:
         current = frozenset(filter(None, (self.traffic.stable, self.traffic.canary)))

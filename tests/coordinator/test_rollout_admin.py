@@ -123,7 +123,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
         answer = await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)
         assert answer.token_ids == (0, 1)
     found = await admin.get_rollout()
-    assert (found.phase, found.share) == (NONE, 0.0)
+    assert (found.phase, found.share, found.stable_revision) == (NONE, 0.0, "r2")
     assert found.last == "revision 'r2' was promoted, after '1'"
     # What both did until then stays to be looked at.
     assert found.canary.num_ended + found.stable.num_ended == 24
