@@ -185,7 +185,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
     else:
         phase = _phase(found)
         print(
-            f"rollout of {found.canary.name}: {phase}, {found.share:.3g} of new sessions"
+            f"rollout of {found.canary.name}: {phase}, {100 * found.share:.3g} % of new sessions"
             + (", aborts by itself if it is worse" if found.abort_if_worse else "")
             if phase
             else f"no rollout runs: {found.last}; the stable revision is {found.stable_revision}"
@@ -287,7 +287,7 @@ def _errors(revision: admin_pb2.RevisionStatus) -> str:
     number = sum(revision.errors.values())
     if not number or not revision.num_ended:
         return str(number)
-    return f"{number} ({number / revision.num_ended:.1%})"
+    return f"{number} ({number / revision.num_ended:.2%})"
 
 
 def _latencies(revision: admin_pb2.RevisionStatus) -> Iterator[tuple[str, ...]]:

@@ -69,7 +69,7 @@ class RolloutCalls:
             raise refused
         self._shell.post(ev.ShareAsked(request.share))
         name = self._rollouts.traffic.canary
-        message = f"{request.share:.3g} of new sessions go to revision {name}"
+        message = f"{100 * request.share:.3g} % of new sessions go to revision {name}"
         return admin_pb2.SetRolloutShareResponse(message=message)
 
     def promote(self, request: admin_pb2.PromoteRolloutRequest) -> admin_pb2.PromoteRolloutResponse:
@@ -148,7 +148,7 @@ class RolloutCalls:
 
     def _started(self, name: str, share: float) -> str:
         rollout, traffic = self._rollouts.rollout, self._rollouts.traffic
-        gets = f"revision {name} gets {share:.3g} of new sessions"
+        gets = f"revision {name} gets {100 * share:.3g} % of new sessions"
         if traffic.open:
             return f"{gets} from now on"
         sizes = rollout.sizes if rollout is not None else {}
