@@ -252,7 +252,7 @@ class Rollouts:
     def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
         """Goes on where the coordinator before was."""
         self._version, self.rollout = record.version, None
-        self.retiring.replace(dict.fromkeys(record.retiring, now + self._max_request_s))
+        self.retiring.replace(record.retiring, self._max_request_s, now)
         self._book.stats.sides = {}
         self.traffic.stable = self._workers.stable = record.stable
         self.traffic.canary, self.traffic.open = "", False
@@ -335,7 +335,7 @@ class Rollouts:
         self._set_current()
 
     def _retire(self, revision: str, reason: str, drain_s: float | None, now: float) -> None:
-        self.retiring.begin(revision, reason, now + (drain_s or self._max_request_s))
+        self.retiring.begin(revision, reason, drain_s or self._max_request_s, now)
 
     def _move_waiting(self) -> None:
         """What waits on a revision that gets nothing new goes to the stable one."""

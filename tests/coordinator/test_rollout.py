@@ -323,7 +323,23 @@ def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(t
     assert left == {PREFILL, DECODE}
     assert len(cell.ids()) == 6
     cell.token(to, finish=STOP)
-    cell.beat(3)
+    cell.beat(5)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+def test_who_comes_back_finds_the_revision_that_began(two):
+    """A broken connection takes its requests along, and they are back a moment later."""
+    cell = two(1.0)
+    to = cell.begin()
+    known = list(cell.request(to).token_ids)
+    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.SessionLost(to.session))
+    cell.beat()
+    again = cell.world.submit(session=2, known_token_ids=known, revision="r2")
+    cell.first_token(again)
+    cell.token(again, finish=STOP)
+    assert cell.world.last(again).reason == STOP
+    cell.beat(5)
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
