@@ -58,7 +58,7 @@ def start(
     ],
     share: Share,
     model: Annotated[
-        str, typer.Option("--model", help="As `model` of the configuration; left out: that one.")
+        str, typer.Option("--model", help="Directory or hub id; left out: the stable one's.")
     ] = "",
     engine_arg: options.EngineArgs = None,
     prefill: Annotated[
@@ -181,24 +181,23 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
     from baton.cli.output import print_table
 
     if not found.HasField("canary"):
-        print(f"no rollout; stable revision: {found.stable.name}")
+        print(f"no rollout; the stable revision is {found.stable_revision}")
     else:
         phase = _phase(found)
         print(
-            f"rollout of {found.canary.name}: {phase}, {found.share:.3g} of new sessions"
+            f"rollout of {found.canary.name}: {phase}, {100 * found.share:.3g} % of new sessions"
             + (", aborts by itself if it is worse" if found.abort_if_worse else "")
             if phase
-            else f"no rollout runs; the last one: {found.last}"
+            else f"no rollout runs: {found.last}; the stable revision is {found.stable_revision}"
         )
         for line in _changes(found.canary):
             print(f"  {line}")
     if found.problem:
         print(f"workers do not start: {found.problem}")
     print()
-    sides = [("stable", found.stable)]
-    if found.HasField("canary"):
-        sides.append(("canary", found.canary))
-    sides += [("leaves or unknown", one) for one in found.others]
+    compared = [found.stable, *([found.canary] if found.HasField("canary") else [])]
+    sides = [(_is(one.name, found), one) for one in compared]
+    sides += [("gets nothing new", one) for one in found.others]
     print_table(
         (
             "REVISION",
@@ -252,6 +251,13 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
         print(f"\n{found.verdict_reason}{since}")
 
 
+def _is(name: str, found: admin_pb2.RolloutStatus) -> str:
+    """What a revision that is or was compared is now."""
+    if name == found.stable_revision:
+        return "stable"
+    return "canary" if found.phase else "gets nothing new"
+
+
 def _phase(found: admin_pb2.RolloutStatus) -> str:
     """In words; empty while none runs."""
     from baton.v1 import admin_pb2
@@ -281,7 +287,7 @@ def _errors(revision: admin_pb2.RevisionStatus) -> str:
     number = sum(revision.errors.values())
     if not number or not revision.num_ended:
         return str(number)
-    return f"{number} ({number / revision.num_ended:.1%})"
+    return f"{number} ({number / revision.num_ended:.2%})"
 
 
 def _latencies(revision: admin_pb2.RevisionStatus) -> Iterator[tuple[str, ...]]:

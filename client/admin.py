@@ -194,8 +194,8 @@ class AdminClient:
         Args:
             revision: a new name for what its workers run.
             share: of new sessions, and of requests without one.
-            model: as the configuration's; empty: that one.
-            engine_args: over the configured ones.
+            model: as in the configuration; empty: the stable revision's.
+            engine_args: over the stable revision's.
             num_prefill: workers to start; None: those that are attached, or one.
             num_decode: likewise.
             abort_if_worse: by itself, once the verdict is that the canary is worse.

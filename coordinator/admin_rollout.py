@@ -42,7 +42,12 @@ class RolloutCalls:
         return self._shell.core.rollouts
 
     def start(self, request: admin_pb2.StartRolloutRequest) -> admin_pb2.StartRolloutResponse:
-        revision = Revision(request.revision, request.model, _engine_args(request.engine_args))
+        stable = self._shell.core.scaler.launches.stable
+        revision = Revision(
+            request.revision,
+            request.model or stable.model,
+            {**stable.engine_args, **_engine_args(request.engine_args)},
+        )
         sizes = {
             pool: getattr(request, pool.value) for pool in Pool if request.HasField(pool.value)
         }
@@ -64,7 +69,7 @@ class RolloutCalls:
             raise refused
         self._shell.post(ev.ShareAsked(request.share))
         name = self._rollouts.traffic.canary
-        message = f"{request.share:.3g} of new sessions go to revision {name}"
+        message = f"{100 * request.share:.3g} % of new sessions go to revision {name}"
         return admin_pb2.SetRolloutShareResponse(message=message)
 
     def promote(self, request: admin_pb2.PromoteRolloutRequest) -> admin_pb2.PromoteRolloutResponse:
@@ -113,7 +118,9 @@ class RolloutCalls:
         rollouts, now = self._rollouts, self._shell.now()
         traffic, running = rollouts.traffic, self._running()
         shown = rollouts.rollout or rollouts.last
-        found = admin_pb2.RolloutStatus(share=traffic.share, last=rollouts.outcome)
+        found = admin_pb2.RolloutStatus(
+            share=traffic.share, last=rollouts.outcome, stable_revision=traffic.stable
+        )
         sides: Mapping[str, Side] = shown.sides if shown is not None else {}
         stable = shown.stable if shown is not None else traffic.stable
         known = {stable}
@@ -141,12 +148,15 @@ class RolloutCalls:
 
     def _started(self, name: str, share: float) -> str:
         rollout, traffic = self._rollouts.rollout, self._rollouts.traffic
-        gets = f"revision {name} gets {share:.3g} of new sessions"
+        gets = f"revision {name} gets {100 * share:.3g} % of new sessions"
         if traffic.open:
             return f"{gets} from now on"
         sizes = rollout.sizes if rollout is not None else {}
-        starting = " and ".join(f"{number} {pool.value}" for pool, number in sizes.items())
-        return f"{gets} once it serves in both pools; {starting} workers are being started"
+        starting = " and ".join(
+            f"{number} {pool.value}" for pool, number in sizes.items() if number
+        )
+        being = f"; {starting} workers are being started" if starting else ""
+        return f"{gets} once it serves in both pools{being}"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
         counts = serving(self._shell.core.workers, rollout.revision.name)

@@ -149,8 +149,10 @@ class Core:
         self.placer.at(now)
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
-        if self.placer.changed and self.rollouts:
-            self.rollouts.advance(now)
+        if self.placer.changed:
+            self.placer.changed = False
+            if self.rollouts:
+                self.rollouts.advance(now)
         if self._book.room_made:
             self._dispatcher.dispatch(now)
         self._members.advance()

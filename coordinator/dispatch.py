@@ -65,9 +65,11 @@ class Dispatcher:
         waited = f"waited {waited_s:g} s"
         if request.losses:
             waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
-        members = self._workers.of(request.revision)
-        if request.revision != self._workers.stable:
-            waited = f"of revision {request.revision!r}, which began its output: {waited}"
+        revision, members = request.revision, self._workers.of(request.revision)
+        if revision != self._workers.stable:
+            waited = f"revision {revision!r} began its output, and no other may go on: {waited}"
+        elif others := [one for one in self._workers.revisions if one != revision]:
+            waited = f"revision {revision!r} is the stable one, attached are {others}: {waited}"
         roles = {one.role for one in members}
         empty = [pool.value for pool, role in ROLE_OF.items() if role not in roles]
         if empty:

@@ -48,7 +48,11 @@ class Placers:
         placer = self._placers.get(revision)
         if placer is None:
             placer = self._placers[revision] = Placer(
-                self._config, self._workers.of(revision), self._latency, self._outputs, self.crowded
+                self._config,
+                self._workers.follow(revision),
+                self._latency,
+                self._outputs,
+                self.crowded,
             )
             placer.router.now = self._now
         return placer
@@ -57,6 +61,7 @@ class Placers:
         """Forgets those of which nobody is attached, but for these."""
         for revision in self._placers.keys() - revisions - set(self._workers.revisions):
             del self._placers[revision]
+            self._workers.forget(revision)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when sums, masks or owners differ from what they stand for."""
@@ -69,6 +74,7 @@ class Placers:
 
     def attach(self, worker: Worker) -> None:
         self.changed = True
+        self.keep_only(frozenset({self._workers.stable, worker.revision}))
         self.of(worker.revision).attach(worker)
 
     def refresh(self, worker: Worker) -> None:

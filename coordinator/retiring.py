@@ -6,7 +6,7 @@ answer that is nobody's, and say that all is well. So it ends on its own, or fai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.coordinator.book import RequestBook
@@ -17,14 +17,22 @@ from baton.runtime import errors
 from baton.v1 import cluster_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
+# Clients whose connection broke come back with what they have: until then there is still somebody.
+_QUIET_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Leaving:
-    """Attributes: until: what has not ended then fails; by the core's clock."""
+    """Times by the core's clock.
+
+    Attributes:
+        until: what has not ended then fails.
+        busy_at: when a request of it was last there.
+    """
 
     until: float
     why: str
+    busy_at: float
 
 
 def gone_error(revision: str) -> errors.Unavailable:
@@ -59,18 +67,15 @@ class Retiring:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._leaving))
 
-    def __contains__(self, revision: object) -> bool:
-        return revision in self._leaving
+    def begin(self, revision: str, why: str, drain_s: float, now: float) -> None:
+        """It gets nothing new. What it has not ended within `drain_s` fails."""
+        self._leaving[revision] = _Leaving(now + drain_s, why, busy_at=now)
 
-    def begin(self, revision: str, why: str, until: float) -> None:
-        """It gets nothing new. What it has not ended by then, by the core's clock, fails."""
-        self._leaving[revision] = _Leaving(until, why)
-
-    def replace(self, untils: Mapping[str, float]) -> None:
-        """Others leave instead, each with its time."""
+    def replace(self, revisions: Iterable[str], drain_s: float, now: float) -> None:
+        """Others leave instead."""
         self._leaving.clear()
-        for revision, until in untils.items():
-            self.begin(revision, "another revision has taken its place", until)
+        for revision in revisions:
+            self.begin(revision, "another revision has taken its place", drain_s, now)
 
     def advance(self, now: float) -> bool:
         """Goes on with it; whether one of them is gone for good."""
@@ -94,12 +99,15 @@ class Retiring:
             for request in stays:
                 self._book.fail(request, gone_error(revision), now)
             stays = []
+        if stays:
+            leaving.busy_at = now
+        is_needed = now < min(leaving.until, leaving.busy_at + _QUIET_S)
         self._launches.give_up_stuck(revision, now)
         members = self._workers.of(revision)
         for role in ROLE_OF.values():
             there = [one for one in members if one.role == role and one.state != _DRAINING]
             there.sort(key=lambda one: (one.serving, len(one.assigned), one.id))
-            if stays and there:
+            if is_needed and there:
                 there.pop()
             for worker in there:
                 self._drain(worker, max(1.0, leaving.until - now), leaving.why, now)

@@ -136,9 +136,9 @@ class Rollouts:
             share: of new sessions.
             sizes: workers to start; a pool that is left out has those that are attached, or one.
         """
-        running = self.traffic.canary
+        running, leaving = self.traffic.canary, frozenset(self.retiring)
         return why.start_error(
-            self._workers, self._scaler, running, self.retiring, revision, sizes
+            self._workers, self._scaler, running, leaving, revision, sizes
         ) or why.share_error(share)
 
     def share_error(self, share: float) -> errors.BatonError | None:
@@ -239,8 +239,12 @@ class Rollouts:
         )
 
     def _changed(self) -> None:
-        """Workers are to remember what is so now."""
+        """Something is no more what workers remember."""
         self._version += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        """Workers are to remember what is so now."""
         record = self._record()
         for worker in self._workers:
             self._emit(ev.SendCommand(worker.key, record))
@@ -248,7 +252,7 @@ class Rollouts:
     def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
         """Goes on where the coordinator before was."""
         self._version, self.rollout = record.version, None
-        self.retiring.replace(dict.fromkeys(record.retiring, now + self._max_request_s))
+        self.retiring.replace(record.retiring, self._max_request_s, now)
         self._book.stats.sides = {}
         self.traffic.stable = self._workers.stable = record.stable
         self.traffic.canary, self.traffic.open = "", False
@@ -261,6 +265,7 @@ class Rollouts:
         self._placers.changed = True
         if not self:
             self._timers.cancel(ROLLOUT)
+        self._tell()
 
     def _set_current(self) -> None:
         current = frozenset(filter(None, (self.traffic.stable, self.traffic.canary)))
@@ -330,7 +335,7 @@ class Rollouts:
         self._set_current()
 
     def _retire(self, revision: str, reason: str, drain_s: float | None, now: float) -> None:
-        self.retiring.begin(revision, reason, now + (drain_s or self._max_request_s))
+        self.retiring.begin(revision, reason, drain_s or self._max_request_s, now)
 
     def _move_waiting(self) -> None:
         """What waits on a revision that gets nothing new goes to the stable one."""

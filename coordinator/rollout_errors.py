@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.revision import Revision
@@ -43,7 +43,7 @@ def start_error(
     workers: WorkerRegistry,
     scaler: Scaler,
     running: str,
-    retiring: Container[str],
+    retiring: frozenset[str],
     revision: Revision,
     sizes: Mapping[Pool, int],
 ) -> BatonError | None:

@@ -15,15 +15,12 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 def rollout_metrics(core: Core) -> Iterator[Metric]:
-    """Of the rollout that runs, read from the scraping thread; the share alone where none runs."""
+    """Of the rollout that runs, read from the scraping thread; without one only the share."""
     share = GaugeMetricFamily(
         "baton_rollout_share", "Of new sessions that the canary gets; 0 to 1."
     )
     share.add_metric([], core.rollouts.traffic.share)
     yield share
-    rollout = core.rollouts.rollout
-    if rollout is None:
-        return
     workers = GaugeMetricFamily(
         "baton_rollout_workers", "Workers that serve, by revision.", labels=["revision"]
     )
@@ -42,9 +39,13 @@ def rollout_metrics(core: Core) -> Iterator[Metric]:
             ("itl", "Gaps between outputs, since both revisions are compared."),
         )
     }
-    for label, name in (("stable", rollout.stable), ("canary", rollout.revision.name)):
+    rollout = core.rollouts.rollout
+    revisions = (
+        {} if rollout is None else {"stable": rollout.stable, "canary": rollout.revision.name}
+    )
+    for label, name in revisions.items():
         workers.add_metric([label], sum(one.serving for one in core.workers.of(name)))
-        side = rollout.sides.get(name)
+        side = rollout.sides.get(name) if rollout is not None else None
         if side is None:
             continue
         for outcome, count in (

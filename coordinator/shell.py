@@ -300,8 +300,20 @@ class Shell:
         if effect.worker not in self._links:
             self._links[effect.worker] = WorkerLink(effect.worker)
             _log.info("worker attached", extra={"worker": effect.worker[0]})
+            self._warn_of_revision(effect.worker)
         link = self._links[effect.worker]
         link.role, link.adopted = effect.role, effect.adopted
+
+    def _warn_of_revision(self, key: WorkerKey) -> None:
+        """Of a worker that gets nothing: it may be meant to serve."""
+        worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
+        if worker is not None and worker.revision not in (traffic.stable, traffic.canary):
+            _log.warning(
+                "revision %r is neither the stable one, %r, nor rolled out: it gets nothing new",
+                worker.revision,
+                traffic.stable,
+                extra={"worker": worker.id},
+            )
 
     def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
         self._refusal = effect.error

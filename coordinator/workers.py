@@ -155,18 +155,16 @@ class Worker:
 
 
 class Members:
-    """The workers of one revision, as they are now: each can go on with what another began.
+    """The workers of one revision: each can go on with what another began.
 
     Args:
-        by_revision: attached workers, by revision and id.
+        workers: attached ones, by id; whoever owns them changes them.
     """
 
-    def __init__(self, by_revision: Mapping[str, Mapping[str, Worker]], revision: str) -> None:
-        self._by_revision, self._revision = by_revision, revision
+    __slots__ = ("_workers",)
 
-    @property
-    def _workers(self) -> Mapping[str, Worker]:
-        return self._by_revision.get(self._revision, {})
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
+        self._workers = workers
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -192,6 +190,9 @@ class Members:
         return None
 
 
+_NOBODY = Members({})
+
+
 class WorkerRegistry:
     """At most one incarnation per worker id.
 
@@ -207,6 +208,7 @@ class WorkerRegistry:
         self._model_name, self.stable = model_name, stable
         self._workers: dict[str, Worker] = {}
         self._by_revision: dict[str, dict[str, Worker]] = {}
+        self._members: dict[str, Members] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
 
@@ -225,13 +227,26 @@ class WorkerRegistry:
         return self._workers.get(worker_id)
 
     def of(self, revision: str) -> Members:
-        """The workers of a revision; there may be none."""
-        return Members(self._by_revision, revision)
+        """The workers that a revision has now; there may be none."""
+        return self._members.get(revision, _NOBODY)
+
+    def follow(self, revision: str) -> Members:
+        """The workers of a revision, as they come and go, until it is forgotten."""
+        members = self._members.get(revision)
+        if members is None:
+            self._by_revision[revision] = {}
+            members = self._members[revision] = Members(self._by_revision[revision])
+        return members
+
+    def forget(self, revision: str) -> None:
+        """Nobody follows it any more; of one that has workers nothing is forgotten."""
+        if not self._by_revision.get(revision, True):
+            del self._by_revision[revision], self._members[revision]
 
     @property
     def revisions(self) -> list[str]:
         """Of attached workers."""
-        return list(self._by_revision)
+        return [revision for revision, workers in self._by_revision.items() if workers]
 
     def peers(self, worker: Worker) -> list[Worker]:
         """Who serves the same role and revision, itself included if it serves."""
@@ -306,7 +321,8 @@ class WorkerRegistry:
     def add(self, worker: Worker) -> None:
         assert worker.id not in self._workers
         self._workers[worker.id] = worker
-        self._by_revision.setdefault(worker.revision, {})[worker.id] = worker
+        self.follow(worker.revision)
+        self._by_revision[worker.revision][worker.id] = worker
 
     def remove(self, worker: Worker, reason: str) -> None:
         """Takes out a worker that must not come back.
@@ -316,10 +332,7 @@ class WorkerRegistry:
             reason: in words, continuing "this incarnation ...".
         """
         del self._workers[worker.id]
-        members = self._by_revision[worker.revision]
-        del members[worker.id]
-        if not members:
-            del self._by_revision[worker.revision]
+        del self._by_revision[worker.revision][worker.id]
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

@@ -36,8 +36,8 @@ def test_never_a_verdict_on_a_few_samples(num):
 
 
 def test_equal_revisions_are_not_told_apart():
-    for seed in range(40):
-        judged = judge(side(4000, num_failed=40), side(300, num_failed=3, seed=seed + 2))
+    for seed in range(20):
+        judged = judge(side(2000, num_failed=20), side(300, num_failed=3, seed=seed + 2))
         assert judged.verdict is Verdict.NO_WORSE, (seed, judged.reason)
 
 

@@ -137,6 +137,19 @@ def test_a_revision_that_nobody_rolls_out_gets_nothing(two):
     assert not any(worker.assigned for worker in cell.core.workers if worker.revision == "r2")
 
 
+def test_it_is_said_where_only_another_revision_is_attached(new_world):
+    world = new_world()
+    world.attach("p", PREFILL, revision="v7")
+    world.attach("d", DECODE, revision="v7")
+    assert not world.core.can_serve
+    to = world.submit()
+    for _ in range(70):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
+
+
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two):
     cell = two(None)
     for name in ("cd", "cd2"):
@@ -310,7 +323,23 @@ def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(t
     assert left == {PREFILL, DECODE}
     assert len(cell.ids()) == 6
     cell.token(to, finish=STOP)
-    cell.beat(3)
+    cell.beat(5)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+def test_who_comes_back_finds_the_revision_that_began(two):
+    """A broken connection takes its requests along, and they are back a moment later."""
+    cell = two(1.0)
+    to = cell.begin()
+    known = list(cell.request(to).token_ids)
+    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.SessionLost(to.session))
+    cell.beat()
+    again = cell.world.submit(session=2, known_token_ids=known, revision="r2")
+    cell.first_token(again)
+    cell.token(again, finish=STOP)
+    assert cell.world.last(again).reason == STOP
+    cell.beat(5)
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 

@@ -86,7 +86,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
     # Of workers that nobody has asked for.
     assert [one.name for one in found.others] == ["r2"]
     message = await admin.start_rollout("r2", share=0.5)
-    assert message == "revision r2 gets 0.5 of new sessions from now on"
+    assert message == "revision r2 gets 50 % of new sessions from now on"
     async with BatonClient(coordinator.address) as client:
         for number in range(24):
             answer = await client.complete(
@@ -114,7 +114,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
             assert samples["baton_rollout_requests_total", ended] == one.num_ended
             p95 = ("lane", "interactive"), ("quantile", "0.95"), ("revision", label)
             assert samples["baton_rollout_ttft_seconds", p95] > 0
-        assert "0.25 of new sessions" in await admin.set_rollout_share(0.25)
+        assert "25 % of new sessions" in await admin.set_rollout_share(0.25)
         message = await admin.promote_rollout()
         assert message.startswith("revision r2 is the stable one; workers of 1 finish")
         assert "too few samples to tell" in message
@@ -123,7 +123,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
         answer = await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)
         assert answer.token_ids == (0, 1)
     found = await admin.get_rollout()
-    assert (found.phase, found.share) == (NONE, 0.0)
+    assert (found.phase, found.share, found.stable_revision) == (NONE, 0.0, "r2")
     assert found.last == "revision 'r2' was promoted, after '1'"
     # What both did until then stays to be looked at.
     assert found.canary.num_ended + found.stable.num_ended == 24

@@ -1929,7 +1929,7 @@ class StartRolloutRequest(_message.Message):
     revision: _builtins.str
     """1 to 64 characters of [A-Za-z0-9._-]; not the stable one's."""
     model: _builtins.str
-    """As the configuration's `model`; empty: that one."""
+    """As the configuration's `model`; empty: the stable revision's."""
     share: _builtins.float
     """Of new sessions, and of requests without one: 0 to 1."""
     prefill: _builtins.int
@@ -1939,7 +1939,7 @@ class StartRolloutRequest(_message.Message):
     """Aborts by itself once the verdict is that the canary is worse."""
     @_builtins.property
     def engine_args(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """By name, values in JSON; they go over the configured ones, those of the pools too."""
+        """By name, values in JSON; they go over the stable revision's, those of the pools too."""
 
     def __init__(
         self,
@@ -2140,6 +2140,7 @@ class RolloutStatus(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     ABORT_IF_WORSE_FIELD_NUMBER: _builtins.int
+    STABLE_REVISION_FIELD_NUMBER: _builtins.int
     phase: Global___RolloutPhase.ValueType
     share: _builtins.float
     verdict: Global___RolloutVerdict.ValueType
@@ -2150,8 +2151,12 @@ class RolloutStatus(_message.Message):
     problem: _builtins.str
     """Why the canary's workers do not start; empty when they do."""
     abort_if_worse: _builtins.bool
+    stable_revision: _builtins.str
+    """What serves now all that no rollout takes."""
     @_builtins.property
-    def stable(self) -> Global___RevisionStatus: ...
+    def stable(self) -> Global___RevisionStatus:
+        """The two that are compared; where none runs, those of the last rollout as they were then."""
+
     @_builtins.property
     def canary(self) -> Global___RevisionStatus:
         """Absent while there has been no rollout."""
@@ -2180,10 +2185,11 @@ class RolloutStatus(_message.Message):
         last: _builtins.str = ...,
         problem: _builtins.str = ...,
         abort_if_worse: _builtins.bool = ...,
+        stable_revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "compared_for", b"compared_for", "stable", b"stable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "compared_for", b"compared_for", "last", b"last", "others", b"others", "phase", b"phase", "problem", b"problem", "share", b"share", "stable", b"stable", "verdict", b"verdict", "verdict_reason", b"verdict_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_if_worse", b"abort_if_worse", "canary", b"canary", "compared_for", b"compared_for", "last", b"last", "others", b"others", "phase", b"phase", "problem", b"problem", "share", b"share", "stable", b"stable", "stable_revision", b"stable_revision", "verdict", b"verdict", "verdict_reason", b"verdict_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
