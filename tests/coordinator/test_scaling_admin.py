@@ -260,3 +260,41 @@ async def test_without_a_launcher_sizes_are_refused_and_workers_drain_all_the_sa
         await admin.drain_worker("d")
         await until(admin, lambda event: not event.workers)
     await worker.close()
+
+
+async def test_a_rollout_through_the_launcher(cell):
+    coordinator, launcher, admin = cell
+
+    async def revisions(*wanted):
+        async with asyncio.timeout(2 * WAIT_S):
+            while sorted(one.revision for one in await admin.list_workers()) != sorted(wanted):
+                await asyncio.sleep(0.02)
+
+    message = await admin.start_rollout(
+        "r2", share=1.0, model="/models/new", engine_args={"max_num_seqs": 8}, num_decode=2
+    )
+    assert "1 prefill and 2 decode workers are being started" in message
+    await revisions("1", "1", "r2", "r2", "r2")
+    found = await admin.get_rollout()
+    assert (found.canary.model, dict(found.canary.engine_args)) == (
+        "/models/new",
+        {"max_num_seqs": "8"},
+    )
+    async with BatonClient(coordinator.address) as client:
+        assert (await client.complete([1, 2, 3], max_tokens=3)).token_ids == (0, 1, 2)
+        message = await admin.promote_rollout()
+        assert 'model: /models/new, engine_args: {"max_num_seqs": 8}' in message
+        # The pools keep their sizes.
+        await revisions("r2", "r2")
+        await admin.start_rollout("r3", share=1.0, engine_args={"enforce_eager": True})
+        await revisions("r2", "r2", "r3", "r3")
+        # Over what is stable now.
+        canary = (await admin.get_rollout()).canary
+        assert canary.model == "/models/new"
+        assert set(canary.engine_args) == {"max_num_seqs", "enforce_eager"}
+        assert (await client.complete([1, 2, 3], max_tokens=3)).token_ids == (0, 1, 2)
+        await admin.abort_rollout()
+        await revisions("r2", "r2")
+    async with asyncio.timeout(WAIT_S):
+        while len(launcher.workers) > 2:
+            await asyncio.sleep(0.02)
