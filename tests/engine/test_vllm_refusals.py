@@ -101,6 +101,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "profiler": ("llama", {"profiler_config": {"profiler": "cuda"}}),
+    "profiler_config": ("llama", {"profiler_config": {"torch_profiler_shapes": True}}),
 }
 PLAIN = "serve it with plain vLLM"
 
@@ -181,6 +183,12 @@ def test_drafts_with_a_cache_of_their_own(said: dict[str, str]) -> None:
     message = said["draft_model"]
     assert message.startswith("engine_args.speculative_config: method is 'draft_model'")
     assert "ngram" in message
+
+
+def test_profiles_are_torchs_and_say_what_is_wrong(said: dict[str, str]) -> None:
+    assert said["profiler"] == "engine_args.profiler_config.profiler: is set by Baton"
+    assert said["profiler_config"].startswith("engine_args.profiler_config: ")
+    assert "torch_profiler_shapes" in said["profiler_config"]
 
 
 @pytest.mark.parametrize("name", ["llama", "window switched off", "ngram"])
