@@ -89,9 +89,7 @@ class Trace:
 AZURE = DATA / "azure/conv_first3000.csv"
 TRACES = (
     Trace("azure", AZURE, 0.5, 4.0),
-    Trace(
-        "mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.75, hit_share=0.3, warm_up_s=120.0
-    ),
+    Trace("mooncake", DATA / "mooncake_conversation.csv", 2.0, 0.6, hit_share=0.3, warm_up_s=120.0),
     Trace("tides", AZURE, 0.5, 4.0, lasts_s=1200.0),
 )
 

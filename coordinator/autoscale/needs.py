@@ -27,6 +27,8 @@ _NOTED = 1.3
 _TOLD = 1.02
 # Corrections from measurements stay between 1 and this.
 _MOST_CORRECTION = 2.0
+# A few prompts tell little of how uneven all are.
+_MOST_UNEVEN = 4.0
 _UP, _DOWN, _FOLLOWS = 1.15, 0.99, 0.1
 # In standard errors: what exceeds it is more than chance.
 _SURE = 2.0
@@ -165,7 +167,11 @@ def decode_need(
     present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
     # Outputs may be longer than expected: who has been here for a while counts as expected.
     lasting = forecast.load(samples, now, lambda one: one.present)
-    number = _spread(max(expected, lasting), each, bursts)
+    # Requests differ in what they hold: a few long ones more make steps as long as many.
+    uneven = _unevenness(observation, config) if by_time <= by_room else 0.0
+    slope_s = latency.step_per_request_s + latency.step_per_kv_token_s * held_each
+    share = latency.step_per_kv_token_s * held_each / slope_s if slope_s > 0 else 0.0
+    number = _spread(max(expected, lasting), each, bursts + uneven * share * share)
     # Of those that are here now some are here by chance, and gone before a worker would be.
     at_once = _spread(present - _SURE * math.sqrt(present * bursts), each, 0.0)
     if not number and not at_once:
@@ -182,6 +188,17 @@ def decode_need(
     if correction > _TOLD:
         reason += f" (ITL is {correction:.2f} x what is predicted)"
     return Need(max(number, at_once), reason)
+
+
+def _unevenness(observation: Observation, config: ScalingConfig) -> float:
+    """The squared coefficient of variation of prompts, by their work; at most 4."""
+    lanes = dict(observation.lanes)
+    works = [work for name in _lanes(config) if name in lanes for work in lanes[name].works_s]
+    mean_s = math.fsum(works) / len(works) if works else 0.0
+    if not mean_s > 0:
+        return 0.0
+    ratios = [work / mean_s for work in works]
+    return min(_MOST_UNEVEN, max(0.0, math.fsum(one * one for one in ratios) / len(works) - 1))
 
 
 def _lanes(config: ScalingConfig) -> list[str]:
