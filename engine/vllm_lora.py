@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
@@ -36,6 +37,8 @@ def lora_args(adapters: Mapping[str, str], engine_args: Mapping[str, Any]) -> di
     if engine_args.get("enable_lora") is False:
         raise EngineDead("engine_args.enable_lora: is False; lora_adapters needs it: leave it out")
     in_batch = engine_args.get("max_loras", min(len(adapters), _MAX_IN_BATCH))
+    if current_platform.is_cpu():
+        in_batch = _with_a_free_slot(len(adapters), engine_args.get("max_loras"))
     found = {
         "enable_lora": True,
         "max_loras": in_batch,
@@ -52,6 +55,21 @@ def lora_args(adapters: Mapping[str, str], engine_args: Mapping[str, Any]) -> di
             "of lora_adapters, which all stay loaded"
         )
     return found
+
+
+def _with_a_free_slot(num_adapters: int, max_loras: int | None) -> int:
+    """How many slots vLLM needs for so many adapters on a CPU: the last one has to stay empty.
+
+    Its kernels there (vllm/lora/ops/torch_ops) take slot -1 for requests without an adapter, which
+    is the last one: in a batch with others they would be computed with its adapter.
+    """
+    if max_loras is not None and max_loras <= num_adapters:
+        raise EngineDead(
+            f"engine_args.max_loras: is {max_loras}; must be at least {num_adapters + 1} on a CPU, "
+            "one more than there are lora_adapters: vLLM computes requests of the base model with "
+            "what is in the last slot there; leave it out"
+        )
+    return max_loras or num_adapters + 1
 
 
 def revision_of(path: str) -> str:

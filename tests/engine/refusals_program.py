@@ -18,8 +18,8 @@ from baton.engine.vllm_engine import VllmEngine
 async def main() -> None:
     messages = {}
     with contextlib.redirect_stdout(sys.stderr):
-        for name, (directory, engine_args) in json.load(sys.stdin).items():
-            engine = VllmEngine(directory, "m", engine_args, "/nowhere/kv.sock")
+        for name, (directory, engine_args, adapters) in json.load(sys.stdin).items():
+            engine = VllmEngine(directory, "m", engine_args, "/nowhere/kv.sock", adapters)
             try:
                 await engine.start()
             except EngineDead as error:

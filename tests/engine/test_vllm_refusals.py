@@ -104,6 +104,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "profiler": ("llama", {"profiler_config": {"profiler": "cuda"}}),
     "profiler_config": ("llama", {"profiler_config": {"torch_profiler_shapes": True}}),
 }
+# The same of the adapters a and b, where {adapter} stands for the directory of one.
+ADAPTER_CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "no directory": ({"a": "/nowhere/a"}, {}),
+    "no adapter": ({"a": "{llama}"}, {}),
+    "enable_lora": ({"a": "{adapter}"}, {"enable_lora": False}),
+    "max_cpu_loras": ({"a": "{adapter}", "b": "{adapter}"}, {"max_cpu_loras": 1}),
+    "max_loras": ({"a": "{adapter}", "b": "{adapter}"}, {"max_loras": 2}),
+}
 PLAIN = "serve it with plain vLLM"
 
 
@@ -113,13 +121,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, config in MODELS.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
-    return {name: str(root / name) for name in MODELS}
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    return {name: str(root / name) for name in (*MODELS, "adapter")}
 
 
 @pytest.fixture(scope="module")
 def said(directories: dict[str, str]) -> dict[str, str]:
     """What the engine's start says, by case."""
-    given = json.dumps({name: (directories[model], args) for name, (model, args) in CASES.items()})
+    cases = {name: (directories[model], args, {}) for name, (model, args) in CASES.items()} | {
+        name: (directories["llama"], args, adapters)
+        for name, (adapters, args) in ADAPTER_CASES.items()
+    }
+    given = json.dumps(cases).replace("{adapter}", directories["adapter"])
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "refusals_program.py")],
         input=given.replace("{llama}", directories["llama"]),
@@ -205,3 +219,17 @@ def test_what_a_person_sees(directories: dict[str, str]) -> None:
     last = done.stderr.splitlines()[-1]
     assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last
     assert PLAIN in last
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no directory", "lora_adapters.a: is '/nowhere/a'; there is no such directory"),
+        ("no adapter", "lora_adapters.a: is "),
+        ("enable_lora", "engine_args.enable_lora: is False; lora_adapters needs it"),
+        ("max_cpu_loras", "engine_args.max_cpu_loras: is 1; must be at least 2"),
+        ("max_loras", "engine_args.max_loras: is 2; must be at least 3 on a CPU"),
+    ],
+)
+def test_settings_that_adapters_cannot_do_with(said: dict[str, str], case: str, message: str):
+    assert said[case].startswith(message)
