@@ -83,8 +83,7 @@ def stalls(
     if target_s is None or request.first_token_at is None or not request.gaps_us:
         return ()
     limit_us = target_s * 1e6
-    # A list: an array makes its numbers anew each time they are looked at.
-    if max(request.gaps_us.tolist()) <= limit_us:
+    if max(request.gaps_us) <= limit_us:
         return ()
     arrived_at, worker = request.submission.arrived_at, request.decode
     first_us = round((request.first_token_at - arrived_at) * 1e6)

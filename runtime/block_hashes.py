@@ -41,13 +41,10 @@ def block_hashes(
     """
     if block_size_tokens < 1:
         raise ValueError(f"block_size_tokens is {block_size_tokens}; must be at least 1")
-    if isinstance(token_ids, array) and token_ids.typecode == "I":
-        words = token_ids
-    else:
-        words = array("I", token_ids)
+    words = array("I", token_ids)
     assert words.itemsize == 4
     block_bytes = 4 * block_size_tokens
-    data, digest = memoryview(words).cast("B"), xxhash.xxh3_64_intdigest
+    data, digest = memoryview(words.tobytes()), xxhash.xxh3_64_intdigest
     hashes = array("Q")
     for begin in range(0, len(data) - block_bytes + 1, block_bytes):
         parent = digest(data[begin : begin + block_bytes], parent)

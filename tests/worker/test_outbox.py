@@ -55,6 +55,20 @@ def test_a_new_coordinator_hears_only_of_requests_that_it_adopted() -> None:
     assert not message.step.HasField("tokens")
 
 
+def test_a_batch_is_bounded_and_what_is_longer_goes_by_itself() -> None:
+    outbox = Outbox()
+    for number in range(1, 71):
+        outbox.post(message(number))
+    for _ in range(3):
+        cache = cluster_pb2.CacheEvents(stored=[1] * 80_000)
+        outbox.post(cluster_pb2.WorkerMessage(cache=cache))
+    sizes = []
+    while (one := outbox.next_batch()) is not None:
+        sizes.append(len(one.batch) or 1)
+    assert sizes == [64, 7, 1, 1]
+    assert not outbox.has_unsent
+
+
 async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> None:
     outbox = Outbox(max_messages=2)
     outbox.post(message(1))
@@ -67,14 +81,19 @@ async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> Non
     assert len(outbox) == 0
 
 
-@given(st.lists(st.sampled_from(["post", "send", "ack", "stream"]), max_size=60), st.data())
+@given(
+    st.lists(st.sampled_from(["post", "send", "batch", "ack", "stream"]), max_size=60), st.data()
+)
 def test_whatever_streams_do_everything_arrives_once_in_order(
     actions: list[str], data: st.DataObject
 ) -> None:
     outbox, processed, posted = Outbox(), list[int](), 0
 
     def deliver(at_most: int | None) -> None:
-        for seq, step in sent(outbox, at_most):
+        arrive(sent(outbox, at_most))
+
+    def arrive(found: list[tuple[int, int]]) -> None:
+        for seq, step in found:
             if seq > len(processed):
                 assert seq == len(processed) + 1
                 processed.append(step)
@@ -85,6 +104,9 @@ def test_whatever_streams_do_everything_arrives_once_in_order(
             outbox.post(message(posted))
         elif action == "send":
             deliver(data.draw(st.integers(0, 3)))
+        elif action == "batch":
+            if (one := outbox.next_batch()) is not None:
+                arrive([(each.seq, each.step.step) for each in one.batch or [one]])
         elif action == "ack":
             outbox.acknowledge(data.draw(st.integers(0, len(processed))))
         else:
