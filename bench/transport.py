@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.bench import copies, nixl_transfer, stats, transfer_workers
+from baton.bench import bare_stream, copies, nixl_transfer, stats, transfer_workers
 from baton.bench.copies import CopyCounter
 from baton.bench.transport_driver import (
     GB,
@@ -46,6 +46,8 @@ PACED_HANDOFFS = 3
 GRPC_STREAMS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
 STAGING_BYTES = 1280 * 2**20
 MEMCPY_REPEATS = 5
+# Of which gRPC's own copies are counted: the last is what a frame travels in.
+MESSAGE_BYTES = (2**14, 2**16, FRAME_TARGET_BYTES)
 # Of a core that does nothing else.
 FULL = 0.9
 
@@ -149,6 +151,7 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "handoffs": {each.name: each.handoff_bytes for each in shapes},
         "nixl": {},
         "copies": {},
+        "bare_copies": {},
         "failed": {},
     }
     paced: list[Run] = []
@@ -175,6 +178,9 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             if counter is not None:
                 for transport in working:
                     results["copies"][transport] = await bench.copies(transport, main, counter)
+                for size in MESSAGE_BYTES:
+                    bare = await bare_stream.received_copies(counter, size)
+                    results["bare_copies"][size] = bare
     if arguments.nixl:
         for name, ucx in (("NIXL", "all"), ("NIXL over TCP", "tcp")):
             moved = nixl_transfer.measure(main.handoff_bytes, FRAME_TARGET_BYTES, seconds, ucx)
@@ -259,6 +265,10 @@ def show(results: dict[str, Any]) -> None:
     header = ["flat out, one handoff at a time", "shape", "GB/s", "/ memcpy", "sender CPU s/GB"]
     header += ["receiver", "copies per byte, sender", "receiver"]
     stats.print_table("Every path (copies: user space, those of 1 KiB and more)", header, rows)
+    if results["bare_copies"]:
+        rows = [[f"{size:,}", f"{bare:.2f}"] for size, bare in results["bare_copies"].items()]
+        title = "What gRPC copies by itself before anybody has a message"
+        stats.print_table(title, ["bytes per message", "copies per byte"], rows)
     if results["streams"]:
         rows = [
             [f"{run['streams']}", f"{run['connections']}", f"{run['gb_s']:.2f}"]
