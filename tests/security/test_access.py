@@ -234,7 +234,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
         give_back()
     # Of a key, whatever it is called.
     named = [keys.add("jwt:svc", tenant=tenant, max_concurrent=1) for tenant in ("search", "b")]
-    both = Access(SecurityConfig(api_keys_file=keys.path, jwt=issuer.config()), Refusals())
+    both = Access(SecurityConfig(api_keys_file=keys.path, jwt=issuer.config), Refusals())
     for credential in (*named, tokens[0]):
         both.enter(request(both, credential))
 
