@@ -20,7 +20,7 @@ from baton.coordinator.dispatch import Dispatcher
 from baton.coordinator.handoff_reports import HandoffReports
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF
-from baton.coordinator.members import Members
+from baton.coordinator.members import Membership
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import EndedRequest, Request, RequestKey, WorkerKey
@@ -79,7 +79,7 @@ class Core:
             policy,
             Revision(config.revision),
         )
-        self._members = members = Members(
+        self._members = members = Membership(
             config,
             self._book,
             self.workers,

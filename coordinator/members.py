@@ -28,7 +28,7 @@ _STUCK_FOR_GOOD = 3
 _GONE_S = 0.5
 
 
-class Members:
+class Membership:
     """Owns the workers that flip and drain, and the timer of each worker's silence.
 
     Args:

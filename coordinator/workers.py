@@ -154,7 +154,7 @@ class Worker:
         return True
 
 
-class Members:
+class RevisionWorkers:
     """The workers of one revision: each can go on with what another began.
 
     Args:
@@ -190,7 +190,7 @@ class Members:
         return None
 
 
-_NOBODY = Members({})
+_NOBODY = RevisionWorkers({})
 
 
 class WorkerRegistry:
@@ -208,7 +208,7 @@ class WorkerRegistry:
         self._model_name, self.stable = model_name, stable
         self._workers: dict[str, Worker] = {}
         self._by_revision: dict[str, dict[str, Worker]] = {}
-        self._members: dict[str, Members] = {}
+        self._members: dict[str, RevisionWorkers] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
 
@@ -226,16 +226,16 @@ class WorkerRegistry:
     def by_id(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
-    def of(self, revision: str) -> Members:
+    def of(self, revision: str) -> RevisionWorkers:
         """The workers that a revision has now; there may be none."""
         return self._members.get(revision, _NOBODY)
 
-    def follow(self, revision: str) -> Members:
+    def follow(self, revision: str) -> RevisionWorkers:
         """The workers of a revision, as they come and go, until it is forgotten."""
         members = self._members.get(revision)
         if members is None:
             self._by_revision[revision] = {}
-            members = self._members[revision] = Members(self._by_revision[revision])
+            members = self._members[revision] = RevisionWorkers(self._by_revision[revision])
         return members
 
     def forget(self, revision: str) -> None:
