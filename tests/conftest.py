@@ -8,7 +8,9 @@ import os
 import resource
 import signal
 import socketserver
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,3 +56,10 @@ def nothing_is_left_to_the_next_test() -> Iterator[None]:
     after = _state()
     left = {what: after[what] for what in before if after[what] != before[what]}
     assert not left, f"the test has changed its process: {left}"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for Unix sockets, whose paths may have 107 bytes; `tmp_path` may be too long."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        yield Path(directory)

@@ -371,10 +371,8 @@ def test_a_missing_model_is_one_line(baton, tmp_path):
     assert result.out == ""
 
 
-def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, monkeypatch):
-    directories = tmp_path / "t"
-    directories.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directories))
+def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(short_path))
     up = Process(*UP, "--no-http", "--prefill", "0", home=tmp_path)
     try:
         up.line(r"^ready grpc=")
@@ -387,7 +385,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, monkeypa
         (segment,) = {
             Path(file.path) for file in service.open_files() if file.path.startswith("/dev/shm/")
         }
-        (directory,) = directories.glob("baton-*")
+        (directory,) = short_path.glob("baton-*")
         worker.kill()
         service.wait(5.0)
         assert not segment.exists()

@@ -5,7 +5,7 @@ import asyncio
 import httpx2 as httpx
 import pytest
 from openai import BadRequestError, NotFoundError
-from processes import Cluster
+from processes import ADAPTERS, Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AdminClient
@@ -183,12 +183,12 @@ async def test_who_asked_and_how_is_told(openai, cluster):
 
 
 async def test_models(openai):
-    model, adapter = (await openai.models.list()).data
-    assert (model.id, model.object, model.parent) == ("demo", "model", None)
-    assert (adapter.id, adapter.object, adapter.parent) == ("poet", "model", "demo")
+    models = [(one.id, one.object, one.parent) for one in (await openai.models.list()).data]
+    adapters = [(name, "model", "demo") for name in ADAPTERS]
+    assert models == [("demo", "model", None), *adapters]
     assert (await openai.models.retrieve("demo")).id == "demo"
     assert (await openai.models.retrieve("poet")).id == "poet"
-    with pytest.raises(NotFoundError, match="serves 'demo' and 'poet'"):
+    with pytest.raises(NotFoundError, match="serves 'demo' and 'clerk' and 'poet'"):
         await openai.models.retrieve("other/model")
     with pytest.raises(NotFoundError) as caught:
         await openai.completions.create(model="other", prompt="x")

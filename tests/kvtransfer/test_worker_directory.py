@@ -13,8 +13,8 @@ from baton.runtime import worker_directory
 from baton.runtime.config import KvTransferConfig
 
 
-async def test_the_directory_of_a_killed_worker_goes_with_its_service(tmp_path):
-    directory = tmp_path / f"{worker_directory.PREFIX}1"
+async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path):
+    directory = short_path / f"{worker_directory.PREFIX}1"
     directory.mkdir()
     # As a killed engine leaves one.
     with socket.socket(socket.AF_UNIX) as engines:

@@ -233,10 +233,10 @@ async def test_nobody_takes_it(start, tmp_path):
 
 
 async def test_a_live_worker_serves_on_and_its_steps_are_there(
-    coordinator, start_worker, vocabulary, monkeypatch, tmp_path
+    coordinator, start_worker, vocabulary, monkeypatch, short_path
 ):
     # What it makes is to be seen.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     start_worker()
     stream = await coordinator.stream()
     await coordinator.command(stream, profile=record(9, 0.3))
@@ -253,7 +253,7 @@ async def test_a_live_worker_serves_on_and_its_steps_are_there(
     assert sum(step["prefill tokens"] for step in steps) == 20
     assert sum(step["decodes"] for step in steps) == 4
     assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
-    (directory,) = (one for one in tmp_path.iterdir() if one.is_dir())
+    (directory,) = (one for one in short_path.iterdir() if one.is_dir())
     assert not [one for one in directory.iterdir() if "trace" in one.name]
 
 
