@@ -63,8 +63,8 @@ from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
+from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
-from baton.kvtransfer.notes import NoteWriter
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -157,7 +157,7 @@ class VllmEngine:
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
         self._core: Any = None
-        self._notes: NoteWriter | None = None
+        self._port: EnginePort | None = None
 
     async def start(self) -> EngineInfo:
         try:
@@ -201,17 +201,15 @@ class VllmEngine:
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
+        self._port = EnginePort(self._transfer_socket)
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
-        # The scheduler has made it by now.
-        self._notes = NoteWriter(self._transfer_socket)
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
         affinity.keep_off(rank_cpus)
         ended_at = engine_stages.ended_at(self._transfer_socket)
         weights_at = ended_at.get(engine_stages.WEIGHTS, begun_at)
-        # One block is vLLM's placeholder: no request gets it.
-        blocks = max(0, (config.cache_config.num_gpu_blocks or 0) - 1)
+        blocks = config.cache_config.num_gpu_blocks or 0
         self._kv_tokens = blocks * config.cache_config.block_size
         return EngineInfo(
             engine="vllm",
@@ -237,7 +235,7 @@ class VllmEngine:
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        told = self._notes is not None and self._notes.alive
+        told = self._port is not None and self._port.alive
         if request.receive is None or needs_exact_state(request.sampling) or not told:
             return
         live = self._new_live(request)
@@ -301,8 +299,8 @@ class VllmEngine:
 
     def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
         """Tells the scheduler; False when it can no longer be told."""
-        assert self._notes is not None, "submit before start"
-        return self._notes.note(self._num_submitted, handoff_id, token_ids)
+        assert self._port is not None, "submit before start"
+        return self._port.note(self._num_submitted, handoff_id, token_ids)
 
     def _engine_core_requests(
         self, live: _Live, num_coming_tokens: int | None = None
@@ -577,8 +575,8 @@ class VllmEngine:
 
     async def stop(self) -> None:
         core, self._core = self._core, None
-        if self._notes is not None:
-            self._notes.close()
+        if self._port is not None:
+            self._port.close()
         children = psutil.Process().children(recursive=True)
         segments = await asyncio.to_thread(_rank_segments, children)
         if core is not None:

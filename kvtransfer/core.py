@@ -180,6 +180,8 @@ class TransferCore:
             )
         elif kind == "drop":
             self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
+        elif kind == "note":
+            self._forward(request.note)
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main
@@ -376,6 +378,11 @@ class TransferCore:
         for connection in self._connections:
             if connection.subscribed:
                 _notify(connection, changed)
+
+    def _forward(self, note: pb.LocalNote) -> None:
+        for connection in self._connections:
+            if connection.subscribed and not connection.is_main:
+                connection.reply(pb.LocalReply(note=note))
 
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:

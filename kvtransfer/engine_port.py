@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -117,6 +117,7 @@ class EnginePort:
         self._call_id = 0
         # The latest state of each handoff since the last poll.
         self._states: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
+        self._notes: list[kv_transfer_pb2.LocalNote] = []
         self._alive = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -235,10 +236,24 @@ class EnginePort:
         reply = self._call(kv_transfer_pb2.LocalRequest(peek=peek), timeout_s)
         return None if reply is None else _claim(reply)
 
-    def wait(self, timeout_s: float, beside: Sequence[socket.socket] = ()) -> None:
-        """Until there is something to poll, or to read from another socket; at most so long."""
-        if self._alive and not self._states:
-            select.select([self._socket, *beside], [], [], timeout_s)
+    def note(
+        self, num_submitted: int, handoff_id: bytes = b"", token_ids: Iterable[int] = ()
+    ) -> bool:
+        """Tells the engine's scheduler something; see LocalNote in the contract."""
+        note = kv_transfer_pb2.LocalNote(
+            num_submitted=num_submitted, handoff_id=handoff_id, token_ids=token_ids
+        )
+        return self._send(kv_transfer_pb2.LocalRequest(note=note))
+
+    def take_notes(self) -> list[kv_transfer_pb2.LocalNote]:
+        """Those that `poll` and `wait` have received since the last call, in order."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to poll, at most so long."""
+        if self._alive and not self._states and not self._notes:
+            select.select([self._socket], [], [], timeout_s)
 
     def release(self, handoff_id: bytes, rank: int = 0, *, all_ranks: bool = False) -> bool:
         """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored."""
@@ -316,6 +331,8 @@ class EnginePort:
             # Again at the end: in the order of the latest changes.
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state
+        elif reply.HasField("note"):
+            self._notes.append(reply.note)
         elif reply.call_id == self._awaited != 0:
             self._replies[reply.call_id] = reply
 

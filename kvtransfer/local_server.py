@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer import engine_stages, local_wire, notes
+from baton.kvtransfer import engine_stages, local_wire
 from baton.kvtransfer.errors import TransferError
 from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
@@ -105,6 +108,38 @@ class LocalConnection(asyncio.Protocol):
         self._transport.write(local_wire.encode(message))
 
 
+def bind(path: str) -> socket.socket:
+    """A listening socket that only this user can connect to; replaces a dead one's file.
+
+    Raises:
+        TransferError: naming the path when it cannot be.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise OSError("exists and is not a socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    Path(path).unlink(missing_ok=True)
+                else:
+                    raise OSError("another service listens on it")
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise TransferError(f"control socket {path}: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
 def remove(path: str) -> None:
     """Removes a socket's file, and a worker's directory with its engine's sockets; idempotent.
 
@@ -112,8 +147,6 @@ def remove(path: str) -> None:
     it stays.
     """
     Path(path).unlink(missing_ok=True)
-    # Of an engine that was killed.
-    Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):
         engine_stages.forget(path)

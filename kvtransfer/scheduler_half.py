@@ -12,7 +12,6 @@ from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads, EarlyReport
 from baton.kvtransfer.handoff_step import HandoffStep, Load, Move, Push
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.v1 import kv_transfer_pb2
 
@@ -115,12 +114,11 @@ class SchedulerHalf:
 
     Args:
         port: this thread's, to the transfer service.
-        notes: from the worker's main process.
         layout: of the cache.
     """
 
-    def __init__(self, port: EnginePort, notes: NoteReader, layout: KvLayout) -> None:
-        self._port, self._notes, self._layout = port, notes, layout
+    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
+        self._port, self._layout = port, layout
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
@@ -152,9 +150,6 @@ class SchedulerHalf:
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
         port.subscribe()
-
-    def close(self) -> None:
-        self._notes.close()
 
     def bind(self, pool: BlockPool) -> None:
         """Before the first request."""
@@ -201,7 +196,7 @@ class SchedulerHalf:
         if self._may_wait and receive.announced and not self._early_loads.has_work:
             self._may_wait = False
             if self._num_added >= self._num_submitted:
-                self._port.wait(_IDLE_WAIT_S, self._notes.sockets)
+                self._port.wait(_IDLE_WAIT_S)
                 self._poll()
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
@@ -457,7 +452,7 @@ class SchedulerHalf:
                 self._early_loads.drop(handoff_id)
             if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
                 _remember(self._ended_early, handoff_id, None)
-        for note in self._notes.take():
+        for note in self._port.take_notes():
             self._num_submitted = max(self._num_submitted, note.num_submitted)
             if note.handoff_id:
                 self._take_tokens(note.handoff_id, list(note.token_ids))

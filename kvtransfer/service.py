@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from pydantic import Field, ValidationError
 
-from baton.kvtransfer import local_server, local_wire
+from baton.kvtransfer import local_server
 from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.core import TransferCore
@@ -134,7 +134,7 @@ async def serve(arguments: ServiceArguments) -> int:
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
     transport = GrpcTransport(config.grpc_connections, dial)
     address = advertised(bind(server, config, protection), config.advertise_host)
-    listener = local_wire.bind(arguments.socket_path)
+    listener = local_server.bind(arguments.socket_path)
     segment: Segment | None = None
     try:
         segment = Segment.create(config.send_bytes + config.receive_bytes)

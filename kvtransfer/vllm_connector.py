@@ -47,7 +47,6 @@ from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EarlyReport
 from baton.kvtransfer.handoff_step import HandoffStep
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.runtime import affinity
@@ -136,8 +135,7 @@ class BatonConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])
-            notes = NoteReader(extra["socket"])
-            self._scheduler = SchedulerHalf(self._port, notes, self._layout)
+            self._scheduler = SchedulerHalf(self._port, self._layout)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
@@ -158,8 +156,6 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
         self._port.close()
 
     # ---- ranks

@@ -102,11 +102,7 @@ class Side:
     async def _read_events(self) -> None:
         while True:
             for event in await self.transfer.next_events():
-                # Claimed ahead it is committed and claimed at once.
-                if event.state in (
-                    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
-                    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
-                ):
+                if event.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
                     self._commit(event.handoff_id).set()
 
     def _commit(self, handoff_id: bytes) -> asyncio.Event:

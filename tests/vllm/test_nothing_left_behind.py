@@ -25,11 +25,6 @@ from baton.v1 import admin_pb2, kv_transfer_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 LONG = 600
-COMMITTED = (
-    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
-    # Where it was claimed ahead.
-    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
-)
 # Keys and values of two heads of 64 in float32.
 BYTES_PER_TOKEN_AND_LAYER = 2 * 2 * 64 * 4
 
@@ -179,7 +174,7 @@ def committed(port: EnginePort) -> None:
     """Waits until the decode worker's transfer service has one whole handoff."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if any(s.state in COMMITTED for s in port.poll()):
+        if any(s.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED for s in port.poll()):
             return
         time.sleep(0.005)
     raise AssertionError("no handoff was committed")

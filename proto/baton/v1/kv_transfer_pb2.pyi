@@ -434,6 +434,7 @@ class LocalRequest(_message.Message):
     RESTART_SEND_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
     PEEK_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Echoed in the reply; 0 wants none."""
     @_builtins.property
@@ -462,6 +463,8 @@ class LocalRequest(_message.Message):
     def describe(self) -> Global___LocalDescribe: ...
     @_builtins.property
     def peek(self) -> Global___LocalPeek: ...
+    @_builtins.property
+    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -478,12 +481,13 @@ class LocalRequest(_message.Message):
         restart_send: Global___LocalRestartSend | None = ...,
         describe: Global___LocalDescribe | None = ...,
         peek: Global___LocalPeek | None = ...,
+        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek", "note"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -501,6 +505,7 @@ class LocalReply(_message.Message):
     CLAIMED_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """The call this answers; 0 for notifications."""
     error: _builtins.str
@@ -517,6 +522,8 @@ class LocalReply(_message.Message):
     def statistics(self) -> Global___LocalStatistics: ...
     @_builtins.property
     def send(self) -> Global___LocalSendState: ...
+    @_builtins.property
+    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -528,12 +535,13 @@ class LocalReply(_message.Message):
         claimed: Global___LocalClaimed | None = ...,
         statistics: Global___LocalStatistics | None = ...,
         send: Global___LocalSendState | None = ...,
+        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send", "note"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -1042,10 +1050,7 @@ Global___LocalPeek: _TypeAlias = LocalPeek  # noqa: Y015
 
 @_typing.final
 class LocalNote(_message.Message):
-    """From the worker's main process to its engine's scheduler, on a socket of their own (mode 0600): the
-    control socket's path and ".n". Each message is a 4-byte little-endian length and a LocalNote. No
-    replies.
-    """
+    """From the worker's main process to its engine's scheduler, forwarded to all who subscribe. No reply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
