@@ -290,15 +290,6 @@ class RequestBook:
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
 
-    def hand_over_again(self, request: Request, now: float) -> None:
-        """Its decode worker has dropped what the handoff left out: another leaves out nothing.
-
-        Unless the prompt is sooner computed there: it is placed anew. It is nobody's fault.
-        """
-        request.hands_over_all = True
-        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
-        self.stats.num_prefixes_gone += 1
-
     # ---- Out
 
     def finish(

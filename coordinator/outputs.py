@@ -262,10 +262,6 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     end = output.WhichOneof("end")
-    if end == "prefix_gone":
-        step.book.answered(request, step.worker)
-        step.book.hand_over_again(request, step.now)
-        return
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:

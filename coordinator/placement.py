@@ -501,8 +501,6 @@ class Placer:
 
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
         """Of the tokens to be handed over, those there already; never all of them."""
-        if request.hands_over_all:
-            return 0
         worker = self._workers.get(decode.worker)
         assert worker is not None
         block_size = _block_size(worker.hello)

@@ -163,7 +163,6 @@ class Request:
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
         skip_tokens: that its handoff leaves out.
-        hands_over_all: a handoff left out what its decode worker no longer had: never again.
         expected: its decode worker was told of this attempt with its prefill worker.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
@@ -196,7 +195,6 @@ class Request:
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
     skip_tokens: int = 0
-    hands_over_all: bool = False
     expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None

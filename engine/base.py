@@ -37,8 +37,6 @@ class Finish(Enum):
     CUT = "cut"
     ABORTED = "aborted"
     ERROR = "error"
-    # The handoff leaves out what the prefix cache no longer has: nothing was computed.
-    PREFIX_GONE = "prefix gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,8 @@ class ReceiveHandoff:
         handoff_id: 16 bytes.
         num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
         timeout_s: how long to wait for the commit before computing the prompt here.
-        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. Where
-            the prefix cache does not have them the request ends with Finish.PREFIX_GONE.
+        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. It
+            is of use only where the prefix cache has them.
     """
 
     handoff_id: bytes

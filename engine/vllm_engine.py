@@ -64,7 +64,7 @@ from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.early_loads import EARLY_TOKENS
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -326,9 +326,8 @@ class VllmEngine:
         shown.external_req_id = live.internal_id
         known, sampling = list(request.known_token_ids), shown.sampling_params
         params = sampling.clone()
-        num_known = len(known) + (num_coming_tokens or 0)
-        transfer = transfer_params(request, num_coming=num_coming_tokens)
-        params.extra_args = {"kv_transfer_params": transfer}
+        num_known, announced = len(known) + (num_coming_tokens or 0), num_coming_tokens is not None
+        params.extra_args = {"kv_transfer_params": transfer_params(request, announced=announced)}
         prompt = list(request.prompt_token_ids)
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
@@ -407,12 +406,6 @@ class VllmEngine:
             for internal_id, num_tokens in told.get(EARLY_TOKENS, {}).items():
                 if (live := self._by_internal_id.get(internal_id)) is not None:
                     live.num_early_tokens = num_tokens
-            for internal_id in told.get(PREFIX_GONE, ()):
-                # It waits until it is taken back, and may be told of again until then.
-                if (live := self._by_internal_id.get(internal_id)) is not None:
-                    name = live.request.request_id
-                    await self.abort([name])
-                    step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
         if not outputs.outputs:
             return step
         for output in outputs.outputs:

@@ -35,7 +35,6 @@ import torch
 from baton.kvtransfer.arena import MADV_POPULATE_WRITE
 from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
-from baton.kvtransfer.handoff_step import Move
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Copy
 
@@ -128,11 +127,6 @@ class PagedCache:
     def block_words(self) -> int:
         return self.block_bytes // int(self.word.itemsize)
 
-    def move(self, move: Move) -> None:
-        """Copies a block of every layer to another."""
-        for layer in self.layers:
-            layer[move.target].copy_(layer[move.source])
-
     def rows(self, words: torch.Tensor) -> torch.Tensor:
         """Contiguous words of whole blocks, shaped as the layers are."""
         return words.view(-1, *self.layers[0].shape[1:])
@@ -183,13 +177,6 @@ class BlockCopies(ABC):
 
         What the stream of the caller does before is over when the blocks change; for what it does
         afterwards it must `join` first.
-        """
-
-    @abstractmethod
-    def move(self, move: Move) -> None:
-        """A block of every layer to another, on the caller's stream.
-
-        Sees what was scattered and joined before.
         """
 
     @abstractmethod
@@ -282,9 +269,6 @@ class HostCopies(BlockCopies):
         for at, block_id, count in _neighbours(blocks, run):
             self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
-
-    def move(self, move: Move) -> None:
-        self._cache.move(move)
 
     def join(self) -> None:
         return
@@ -497,9 +481,6 @@ class CudaCopies(BlockCopies):
                 slot.used = self._touched = self._kernels.record_event()
             slot.read = copied
         return _Arriving(copied)
-
-    def move(self, move: Move) -> None:
-        self._cache.move(move)
 
     def join(self) -> None:
         if self._touched is not None:

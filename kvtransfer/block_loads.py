@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from baton.kvtransfer.block_copies import BlockCopies, Run
 from baton.kvtransfer.control import Claim, EnginePort, checksum
-from baton.kvtransfer.early_loads import DueLoad, EarlyLoad, EarlyReport, EarlyWork
+from baton.kvtransfer.early_loads import EarlyLoad, EarlyReport, EarlyWork
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Copy
 
@@ -17,13 +17,11 @@ class Check:
     """What must hold of a frame in staging once it has been copied.
 
     Attributes:
-        place: layer and first block, of the frame.
         offset: of the frame in the segment.
         block_ids: of the engine, that are wrong otherwise.
     """
 
     copy: Copy
-    place: tuple[int, int]
     offset: int
     num_bytes: int
     checksum: int
@@ -57,7 +55,6 @@ def copy_in(
         run = Run(begin, end - first, claimed.offset + (at + first) * block_bytes)
         yield Check(
             copies.scatter(frame.layer, blocks, run),
-            (frame.layer, frame.first_block),
             claimed.offset + (at + frame.first_block) * block_bytes,
             frame.num_blocks * block_bytes,
             frame.checksum,
@@ -82,33 +79,17 @@ class _Arriving:
     Attributes:
         epoch: of the frames counted; 0 before the first.
         num_seen: frames of that epoch.
-        loaded: of that epoch, by layer and first block: verified after their copies.
-        num_loaded: wanted blocks in them, of all layers.
+        num_missing: blocks of all layers that are not loaded and verified.
     """
 
     load: EarlyLoad
+    num_missing: int
     epoch: int = 0
     num_seen: int = 0
-    loaded: set[tuple[int, int]] = field(default_factory=set)
-    num_loaded: int = 0
-
-
-@dataclass(slots=True)
-class _Due:
-    """What was due in the step under way.
-
-    Attributes:
-        complete: whether the frames hold all that is wanted.
-        checks: of copies that may not have ended.
-    """
-
-    load: EarlyLoad
-    complete: bool
-    checks: list[Check] = field(default_factory=list)
 
 
 class EarlyCopies:
-    """A rank's half of early loads (early_loads.py): copies what has come, finishes what is due.
+    """A rank's half of early loads (early_loads.py): copies what has come, says when all has.
 
     Args:
         port: of this rank's thread.
@@ -122,55 +103,15 @@ class EarlyCopies:
         self._arriving: dict[bytes, _Arriving] = {}
         # Copies of the step under way that may not have ended.
         self._unchecked: list[tuple[_Arriving, Check]] = []
-        self._due: list[_Due] = []
         self._report = EarlyReport()
 
-    def finish(self, due: Sequence[DueLoad]) -> None:
-        """Begins all copies that are still missing, before the step's model."""
-        for one in due:
-            self._due.append(self._finish(one.load, Claim.parse(one.claims[self._rank])))
-        if due:
-            self._copies.join()
-
-    def _finish(self, load: EarlyLoad, claim: Claim) -> _Due:
-        arriving = self._arriving.pop(load.handoff_id, None)
-        if arriving is None or arriving.epoch != claim.epoch:
-            # What was loaded of another epoch may not be what this one sent.
-            arriving = _Arriving(load, claim.epoch)
-        missing = [
-            frame
-            for frame in claim.frames
-            if (frame.layer, frame.first_block) not in arriving.loaded
-        ]
-        rest, num_copied, checks = replace(claim, frames=tuple(missing)), 0, []
-        for check in copy_in(self._copies, self._layout, rest, load.first_block, load.block_ids):
-            if not self._copies.finishes_at_once:
-                checks.append(check)
-            elif not holds(check, self._port):
-                continue
-            num_copied += len(check.block_ids)
-        wanted = self._layout.num_layers * len(load.block_ids)
-        complete = arriving.num_loaded + num_copied == wanted
-        return _Due(load, complete and claim.num_tokens == load.num_tokens, checks)
-
-    def take_failed(self) -> set[int]:
-        """Blocks that were due in the step under way, whose model was launched, and are wrong."""
-        failed: set[int] = set()
-        for due in self._due:
-            # All copies have ended after this, whatever they brought.
-            held = [holds(check, self._port) for check in due.checks]
-            if not (due.complete and all(held)):
-                failed.update(due.load.block_ids)
-                self._report.spoiled.add(due.load.handoff_id)
-        self._due.clear()
-        return failed
-
     def step(self, work: EarlyWork) -> None:
-        """Begins the copies of what has come, as the step's metadata says."""
+        """Begins what the step's metadata asks for."""
         for handoff_id in work.over:
             self._arriving.pop(handoff_id, None)
         for load in work.begun:
-            self._arriving[load.handoff_id] = _Arriving(load)
+            num_blocks = self._layout.num_layers * len(load.block_ids)
+            self._arriving[load.handoff_id] = _Arriving(load, num_blocks)
         for handoff_id in work.arrived:
             if (arriving := self._arriving.get(handoff_id)) is not None:
                 self._advance(arriving)
@@ -184,8 +125,9 @@ class EarlyCopies:
             self._arriving.pop(load.handoff_id, None)
             return
         if seen.epoch != arriving.epoch:
-            arriving.epoch, arriving.num_seen, arriving.num_loaded = seen.epoch, 0, 0
-            arriving.loaded = set()
+            # What was loaded of another epoch may not be what this one sends.
+            arriving.epoch, arriving.num_seen = seen.epoch, 0
+            arriving.num_missing = self._layout.num_layers * len(load.block_ids)
         arriving.num_seen += len(seen.frames)
         for check in copy_in(self._copies, self._layout, seen, load.first_block, load.block_ids):
             if self._copies.finishes_at_once:
@@ -201,8 +143,9 @@ class EarlyCopies:
             self._report.spoiled.add(load.handoff_id)
             self._arriving.pop(load.handoff_id, None)
             return
-        arriving.loaded.add(check.place)
-        arriving.num_loaded += len(check.block_ids)
+        arriving.num_missing -= len(check.block_ids)
+        if not arriving.num_missing and load.handoff_id in self._arriving:
+            self._report.loaded[load.handoff_id, arriving.epoch] += 1
 
     def take_report(self) -> EarlyReport:
         """What the step under way, whose model has been launched, and those before it have done."""

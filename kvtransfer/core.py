@@ -153,9 +153,6 @@ class TransferCore:
             return pb.LocalReply(configured=self._configured)
         if kind == "open_send":
             return self._open_send(connection, request, now)
-        if kind == "claim" and request.claim.ahead:
-            self._carry_out(self._receiver.claim_ahead(request.claim.handoff_id, now))
-            return pb.LocalReply()
         if kind == "claim":
             grant, effects = self._receiver.claim(request.claim.handoff_id, request.claim.rank, now)
             self._carry_out(effects)
@@ -525,6 +522,4 @@ def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
         transport=changed.transport,
         num_bytes_received=changed.num_bytes_received,
     )
-    if not connection.is_main:
-        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
     connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

@@ -39,22 +39,6 @@ class Claim:
     epoch: int
     frames: tuple[kv_transfer_pb2.LocalFrame, ...]
 
-    @classmethod
-    def of(cls, claimed: kv_transfer_pb2.LocalClaimed) -> Claim:
-        """As the contract has it."""
-        return cls(
-            claimed.offset,
-            claimed.num_blocks,
-            claimed.num_tokens,
-            claimed.epoch,
-            tuple(claimed.frames),
-        )
-
-    @classmethod
-    def parse(cls, claimed: bytes) -> Claim:
-        """A LocalClaimed as it was serialized, to pass from process to process."""
-        return cls.of(kv_transfer_pb2.LocalClaimed.FromString(claimed))
-
 
 def split_blocks(
     first_block: int, num_blocks: int, block_bytes: int, max_bytes: int = FRAME_TARGET_BYTES
@@ -209,15 +193,6 @@ class EnginePort:
             return None
         return _claim(reply)
 
-    def claim_ahead(self, handoff_id: bytes) -> bool:
-        """Claims staging for every rank as soon as it is committed, also before the handoff comes.
-
-        The state that says so has the claims. From then on it is held until it is released, for as
-        long as a commit lasts.
-        """
-        claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, ahead=True)
-        return self._send(kv_transfer_pb2.LocalRequest(claim=claim))
-
     def peek(
         self, handoff_id: bytes, rank: int, epoch: int, num_seen: int, *, timeout_s: float = 2.0
     ) -> Claim | None:
@@ -338,4 +313,13 @@ class EnginePort:
 
 
 def _claim(reply: kv_transfer_pb2.LocalReply) -> Claim | None:
-    return Claim.of(reply.claimed) if reply.HasField("claimed") else None
+    if not reply.HasField("claimed"):
+        return None
+    claimed = reply.claimed
+    return Claim(
+        claimed.offset,
+        claimed.num_blocks,
+        claimed.num_tokens,
+        claimed.epoch,
+        tuple(claimed.frames),
+    )

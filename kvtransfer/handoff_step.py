@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from baton.kvtransfer.early_loads import EarlyWork
 
@@ -37,21 +35,12 @@ class Load:
         num_tokens: that the handoff must hold.
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache.
-        claims: what each rank may read, by rank, as Claim.parse takes it; empty: each asks itself.
     """
 
     handoff_id: bytes
     num_tokens: int
     first_block: int
     block_ids: list[int]
-    claims: Sequence[bytes] = ()
-
-
-class Move(NamedTuple):
-    """A block of the engine's cache to copy to another, of every layer."""
-
-    source: int
-    target: int
 
 
 @dataclass(slots=True)
@@ -60,11 +49,9 @@ class HandoffStep:
 
     Attributes:
         ended: handoffs that were not complete and get no more pushes.
-        moves: to be made before the model runs, when what is due early is there.
     """
 
     pushes: list[Push] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
     early: EarlyWork = field(default_factory=EarlyWork)
-    moves: list[Move] = field(default_factory=list)

@@ -10,9 +10,9 @@ import torch
 
 from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
 from baton.kvtransfer.block_loads import Check, EarlyCopies, copy_in, holds
-from baton.kvtransfer.control import Claim, EnginePort, split_blocks
+from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.early_loads import EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep, Move, Push
+from baton.kvtransfer.handoff_step import HandoffStep, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
 
@@ -54,7 +54,6 @@ class RankHalf:
         self._groups: list[list[_Piece]] = []
         # Loads of the step under way whose copies may not have ended.
         self._unchecked: list[tuple[bytes, list[Check]]] = []
-        self._moves: list[Move] = []
         self._invalid_block_ids: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -82,10 +81,6 @@ class RankHalf:
             self._blocks = self._copies.prepare(
                 [block_id for push in step.pushes for block_id in push.block_ids]
             )
-        self._early.finish(step.early.due)
-        self._moves = step.moves
-        for move in step.moves:
-            self._copies.move(move)
 
     def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
         """Frames that fit into one gather each; many short prompts would make many small copies."""
@@ -146,11 +141,7 @@ class RankHalf:
 
     def load(self, step: HandoffStep) -> None:
         for load in step.loads:
-            claimed = (
-                Claim.parse(load.claims[self._rank])
-                if load.claims
-                else self._port.claim(load.handoff_id, self._rank)
-            )
+            claimed = self._port.claim(load.handoff_id, self._rank)
             if claimed is None or claimed.num_tokens != load.num_tokens:
                 self._invalid_block_ids.update(load.block_ids)
                 self._port.release(load.handoff_id, self._rank)
@@ -198,10 +189,6 @@ class RankHalf:
                 self._verify(check)
             self._port.release(handoff_id, self._rank)
         self._unchecked.clear()
-        failed = self._early.take_failed()
-        self._invalid_block_ids |= failed
-        self._invalid_block_ids |= {move.target for move in self._moves if move.source in failed}
-        self._moves = []
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 

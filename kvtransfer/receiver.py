@@ -40,17 +40,8 @@ _S = ReceiveState
 # To the same state, or back: a newer epoch.
 TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    # To CLAIMED: committed, and claimed ahead.
     _S.RECEIVING: frozenset(
-        {
-            _S.QUEUED,
-            _S.RECEIVING,
-            _S.INTERRUPTED,
-            _S.COMMITTED,
-            _S.CLAIMED,
-            _S.RELEASED,
-            _S.FAILED,
-        }
+        {_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED, _S.COMMITTED, _S.RELEASED, _S.FAILED}
     ),
     _S.INTERRUPTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
     _S.COMMITTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.CLAIMED, _S.RELEASED, _S.FAILED}),
@@ -91,11 +82,11 @@ class ReceiverLimits:
         max_wait_s: for room, whatever a sender is willing to wait.
         idle_timeout_s: RECEIVING without a frame.
         commit_ttl_s: COMMITTED without a claim.
-        claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does.
+        claim_timeout_s: CLAIMED, from each rank's claim.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.
         progress_bytes: subscribers are told again of a handoff after so many bytes of it.
         max_queued: handoffs that wait for room.
-        max_tombstones: ended handoffs that are remembered; likewise those claimed before they came.
+        max_tombstones: ended handoffs that are remembered.
     """
 
     max_wait_s: float
@@ -123,6 +114,25 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """Effect: tell subscribers of a handoff's new state."""
+
+    handoff_id: bytes
+    epoch: int
+    state: ReceiveState
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
+    detail: str = ""
+    transport: str = ""
+    num_bytes_received: int = 0
+
+
+Effect = Reply | Changed
+
+
+@dataclass(frozen=True, slots=True)
 class ReceivedFrame:
     """Place and checksum of a frame in staging."""
 
@@ -142,30 +152,6 @@ class Grant:
     num_blocks: int
     num_tokens: int
     frames: tuple[ReceivedFrame, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Effect: tell subscribers of a handoff's new state.
-
-    Attributes:
-        grants: of every rank, when the handoff was claimed ahead and has been committed.
-    """
-
-    handoff_id: bytes
-    epoch: int
-    state: ReceiveState
-    num_blocks: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
-    detail: str = ""
-    transport: str = ""
-    num_bytes_received: int = 0
-    grants: tuple[Grant, ...] = ()
-
-
-Effect = Reply | Changed
 
 
 @dataclass(slots=True)
@@ -241,8 +227,6 @@ class Receiver:
         # First come, first served; the value is not used.
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
-        # To be claimed for every rank as soon as they are committed; the value is not used.
-        self._ahead: OrderedDict[bytes, None] = OrderedDict()
         self._streams: dict[int, bytes] = {}
         self._effects: list[Effect] = []
         self.statistics = ReceiverStatistics()
@@ -331,22 +315,8 @@ class Receiver:
             handoff.deadline = now + self._limits.claim_timeout_s
         if handoff.state is _S.COMMITTED:
             self._advance(handoff, _S.CLAIMED)
-        return self._grant(handoff, rank, _in_order(part.frames)), self._taken()
-
-    def claim_ahead(self, handoff_id: bytes, now: float) -> list[Effect]:
-        """Lets every rank read its part as soon as the handoff is committed, also before its open.
-
-        From the commit on it is claimed, for as long as a commit lasts: nobody but its reader takes
-        the staging away. One that has ended stays as it is. Idempotent.
-        """
-        handoff = self._live.get(handoff_id)
-        if handoff is not None and handoff.state is _S.COMMITTED:
-            self._grant_all(handoff, now)
-        elif handoff_id not in self._ended and (handoff is None or handoff.state is not _S.CLAIMED):
-            self._ahead[handoff_id] = None
-            if len(self._ahead) > self._limits.max_tombstones:
-                self._ahead.popitem(last=False)
-        return self._taken()
+        frames = sorted(part.frames, key=lambda frame: (frame.layer, frame.first_block))
+        return self._grant(handoff, rank, frames), self._taken()
 
     def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
         """What has come of one rank's part; frames in the order in which they came.
@@ -452,8 +422,6 @@ class Receiver:
         for stream, handoff_id in self._streams.items():
             assert self._live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
-        assert len(self._ahead) <= self._limits.max_tombstones
-        assert self._ahead.keys().isdisjoint(self._ended)
 
     def _grant(self, handoff: _Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
@@ -719,20 +687,8 @@ class Receiver:
         if all(each.committed for each in handoff.ranks):
             handoff.deadline = now + self._limits.commit_ttl_s
             self.statistics.num_committed += 1
-            if handoff.handoff_id in self._ahead:
-                self._grant_all(handoff, now)
-            else:
-                self._advance(handoff, _S.COMMITTED)
+            self._advance(handoff, _S.COMMITTED)
             self._reply(handoff, pb.PushReply.KIND_COMMITTED)
-
-    def _grant_all(self, handoff: _Handoff, now: float) -> None:
-        handoff.deadline = now + self._limits.commit_ttl_s
-        self._advance(handoff, _S.CLAIMED, quiet=True)
-        grants = tuple(
-            self._grant(handoff, rank, _in_order(part.frames))
-            for rank, part in enumerate(handoff.ranks)
-        )
-        self._effects.append(replace(_changed(handoff), grants=grants))
 
     def _interrupt(
         self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
@@ -796,7 +752,6 @@ class Receiver:
             )
 
     def _bury(self, ended: Changed) -> None:
-        self._ahead.pop(ended.handoff_id, None)
         self._ended[ended.handoff_id] = ended
         if len(self._ended) > self._limits.max_tombstones:
             self._ended.popitem(last=False)
@@ -863,10 +818,6 @@ def _changed(
         handoff.choice.transport,
         handoff.num_bytes_received,
     )
-
-
-def _in_order(frames: Sequence[ReceivedFrame]) -> list[ReceivedFrame]:
-    return sorted(frames, key=lambda frame: (frame.layer, frame.first_block))
 
 
 def _why_ended(ended: Changed) -> tuple[pb.RefusalReason.ValueType, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads, EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep, Load, Move, Push
+from baton.kvtransfer.early_loads import EARLY_TOKENS, EarlyLoads, EarlyReport
+from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.v1 import kv_transfer_pb2
@@ -28,8 +28,6 @@ _MAX_AHEAD = 4096
 _IDLE_WAIT_S = 0.05
 _RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
-# In place of tokens that are not known yet.
-_NO_TOKEN = 0
 _Value = TypeVar("_Value")
 _OVER = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
 
@@ -59,7 +57,7 @@ class _Receive:
         num_tokens: of its prompt, from the first, that it has with the handoff.
         skip_tokens: of them, that the handoff leaves out.
         deadline: when to give it up; it counts from when the first token is known.
-        num_coming: it waits to be told with which tokens it goes on, so many; None: it does not.
+        announced: it waits to be told with which tokens it goes on.
         early_tried: something had come of it, and was loaded early or never will be.
         num_early_tokens: of its prompt, that an early load has put into the prefix cache.
         over: loaded, given up, or nothing to load; the connector has no more to say.
@@ -71,26 +69,10 @@ class _Receive:
     skip_tokens: int
     timeout_s: float
     deadline: float
-    num_coming: int | None
+    announced: bool
     early_tried: bool = False
     num_early_tokens: int = 0
     over: bool = False
-
-    @property
-    def announced(self) -> bool:
-        return self.num_coming is not None
-
-
-class _Loading(NamedTuple):
-    """What a step loads.
-
-    Attributes:
-        block_ids: that are filled.
-        affected: every block whose content is wrong if one of those is.
-    """
-
-    block_ids: Collection[int]
-    affected: Collection[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +81,11 @@ class _Unfinished:
 
     Attributes:
         work: what it computes, as the latency model counts; None when it computes nothing.
-        copies: whether it copies what was handed over.
-        releases: handoffs of which nothing is read once it has finished.
+        loading: its loads, each with every block the request has from there on.
     """
 
     work: list[float] | None
-    copies: bool
-    loading: list[_Loading]
-    releases: list[bytes]
+    loading: list[tuple[Load, list[int]]]
 
 
 class SchedulerHalf:
@@ -122,17 +101,14 @@ class SchedulerHalf:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
-        # The claims of each rank, where they were claimed ahead.
-        self._committed: dict[bytes, list[bytes]] = {}
-        # Of those some bytes are here.
-        self._arrived: set[bytes] = set()
+        self._committed: set[bytes] = set()
+        # Of those some bytes are here: the epoch.
+        self._arrived: dict[bytes, int] = {}
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
         # First tokens of requests that are not here yet, by handoff.
         self._tokens_ahead: OrderedDict[bytes, list[int]] = OrderedDict()
         self._early: EarlyLoads | None = None
         self._early_tokens: dict[str, int] = {}
-        # Requests that wait to be taken back.
-        self._gone: set[str] = set()
         # Requests given to the engine, as it has seen them and as their giver has counted.
         self._num_added = self._num_submitted = 0
         # The last step computed nothing and none is under way: the engine has nothing to do but
@@ -140,12 +116,10 @@ class SchedulerHalf:
         self._idle = self._may_wait = False
         # Since the last step was scheduled, some request was asked about that awaits a handoff.
         self._asked = False
-        # Of the step that is made next.
         self._loads: list[Load] = []
-        self._moves: list[Move] = []
         self._ended_sends: list[bytes] = []
-        self._releases: list[bytes] = []
-        self._loading: list[_Loading] = []
+        # Of the step being scheduled.
+        self._loading: list[tuple[Load, list[int]]] = []
         # vLLM may schedule a step while another runs, and finishes them in order.
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
@@ -175,14 +149,8 @@ class SchedulerHalf:
                 told["skip_tokens"],
                 told["timeout_s"],
                 time.monotonic() + told["timeout_s"],
-                told["num_coming"],
+                told["announced"],
             )
-            if receive.num_coming is not None:
-                # Without block hashes: whole blocks of the prompt can be found before they come.
-                self._extend(request, [_NO_TOKEN] * receive.num_coming)
-                if self._early_loads.possible:
-                    self._port.claim_ahead(receive.handoff_id)
-                    self._early_loads.keep(receive.handoff_id, request, receive.skip_tokens)
             if (tokens := self._tokens_ahead.pop(receive.handoff_id, None)) is not None:
                 self._continue(receive, tokens)
 
@@ -191,7 +159,7 @@ class SchedulerHalf:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return 0
-        self._asked = True
+        num_early_tokens, self._asked = receive.num_early_tokens, True
         self._poll()
         if self._may_wait and receive.announced and not self._early_loads.has_work:
             self._may_wait = False
@@ -200,24 +168,23 @@ class SchedulerHalf:
                 self._poll()
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
-            self._commit_early(receive)
             return None
-        if self._early_loads.loading(receive.handoff_id) and (
-            receive.handoff_id in self._committed
+        loading = self._early_loads.loading(receive.handoff_id)
+        if receive.handoff_id in self._committed and (
+            loading or receive.num_early_tokens > num_early_tokens
         ):
-            if self._idle and self._commit_early(receive):
-                # Found in the prefix cache by the next step, and this one takes no time.
+            if self._idle and time.monotonic() < receive.deadline:
+                # Found in the prefix cache after the next step, which takes no time.
                 return None
-            # Sooner loaded at once than with the step after this one.
+            # Sooner loaded at once than with the step after the next.
             self._early_loads.drop(receive.handoff_id)
-        if num_computed_tokens < receive.skip_tokens:
-            # What it leaves out is not in the prefix cache any more: it is to be given back.
-            self._gone.add(request.request_id)
-            return None
-        if receive.handoff_id in self._committed:
+        # What it leaves out is not in the prefix cache, or not any more.
+        useless = num_computed_tokens < receive.skip_tokens
+        if receive.handoff_id in self._committed and not useless:
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         if not (
-            receive.handoff_id in self._ended_early
+            useless
+            or receive.handoff_id in self._ended_early
             or not self._port.alive
             or time.monotonic() >= receive.deadline
         ):
@@ -237,40 +204,22 @@ class SchedulerHalf:
                 receive.num_tokens,
                 receive.skip_tokens,
                 num_computed_tokens,
+                self._arrived[receive.handoff_id],
+                committed=receive.handoff_id in self._committed,
             )
-
-    def _commit_early(self, receive: _Receive) -> bool:
-        """Lets what was loaded early be found, once that is certain; whether it did."""
-        claims = self._committed.get(receive.handoff_id)
-        if not claims or not self._early_loads.loading(receive.handoff_id):
-            return False
-        load = self._early_loads.commit(receive.handoff_id, claims)
-        self._loading.append(_Loading(load.block_ids, load.block_ids))
-        num_whole = receive.num_tokens // self._layout.block_size_tokens
-        first = load.first_block + receive.skip_tokens // self._layout.block_size_tokens
-        receive.num_early_tokens = (num_whole - first) * self._layout.block_size_tokens
-        return True
 
     def _continue(self, receive: _Receive, token_ids: Sequence[int]) -> None:
         """The tokens that a prompt was announced without, as vLLM's streaming sessions add some.
 
         (Scheduler._update_request_as_session of vllm/v1/core/sched/scheduler.py.)
         """
-        request = receive.request
-        assert request.prompt_token_ids is not None
-        assert len(token_ids) == receive.num_coming, "the engine tells what it announced"
-        receive.num_coming, receive.deadline = None, time.monotonic() + receive.timeout_s
-        num_known = request.num_tokens - len(token_ids)
-        del request._all_token_ids[num_known:], request.prompt_token_ids[num_known:]
-        self._extend(request, token_ids)
-        request.update_block_hashes()
-
-    @staticmethod
-    def _extend(request: Request, token_ids: Sequence[int]) -> None:
+        request, receive.announced = receive.request, False
+        receive.deadline = time.monotonic() + receive.timeout_s
         assert request.prompt_token_ids is not None
         request._all_token_ids.extend(token_ids)
         request.prompt_token_ids.extend(token_ids)
         request.num_prompt_tokens = len(request.prompt_token_ids)
+        request.update_block_hashes()
 
     @property
     def _early_loads(self) -> EarlyLoads:
@@ -287,36 +236,25 @@ class SchedulerHalf:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return
-        usable, size = self._usable_tokens(receive, request), self._layout.block_size_tokens
-        first = (usable - num_loaded_tokens) // size
         if receive.num_early_tokens:
             self._early_tokens[request.request_id] = receive.num_early_tokens
-            # Those may be filled by this very step.
-            begin, end = receive.num_tokens // size - receive.num_early_tokens // size, first
-            self._loading.append(_Loading(block_ids[begin:end], block_ids[begin:]))
         if num_loaded_tokens == 0:
-            self._end(receive)
-            return
-        if first == receive.num_tokens // size and (
-            (tail := self._early_loads.take_tail(receive.handoff_id)) is not None
-        ):
-            self._moves.append(Move(tail, block_ids[first]))
-            self._loading.append(_Loading(block_ids[first : first + 1], block_ids[first:]))
             self._end(receive)
             return
         self._early_loads.drop(receive.handoff_id)
         receive.over = True
-        claims = self._committed.pop(receive.handoff_id, [])
+        self._committed.discard(receive.handoff_id)
+        usable = self._usable_tokens(receive, request)
+        first = (usable - num_loaded_tokens) // self._layout.block_size_tokens
         last = self._layout.num_blocks(usable)
         load = Load(
             receive.handoff_id,
             receive.num_tokens - receive.skip_tokens,
-            first - receive.skip_tokens // size,
+            first - receive.skip_tokens // self._layout.block_size_tokens,
             block_ids[first:last],
-            claims,
         )
         self._loads.append(load)
-        self._loading.append(_Loading(load.block_ids, block_ids[first:]))
+        self._loading.append((load, block_ids[first:]))
 
     def untrusted_block_ids(self, invalid_block_ids: set[int]) -> set[int]:
         """After the oldest step: blocks whose content must not be found through the prefix cache.
@@ -325,10 +263,9 @@ class SchedulerHalf:
         them, and takes out only those of requests that still exist when the load has failed.
         """
         untrusted: set[int] = set()
-        for step in self._unfinished:
-            for loading in step.loading:
-                if not invalid_block_ids.isdisjoint(loading.block_ids):
-                    untrusted.update(loading.affected)
+        for load, block_ids in self._unfinished[0].loading if self._unfinished else ():
+            if not invalid_block_ids.isdisjoint(load.block_ids):
+                untrusted.update(block_ids)
         return untrusted
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
@@ -341,12 +278,10 @@ class SchedulerHalf:
             self._loads,
             self._ended_sends,
             self._early_loads.take_work(),
-            self._moves,
         )
-        work, copies = self._counter.count(output), bool(step.loads or step.early.due)
-        self._unfinished.append(_Unfinished(work, copies, self._loading, self._releases))
-        self._loads, self._moves, self._ended_sends = [], [], []
-        self._loading, self._releases = [], []
+        self._loads, self._ended_sends = [], []
+        self._unfinished.append(_Unfinished(self._counter.count(output), self._loading))
+        self._loading = []
         self._idle = self._may_wait = all(one.work is None for one in self._unfinished)
         return step
 
@@ -359,19 +294,10 @@ class SchedulerHalf:
         told: dict[str, Any] = {}
         if self._unfinished:
             step = self._unfinished.popleft()
-            if step.work is not None and not step.copies:
+            if step.work is not None and not step.loading:
                 told[STEP_WORK] = step.work
-            for handoff_id in step.releases:
-                self._port.release(handoff_id, all_ranks=True)
         if self._early_tokens:
             told[EARLY_TOKENS], self._early_tokens = self._early_tokens, {}
-        if self._gone:
-            told[PREFIX_GONE], self._gone = list(self._gone), set()
-        if self._receives:
-            # What came while the step ran can be found by the next.
-            self._poll()
-            for receive in self._receives.values():
-                self._commit_early(receive)
         return told
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
@@ -424,31 +350,33 @@ class SchedulerHalf:
     def reported(self, report: EarlyReport) -> None:
         """What the ranks have done of early loads."""
         self._early_loads.reported(report)
-        for receive in self._receives.values():
-            if receive.handoff_id in report.spoiled:
-                receive.num_early_tokens = 0
+        self._end_early_loads()
+
+    def _end_early_loads(self) -> None:
+        for request, num_tokens in self._early_loads.take_complete():
+            if (receive := self._receives.get(request.request_id)) is not None:
+                receive.num_early_tokens = num_tokens
 
     def _end(self, receive: _Receive) -> None:
-        """Nothing more is loaded of it after the step that is made next."""
         receive.over = True
         self._early_loads.drop(receive.handoff_id)
-        self._committed.pop(receive.handoff_id, None)
-        self._arrived.discard(receive.handoff_id)
+        self._committed.discard(receive.handoff_id)
+        self._arrived.pop(receive.handoff_id, None)
         self._ended_early.pop(receive.handoff_id, None)
-        self._releases.append(receive.handoff_id)
+        self._port.release(receive.handoff_id, all_ranks=True)
 
     def _poll(self) -> None:
         for state in self._port.poll():
-            handoff_id, claims = state.handoff_id, state.claims
-            if committed := state.state == _COMMITTED or bool(claims):
-                self._committed[handoff_id] = [claim.SerializeToString() for claim in claims]
+            handoff_id, committed = state.handoff_id, state.state == _COMMITTED
+            if committed:
+                self._committed.add(handoff_id)
             else:
-                self._committed.pop(handoff_id, None)
+                self._committed.discard(handoff_id)
             if committed or (state.state == _RECEIVING and state.num_bytes_received):
-                self._arrived.add(handoff_id)
-                self._early_loads.arrived(handoff_id)
+                self._arrived[handoff_id] = state.epoch
+                self._early_loads.arrived(handoff_id, state.epoch, committed=committed)
             elif state.state in _OVER:
-                self._arrived.discard(handoff_id)
+                self._arrived.pop(handoff_id, None)
                 self._early_loads.drop(handoff_id)
             if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
                 _remember(self._ended_early, handoff_id, None)
@@ -456,6 +384,7 @@ class SchedulerHalf:
             self._num_submitted = max(self._num_submitted, note.num_submitted)
             if note.handoff_id:
                 self._take_tokens(note.handoff_id, list(note.token_ids))
+        self._end_early_loads()
 
     def _take_tokens(self, handoff_id: bytes, token_ids: list[int]) -> None:
         for receive in self._receives.values():

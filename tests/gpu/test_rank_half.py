@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from baton.kvtransfer.control import EnginePort, TransferClient
-from baton.kvtransfer.early_loads import DueLoad, EarlyLoad, EarlyWork
-from baton.kvtransfer.handoff_step import HandoffStep, Load, Move, Push
+from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
+from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.rank_half import RankHalf
 from baton.runtime.config import KvTransferConfig
@@ -45,20 +45,15 @@ class Worker:
         self.caches = {f"layer.{index}": memory.clone().permute(back) for index in range(LAYERS)}
         self.rank.register(self.caches)
 
-    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None, moves=()):
+    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None):
         """As vLLM's model runner makes one; returns the invalid block ids."""
-        early = early or EarlyWork()
-        metadata = HandoffStep(list(pushes), list(loads), list(ended), early, list(moves))
+        metadata = HandoffStep(list(pushes), list(loads), list(ended), early or EarlyWork())
         self.rank.begin_step(metadata)
-        if loads:
-            self.rank.load(metadata)
+        self.rank.load(metadata)
         for name, cache in self.caches.items():
             if compute is not None:
                 compute(name, cache)
             self.rank.save(name)
-        if not loads:
-            # Where the step's model needs nothing of them, they follow it.
-            self.rank.load(metadata)
         self.rank.end_step()
         return self.rank.take_invalid_block_ids()
 
@@ -194,21 +189,6 @@ async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     await empty(receiver)
 
 
-async def granted(worker, handoff_id):
-    """Claims it ahead, and waits for the claims that come with the commit."""
-    assert worker.port.claim_ahead(handoff_id)
-    claims = []
-
-    def are_there():
-        for state in worker.port.poll():
-            if state.handoff_id == handoff_id:
-                claims.extend(claim.SerializeToString() for claim in state.claims)
-        return bool(claims)
-
-    await until(are_there)
-    return claims
-
-
 async def received(worker, handoff_id, num_blocks):
     """Waits until so many blocks of every layer have come, and says which epoch they are of."""
 
@@ -249,57 +229,15 @@ async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
         for index in range(10):
             assert (cache[target[index]] == index + 3 + 100 * layer).all()
     sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    claims = await granted(receiver, handoff_id)
-    # Nobody takes it away under the load.
-    receiver.client.drop(handoff_id)
-    free = next(block for block in range(BLOCKS) if block not in target)
-    seen = {}
-
-    def look(name, cache):
-        seen[name] = [cache[block].clone() for block in (*target, free)]
-
-    # What is due is there before the model runs; the last block is then copied on.
-    due, move = EarlyWork(due=[DueLoad(load, claims)]), Move(target[-1], free)
-    assert receiver.step(early=due, moves=[move], compute=look) == set()
-    assert not receiver.rank.take_early_report()
-    for name, blocks in seen.items():
-        layer = int(name.removeprefix("layer."))
-        for index, block in enumerate(blocks):
-            assert (block == min(index, len(target) - 1) + 3 + 100 * layer).all()
-    # What was loaded early can be loaded with the same claims as ever.
-    assert not receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 19, [free], claims)])
-    await empty(receiver)
-
-
-async def test_what_is_due_is_loaded_whole_where_nothing_came_before(workers):
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    claims = await granted(receiver, handoff_id)
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
-    assert receiver.step(early=EarlyWork(due=[DueLoad(load, claims)])) == set()
+    await committed(receiver, handoff_id)
+    receiver.step(early=EarlyWork(arrived=[handoff_id]))
+    assert receiver.rank.take_early_report().loaded == {(handoff_id, 1): 1}
     for name, cache in receiver.caches.items():
         layer = int(name.removeprefix("layer."))
-        for index in range(12):
-            assert (cache[index] == index + 1 + 100 * layer).all()
-    assert receiver.port.release(handoff_id, all_ranks=True)
-    await empty(receiver)
-
-
-async def test_what_is_due_and_wrong_is_told_with_all_that_depends_on_it(workers):
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
-    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    claims = await granted(receiver, handoff_id)
-    seen = receiver.port.peek(handoff_id, 0, 0, 0)
-    receiver.port.memory[seen.offset + 15 * BLOCK_BYTES] ^= 0xFF
-    invalid = receiver.step(early=EarlyWork(due=[DueLoad(load, claims)]), moves=[Move(19, 40)])
-    assert invalid == {*range(20), 40}
-    assert receiver.rank.take_early_report().spoiled == {handoff_id}
-    assert receiver.step() == set()
-    assert receiver.port.release(handoff_id, all_ranks=True)
+        for index, block in enumerate(target):
+            assert (cache[block] == index + 3 + 100 * layer).all()
+    # What was loaded early can be claimed as ever.
+    assert not receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 19, [0])])
     await empty(receiver)
 
 
@@ -310,7 +248,8 @@ async def test_altered_staging_spoils_an_early_load_and_nothing_else(workers):
     receiver.port.memory[seen.offset + 5 * BLOCK_BYTES] ^= 0xFF
     load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    assert receiver.rank.take_early_report().spoiled == {handoff_id}
+    report = receiver.rank.take_early_report()
+    assert (report.spoiled, report.loaded) == ({handoff_id}, {})
     sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
     await committed(receiver, handoff_id)
     # It is not looked at again, and the load that follows finds out for itself.

@@ -361,9 +361,6 @@ class Decode:
         if (grant, rank) not in self.grants:
             self.grants.append((grant, rank))
 
-    def claim_ahead(self, handoff_id: bytes) -> None:
-        self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
-
     def load(self, grant: Grant, rank: int) -> None:
         """Copies a claimed rank's part; what verifies is true, however late it is copied."""
         self.grants.remove((grant, rank))
@@ -457,12 +454,7 @@ class Decode:
                 before = self.states.get(effect.handoff_id)
                 assert before is None or effect.state in receiving.TRANSITIONS[before], effect
                 self.states[effect.handoff_id] = effect.state
-                self.grants += [
-                    (grant, rank)
-                    for rank, grant in enumerate(effect.grants)
-                    if (grant, rank) not in self.grants
-                ]
-                if effect.state is ReceiveState.COMMITTED or effect.grants:
+                if effect.state is ReceiveState.COMMITTED:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
             stream = self.world.stream(effect.stream)

@@ -1,5 +1,6 @@
 """Early loads, the scheduler's half: blocks are known to others when all are there, not before."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kvtransfer.early_loads import DueLoad, EarlyLoads, EarlyReport
+from baton.kvtransfer.early_loads import EarlyLoads, EarlyReport
 from baton.kvtransfer.layout import KvLayout
 
 NUM_BLOCKS, BLOCK = 40, 4
@@ -69,32 +70,23 @@ def id_of(number: int) -> bytes:
     return bytes([number]) * 16
 
 
-CLAIMS = [b"of rank 0", b"of rank 1"]
-
-
 def test_whole_blocks_beyond_the_cached_ones_enter_the_prefix_cache():
     pool = Pool()
     early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 30, 0, 8)
+    early.begin(id_of(1), Request("r"), 30, 0, 8, 1, committed=False)
     work = early.take_work()
-    # Of 30 tokens 28 are whole blocks, of which 2 are cached; the last block is broken.
+    # Of 30 tokens 28 are whole blocks, of which 2 are cached.
     ((load, arrived),) = zip(work.begun, work.arrived, strict=True)
-    assert (load.first_block, len(load.block_ids), arrived) == (2, 6, id_of(1))
-    assert not pool.cached
-    assert early.commit(id_of(1), CLAIMS) == load
-    *whole, tail = load.block_ids
-    assert pool.cached == [("r", 2, 7, tuple(whole))]
-    assert not early.loading(id_of(1))
-    # Nobody else gets the blocks before the ranks have been told to fill them.
-    assert pool.held == set(load.block_ids)
-    assert early.take_work().due == [DueLoad(load, CLAIMS)]
-    assert pool.held == {tail}
-    # Nor the broken one before they have been told to copy it.
-    assert early.take_tail(id_of(1)) == tail
-    assert early.take_tail(id_of(1)) is None
-    assert pool.held == {tail}
-    assert not early.take_work()
+    assert (load.first_block, len(load.block_ids), arrived) == (2, 5, id_of(1))
+    early.arrived(id_of(1), 1, committed=True)
+    both = EarlyReport(Counter({(id_of(1), 1): 1}))
+    early.reported(both)
+    assert early.take_complete() == []
+    early.reported(both)
+    assert early.take_complete() == [("r", 20)]
+    assert pool.cached == [("r", 2, 7, tuple(load.block_ids))]
     assert not pool.held
+    assert early.take_work().over == [id_of(1)]
 
 
 def test_what_a_handoff_leaves_out_stays_in_the_prefix_cache_meanwhile():
@@ -103,62 +95,53 @@ def test_what_a_handoff_leaves_out_stays_in_the_prefix_cache_meanwhile():
     pool.prefix = {"a": [pool.free[0]], "b": [pool.free[1]], "c": [pool.free[2]]}
     early = EarlyLoads(LAYOUT, pool)
     # Of 5 blocks the handoff leaves out 2; 3 are cached.
-    early.begin(id_of(1), request, 5 * BLOCK, 2 * BLOCK, 3 * BLOCK)
+    early.begin(id_of(1), request, 5 * BLOCK, 2 * BLOCK, 3 * BLOCK, 1, committed=True)
     (load,) = early.take_work().begun
     assert (load.num_tokens, load.first_block, len(load.block_ids)) == (3 * BLOCK, 1, 2)
     assert {0, 1} < pool.held
     assert {0, 1}.isdisjoint(load.block_ids)
-    early.commit(id_of(1), CLAIMS)
+    early.reported(EarlyReport(Counter({(id_of(1), 1): LAYOUT.tp_size})))
+    assert early.take_complete() == [(request, 2 * BLOCK)]
     assert pool.cached == [(request, 3, 5, tuple(load.block_ids))]
-    early.take_work()
     assert not pool.held
 
 
-def test_a_load_that_is_committed_before_the_ranks_know_of_it_is_due_at_once():
+def test_only_the_committed_epoch_counts():
+    pool = Pool()
+    early = EarlyLoads(LAYOUT, pool)
+    early.begin(id_of(1), Request("r"), 8, 0, 0, 1, committed=False)
+    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
+    early.arrived(id_of(1), 2, committed=True)
+    assert early.take_complete() == []
+    early.reported(EarlyReport(Counter({(id_of(1), 2): 2})))
+    assert early.take_complete() == [("r", 8)]
+
+
+def test_a_commit_may_come_after_the_last_rank():
     early = EarlyLoads(LAYOUT, Pool())
-    early.begin(id_of(1), Request("r"), 8, 0, 0)
-    load = early.commit(id_of(1), CLAIMS)
-    work = early.take_work()
-    assert (work.begun, work.arrived, work.due) == ([], [], [DueLoad(load, CLAIMS)])
-
-
-def test_what_others_can_find_is_filled_whatever_becomes_of_its_request():
-    pool = Pool()
-    early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 10, 0, 0)
-    load = early.commit(id_of(1), CLAIMS)
-    early.drop(id_of(1))
-    early.yield_blocks()
-    assert pool.held == set(load.block_ids)
-    assert early.take_work().due == [DueLoad(load, CLAIMS)]
-    assert not pool.held
-
-
-def test_a_load_that_failed_when_it_was_due_leaves_no_tail():
-    pool = Pool()
-    early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 10, 0, 0)
-    early.commit(id_of(1), CLAIMS)
-    early.take_work()
-    early.reported(EarlyReport({id_of(1)}))
-    assert early.take_tail(id_of(1)) is None
-    early.take_work()
-    assert not pool.held
+    early.begin(id_of(1), Request("r"), 8, 0, 0, 1, committed=False)
+    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
+    assert early.take_complete() == []
+    early.arrived(id_of(1), 1, committed=True)
+    assert early.take_complete() == [("r", 8)]
 
 
 def test_nothing_is_begun_without_a_prefix_cache_or_without_room():
     without = EarlyLoads(LAYOUT, Pool(enable_caching=False))
     full = EarlyLoads(LAYOUT, Pool(free=[Block(n) for n in range(8)]))
     for early in (without, full):
-        early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0)
+        early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0, 1, committed=True)
         assert not early.loading(id_of(1))
         assert not early.take_work()
+    short = EarlyLoads(LAYOUT, Pool())
+    short.begin(id_of(1), Request("r"), BLOCK - 1, 0, 0, 1, committed=True)
+    assert not short.take_work()
 
 
 def test_early_loads_yield_when_blocks_run_short():
     pool = Pool()
     early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0)
+    early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0, 1, committed=False)
     early.take_work()
     pool.num_gpu_blocks, running = 100 * NUM_BLOCKS, pool.get_new_blocks(NUM_BLOCKS - 5)
     assert early.take_work().over == [id_of(1)]
@@ -167,90 +150,82 @@ def test_early_loads_yield_when_blocks_run_short():
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Handoffs arrive, commit, end and run in any order; ranks report at any time."""
+    """Handoffs arrive, commit, start over and end in any order; ranks report at any time."""
 
     def __init__(self):
         super().__init__()
         self.pool = Pool()
         self.early = EarlyLoads(LAYOUT, self.pool)
+        self.epochs: dict[int, int] = {}
+        self.committed: set[int] = set()
+        self.verified: Counter[tuple[int, int]] = Counter()
         self.num_begun = 0
-        # Begun and not dropped, those with a broken last block; and committed ones of these.
-        self.loads: dict[int, int] = {}
-        self.tails: dict[int, int] = {}
-        # Blocks that the ranks are to fill in the next step, in the prefix cache already.
-        self.unfilled: set[int] = set()
+        # Of which the ranks know.
+        self.told: set[int] = set()
 
-    @rule(tokens=st.integers(1, 60), cached=st.integers(0, 4))
-    def begin(self, tokens, cached):
+    @rule(tokens=st.integers(1, 60), cached=st.integers(0, 4), committed=st.booleans())
+    def begin(self, tokens, cached, committed):
         self.num_begun += 1
         number = self.num_begun % 250 + 1
-        if number in self.loads or number in self.tails:
+        if number in self.epochs:
             return
-        self.early.begin(id_of(number), Request(f"r{number}"), tokens, 0, cached * BLOCK)
-        if self.early.loading(id_of(number)):
-            self.loads[number] = tokens
+        self.epochs[number] = 1
+        if committed:
+            self.committed.add(number)
+        self.early.begin(
+            id_of(number), Request(f"r{number}"), tokens, 0, cached * BLOCK, 1, committed=committed
+        )
 
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data())
-    def arrive(self, data):
-        self.early.arrived(id_of(data.draw(st.sampled_from(sorted(self.loads)))))
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data(), committed=st.booleans(), again=st.booleans())
+    def arrive(self, data, committed, again):
+        number = data.draw(st.sampled_from(sorted(self.epochs)))
+        self.epochs[number] += again
+        (self.committed.add if committed else self.committed.discard)(number)
+        self.early.arrived(id_of(number), self.epochs[number], committed=committed)
+        for request, _ in self.early.take_complete():
+            assert int(request[1:]) in self.committed
 
-    @precondition(lambda self: self.loads)
+    @precondition(lambda self: self.epochs)
     @rule(data=st.data())
-    def commit(self, data):
-        number = data.draw(st.sampled_from(sorted(self.loads)))
+    def drop(self, data):
+        number = data.draw(st.sampled_from(sorted(self.epochs)))
+        self.early.drop(id_of(number))
+        assert not self.early.loading(id_of(number))
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data(), spoiled=st.booleans())
+    def rank_reports(self, data, spoiled):
+        number = data.draw(st.sampled_from(sorted(self.told)))
+        epoch = data.draw(st.integers(1, self.epochs[number]))
+        if self.verified[number, epoch] == LAYOUT.tp_size:
+            return
+        if spoiled:
+            self.early.reported(EarlyReport(spoiled={id_of(number)}))
+            assert not self.early.loading(id_of(number))
+            return
+        self.verified[number, epoch] += 1
         before = len(self.pool.cached)
-        load = self.early.commit(id_of(number), CLAIMS)
-        assert not self.early.loading(id_of(number))
-        self.unfilled |= set(load.block_ids)
-        whole = {one for _, _, _, ids in self.pool.cached[before:] for one in ids}
-        assert whole <= set(load.block_ids)
-        if tail := set(load.block_ids) - whole:
-            (self.tails[number],) = tail
-        assert bool(tail) == bool(self.loads.pop(number) % BLOCK)
-
-    @precondition(lambda self: self.tails)
-    @rule(data=st.data())
-    def runs(self, data):
-        number = data.draw(st.sampled_from(sorted(self.tails)))
-        tail = self.tails.pop(number)
-        assert self.early.take_tail(id_of(number)) == tail
-        # The step that copies it is not made yet.
-        self.unfilled.add(tail)
-
-    @precondition(lambda self: self.loads or self.tails)
-    @rule(data=st.data(), reported=st.booleans())
-    def ends(self, data, reported):
-        number = data.draw(st.sampled_from(sorted(self.loads | self.tails)))
-        self.loads.pop(number, None)
-        if (tail := self.tails.pop(number, None)) is not None:
-            self.unfilled.add(tail)
-        if reported:
-            self.early.reported(EarlyReport({id_of(number)}))
-        else:
-            self.early.drop(id_of(number))
-        assert not self.early.loading(id_of(number))
-        assert self.early.take_tail(id_of(number)) is None
+        self.early.reported(EarlyReport(Counter({(id_of(number), epoch): 1})))
+        done = self.early.take_complete()
+        assert len(done) == len(self.pool.cached) - before
+        for request, _ in done:
+            whole = int(request[1:])
+            assert whole in self.committed
+            assert self.verified[whole, self.epochs[whole]] == LAYOUT.tp_size
 
     @rule()
     def step(self):
-        had_room = len(self.pool.free) >= 1
         work = self.early.take_work()
         assert not self.early.has_work
         assert set(work.over).isdisjoint(load.handoff_id for load in work.begun)
         assert len(work.arrived) == len(set(work.arrived))
-        due = {block for one in work.due for block in one.load.block_ids}
-        assert due <= self.unfilled
-        self.unfilled.clear()
-        if not had_room:
-            self.loads.clear()
-            self.tails.clear()
+        self.told |= {load.handoff_id[0] for load in work.begun}
 
     @invariant()
-    def blocks_are_held_until_they_are_filled(self):
-        assert self.unfilled <= self.pool.held
-        assert set(self.tails.values()) <= self.pool.held
-        assert bool(self.loads or self.tails or self.unfilled) == bool(self.pool.held)
+    def blocks_are_held_by_loads_alone(self):
+        loading = [number for number in self.epochs if self.early.loading(id_of(number))]
+        assert bool(loading) == bool(self.pool.held)
         assert len(self.pool.held) + len(self.pool.free) == NUM_BLOCKS
 
 

@@ -125,13 +125,6 @@ class HandoffMachine(RuleBasedStateMachine):
         for rank in ranks:
             decode.claim(handoff_id, rank)
 
-    @precondition(lambda self: self.sends)
-    @rule(data=st.data())
-    def claims_ahead(self, data):
-        """Mostly before it is there."""
-        send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
-        send.target.claim_ahead(send.handoff_id)
-
     @precondition(lambda self: self.grants())
     @rule(data=st.data())
     def copies(self, data):

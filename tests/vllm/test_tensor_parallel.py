@@ -166,7 +166,9 @@ def test_what_was_computed_once_is_loaded(results: Results) -> None:
 
 def test_whole_blocks_are_loaded_before_the_first_token_is_known(results: Results) -> None:
     for case in early()[1:]:
-        found = len(case["prompt"]) // cases.BLOCK_SIZE * cases.BLOCK_SIZE
+        # vLLM looks a prompt up before it is told of the first token: of one that ends with a block
+        # it leaves that one out, to have something to compute.
+        found = (len(case["prompt"]) - 1) // cases.BLOCK_SIZE * cases.BLOCK_SIZE
         assert results[case["name"]]["num_loaded_early"] == found, case["name"]
 
 

@@ -826,7 +826,6 @@ class LocalHandoffState(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUM_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
-    CLAIMS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -838,12 +837,6 @@ class LocalHandoffState(_message.Message):
     transport: _builtins.str
     """Of the current epoch."""
     num_bytes_received: _builtins.int
-    @_builtins.property
-    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalClaimed]:
-        """Of a handoff that was claimed ahead, when it is committed: what each rank is granted, by rank.
-        Not told to the main process.
-        """
-
     def __init__(
         self,
         *,
@@ -857,11 +850,10 @@ class LocalHandoffState(_message.Message):
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
         num_bytes_received: _builtins.int = ...,
-        claims: _abc.Iterable[Global___LocalClaimed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -952,24 +944,17 @@ class LocalClaim(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    AHEAD_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
-    ahead: _builtins.bool
-    """From the engine's scheduler, also before the handoff is opened: claim it for every rank as soon as
-    it is committed, for the time that a commit lasts. No rank needs to ask then: subscribers are told
-    it with the grants. The scheduler releases it for all ranks, or each rank its part.
-    """
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
         rank: _builtins.int = ...,
-        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "handoff_id", b"handoff_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
