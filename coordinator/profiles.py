@@ -28,6 +28,8 @@ from baton.v1 import admin_pb2, cluster_pb2
 
 # A worker in a long step begins after it; ranks write for longer than they record.
 START_TIMEOUT_S, WRITE_TIMEOUT_S, NEXT_TIMEOUT_S = 60.0, 300.0, 60.0
+# That nobody has taken, whatever is in them: a rank's are two or more.
+_MAX_REPORTS = 1024
 
 
 @dataclass(slots=True)
@@ -107,7 +109,8 @@ class Profiles:
             return
         kind = report.WhichOneof("report")
         profile.num_received_bytes += len(report.data)
-        if profile.num_received_bytes > min(profile.num_allowed_bytes, MAX_TRACE_BYTES):
+        most = min(profile.num_allowed_bytes, MAX_TRACE_BYTES)
+        if profile.num_received_bytes > most or profile.reports.qsize() >= _MAX_REPORTS:
             self._end(worker, profile)
             self._send(worker, cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True))
             profile.reports.put_nowait(Internal(f"worker {worker[0]} sends more than it may"))

@@ -54,21 +54,24 @@ class Answer(Generic[T]):
         self._ask, self._holds_s = ask, holds_s
         self._lock = asyncio.Lock()
         self._until = 0.0
-        self._answer: T | RemoteError | None = None
+        self._answer: T | RemoteError | Problem | None = None
 
     async def get(self) -> T:
-        """Raises RemoteError as the question did."""
+        """Raises Problem as the question did, or of its RemoteError."""
         async with self._lock:
             if time.monotonic() >= self._until:
                 try:
                     self._answer = await self._ask()
                     self._until = time.monotonic() + self._holds_s
-                except RemoteError as error:
+                except (RemoteError, Problem) as error:
+                    # All who wait for it have waited: none of them begins anew.
                     self._answer = error
                     self._until = time.monotonic() + min(_ERROR_HOLDS_S, self._holds_s)
             answer = self._answer
         if isinstance(answer, RemoteError):
             raise problems.of(answer)
+        if isinstance(answer, Problem):
+            raise answer.with_traceback(None)
         assert answer is not None
         return answer
 

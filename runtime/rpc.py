@@ -27,6 +27,8 @@ MAX_FRAME_BYTES = 64 * 2**20
 PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
 # Pings that come faster than this are cut off, so it is below every interval in use.
 _MIN_PING_INTERVAL_MS = 1_000
+# Calls that wait to be taken up: fewer than gRPC's own limit would refuse them without a reason.
+_LEAST_PENDING_CALLS = 3_000
 # Of the calls at a time, what streams that need no credential may be.
 _OPEN_PART = 8
 
@@ -138,6 +140,7 @@ def server(
         protection: None: anybody may call anything.
     """
     limits = protection.config if protection is not None else SecurityConfig()
+    most_pending = max(limits.max_calls, _LEAST_PENDING_CALLS)
     guards = []
     # Without anything to look at, calls do not pay for it.
     if protection is not None and (limits.knows_clients or limits.knows_workers or protection.tls):
@@ -159,8 +162,8 @@ def server(
             ("grpc.max_concurrent_streams", limits.max_calls),
             # gRPC cancels calls at random while a thousand wait to be taken up. What is too much is
             # for `maximum_concurrent_rpcs` to say, with a status that means it.
-            ("grpc.server.max_pending_requests", limits.max_calls),
-            ("grpc.server.max_pending_requests_hard_limit", limits.max_calls),
+            ("grpc.server.max_pending_requests", most_pending),
+            ("grpc.server.max_pending_requests_hard_limit", most_pending),
             ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
         ],

@@ -8,7 +8,8 @@ import pytest
 from scripted_worker import WAIT_S, attached
 
 from baton.client import AdminClient, errors
-from baton.runtime.errors import FailedPrecondition, to_message
+from baton.coordinator.profiles import Profiles
+from baton.runtime.errors import FailedPrecondition, Internal, to_message
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -153,3 +154,21 @@ async def test_more_than_is_allowed_ends_it(admin, worker):
     with pytest.raises(errors.InternalError, match="sends more than it may"):
         await asyncio.wait_for(anext(events), WAIT_S)
     assert (await worker.command("profile")).cancel
+
+
+async def test_what_nobody_takes_is_bounded_whatever_it_is():
+    told = []
+    profiles = Profiles(lambda worker, command: told.append(command))
+    events = profiles.of(("d", 1), 5.0)
+    first = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    file = cluster_pb2.ProfileReport(
+        profile_id=told[0].profile_id, file=cluster_pb2.TraceFile(rank=0, num_files=1)
+    )
+    for _ in range(5000):
+        profiles.on_report(("d", 1), file)
+    assert [command.WhichOneof("command") for command in told] == ["record", "cancel"]
+    assert (await first).HasField("file")
+    with pytest.raises(Internal, match="sends more than it may"):
+        async for _ in events:
+            pass

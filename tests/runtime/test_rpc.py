@@ -1,13 +1,19 @@
 """gRPC servers with the project's limits."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
+import grpc
+
 from baton.runtime import rpc
+from baton.runtime.access import Access
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-NUM_CALLS = 2500
+NUM_CALLS, NUM_CLIENTS = 2500, 24
 
 
 class Busy(inference_pb2_grpc.InferenceServicer):
@@ -23,23 +29,19 @@ class Busy(inference_pb2_grpc.InferenceServicer):
         return common_pb2.ModelDescription()
 
 
-def test_calls_wait_for_a_busy_server():
+@contextlib.contextmanager
+def busy_server(protection=None):
+    """The address of a server on an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     async def start():
-        server = rpc.server()
+        server = rpc.server(protection=protection)
         inference_pb2_grpc.add_InferenceServicer_to_server(Busy(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, f"127.0.0.1:{port}"
-
-    async def ask(address):
-        async with rpc.channel(address) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            request = inference_pb2.GetModelRequest()
-            await asyncio.gather(*(stub.GetModel(request, timeout=60) for _ in range(NUM_CALLS)))
 
     async def stop(server):
         await server.stop(None)
@@ -49,9 +51,46 @@ def test_calls_wait_for_a_busy_server():
 
     server, address = there(start())
     try:
-        asyncio.run(ask(address))
+        yield address
     finally:
         there(stop(server))
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def test_calls_wait_for_a_busy_server():
+    async def ask(address):
+        async with rpc.channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GetModelRequest()
+            await asyncio.gather(*(stub.GetModel(request, timeout=60) for _ in range(NUM_CALLS)))
+
+    with busy_server() as address:
+        asyncio.run(ask(address))
+
+
+def test_what_is_too_much_for_a_small_server_is_told_so():
+    config = SecurityConfig(max_calls=4)
+    protection = rpc.Protection(config, Access(config, Refusals()), None, None)
+
+    async def ask(channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        try:
+            await stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def ask_all(address):
+        async with contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(rpc.channel(address)) for _ in range(NUM_CLIENTS)
+            ]
+            for channel in channels:
+                await channel.channel_ready()
+            return await asyncio.gather(*map(ask, channels))
+
+    with busy_server(protection) as address:
+        codes = asyncio.run(ask_all(address))
+    assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
