@@ -150,6 +150,15 @@ def test_it_is_said_where_only_another_revision_is_attached(new_world):
     assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
 
 
+def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
+    world = new_world()
+    for number in range(20):
+        to = world.submit(known_token_ids=[1], revision=f"none-{number}")
+        world.handle(ev.StreamCancelled(to))
+    # The stable one's, and the last.
+    assert len(world.core.placer) <= 2
+
+
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two):
     cell = two(None)
     for name in ("cd", "cd2"):
