@@ -591,6 +591,31 @@ def test_there_must_be_gpus_for_both(launched):
     assert "scaling.max_gpus is 5; 4 are the stable revision's" in str(refused)
 
 
+def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
+    made = launched(1, 1, max_gpus=4)
+    to = made.world.submit()
+    request = made.core.request("r1")
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(request.prefill[0], output)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionAsked())
+    assert made.core.workers.stable == "r2"
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.wait(5)
+    # A worker of each pool is there until the request has ended.
+    assert of_revision(made, "1") == {"prefill-0", "decode-0"}
+    assert "decode-r2-1" not in made.started
+    refused = made.core.rollouts.start_error(Revision("r3"), 0.1, {})
+    assert "2 are those of revisions that are to leave" in str(refused)
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+    assert "decode-r2-1" in made.started
+
+
 def test_only_stable_workers_change_their_role(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 2}))
