@@ -308,6 +308,8 @@ class Rollouts:
         counts, model = why.serving(self._workers, name), self._workers.of(name).model
         traffic.open = all(counts[pool] for pool in Pool)
         traffic.max_model_len = model.max_model_len if model is not None else 0
+        adapters = model.adapters if model is not None else ()
+        traffic.adapters = frozenset(one.name for one in adapters)
         if traffic.open and not rollout.sides:
             rollout.sides, rollout.since = {rollout.stable: Side(), name: Side()}, now
             self._book.stats.sides = rollout.sides

@@ -186,6 +186,19 @@ def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two, sa
     assert cell.revision(cell.world.submit(num_prompt=80)) == "1"
 
 
+def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two, say_hello):
+    cell = two(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.adapters.add(name="law")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    assert cell.revision(cell.world.submit(adapter="law")) == "r2"
+    assert cell.revision(cell.world.submit(adapter="poetry")) == "1"
+
+
 def test_workers_of_one_revision_must_be_alike_those_of_two_need_not(world, say_hello):
     fingerprint = say_hello("x", PREFILL).fingerprint
     fingerprint.num_layers = 8
