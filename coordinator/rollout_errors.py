@@ -82,7 +82,8 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, name: str) -> BatonEr
     counts = serving(workers, name)
     for pool in Pool:
         if not counts[pool]:
-            problem = scaler.launches.problem(pool, name)
+            launches = scaler.launches
+            problem = launches.problem(pool, name) or launches.waiting(pool, name)
             return FailedPrecondition(
                 f"revision {name!r} has no {pool.value} worker that serves"
                 + (f": {problem}" if problem else "")

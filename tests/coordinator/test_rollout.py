@@ -598,6 +598,16 @@ def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
     assert set(hangs) <= set(made.ended)
 
 
+def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
+    launches, told = made.core.scaler.launches, "worker prefill-r2-0 waits for 1 GPU"
+    assert launches.waiting(Pool.PREFILL, "r2") == told
+    assert launches.waiting(Pool.PREFILL) == ""
+    assert told in str(made.core.rollouts.promote_error())
+
+
 def test_there_must_be_gpus_for_both(launched):
     made = launched(max_gpus=5)
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {})
