@@ -282,6 +282,13 @@ def test_what_has_not_begun_goes_to_the_stable_revision(two):
     assert cell.core.rollouts.rollout.sides["r2"].num_moved == 1
 
 
+def test_what_both_revisions_refuse_is_not_held_against_the_canary(two):
+    cell = two()
+    to = cell.world.submit(slo_ttft_s=1e-9)
+    assert cell.world.last(to).error.reason == "TOO_LATE"
+    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 0
+
+
 def test_a_silent_worker_is_no_reason_to_leave_the_revision(two):
     """Its only peer of the same revision is gone: what has begun stays, the rest goes elsewhere."""
     cell = two(1.0)
