@@ -272,7 +272,11 @@ class Core:
     def _submitted(self, event: ev.Submitted, now: float) -> None:
         submission = event.submission
         revision = submission.revision if len(submission.known_token_ids) else ""
-        if revision and self.rollouts.is_gone(revision) and not self._adoption.settling:
+        if (
+            revision
+            and self.rollouts.is_gone(revision)
+            and not self._adoption.may_find(submission.key)
+        ):
             self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
         request = self._book.admit(submission, now)

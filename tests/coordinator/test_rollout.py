@@ -524,6 +524,31 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
     assert cell.core.workers.get(request.decode).revision == "r2"
 
 
+def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(two, say_hello):
+    from baton.runtime.request_digest import request_digest
+
+    cell = two(None)
+    sampling = common_pb2.SamplingParams(max_tokens=8)
+    running = cluster_pb2.RunningRequest(
+        request_id="r1",
+        attempt=3,
+        role=DECODE,
+        next_offset=2,
+        token_ids=[7, 8],
+        decoding=True,
+        tenant="default",
+        digest=request_digest(list(range(20)), sampling),
+    )
+    # The last of its revision, which the coordinator before this one had told to leave.
+    hello = say_hello("d9", DECODE, revision="r0", generation=77, state=DRAINING)
+    hello.running.append(running)
+    cell.world.handle(ev.WorkerAttached(hello, returns=True))
+    cell.world.after(1.0)
+    to = cell.world.submit(known_token_ids=[7], revision="r0")
+    assert cell.request(to).decode[0] == "d9"
+    assert cell.world.tokens(to) == [8]
+
+
 # ---- With a launcher.
 
 
