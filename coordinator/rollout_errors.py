@@ -107,6 +107,10 @@ def _workers_error(
     attached = {POOL_OF.get(one.role) for one in workers.of(name)}
     if scaler.active:
         for pool in Pool:
+            most = scaler.limits(pool)[1]
+            if sizes.get(pool, 0) > most:
+                allowed = f"at most {most}, which is scaling.{pool.value}.max_workers"
+                return InvalidArgument(pool.value, sizes[pool], allowed)
             if pool not in attached and not to_start(workers, pool, name, sizes):
                 allowed = f"at least 1: no {pool.value} worker of revision {name!r} is attached"
                 return InvalidArgument(pool.value, 0, allowed)

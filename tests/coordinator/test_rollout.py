@@ -671,6 +671,13 @@ def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
     assert "decode-r2-1" in made.started
 
 
+def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
+    made = launched()
+    refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})
+    assert isinstance(refused, errors.InvalidArgument)
+    assert "at most 4, which is scaling.decode.max_workers" in str(refused)
+
+
 def test_only_stable_workers_change_their_role(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 2}))
