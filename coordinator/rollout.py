@@ -203,6 +203,12 @@ class Rollouts:
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
 
+    def starts_workers(self, now: float) -> None:
+        """Those are of the configured revision, whatever a worker has remembered before this."""
+        if self._version and not self._was_told:
+            record = cluster_pb2.RolloutRecord(version=self._version + 1, stable=self._configured)
+            self._restore(record, now)
+
     def advance(self, now: float) -> None:
         """Looks at who serves, and does what follows. To be called when that has changed."""
         self._placers.changed = False

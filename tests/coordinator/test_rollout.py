@@ -601,6 +601,20 @@ def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
     assert made.revision_of(made.started[-1]) == "r2"
 
 
+def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, say_hello):
+    world = new_world()
+    hello = say_hello("p9", PREFILL, revision="r2", generation=77)
+    hello.rollout.MergeFrom(
+        cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2", retiring=["1"])
+    )
+    world.handle(ev.WorkerAttached(hello, returns=True))
+    assert world.core.workers.stable == "r2"
+    world.handle(ev.LauncherReady({Pool.PREFILL: 1, Pool.DECODE: 1}))
+    started = [one for one in world.membership if isinstance(one, ev.StartWorker)]
+    assert {one.revision.name for one in started} == {world.core.workers.stable} == {"1"}
+    assert world.commands["p9"][-1].stable == "1"
+
+
 def test_an_aborted_rollout_leaves_nothing(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 3}))
