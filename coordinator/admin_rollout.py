@@ -163,8 +163,12 @@ class RolloutCalls:
         return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
 
     def _problem(self, rollout: Rollout) -> str:
-        launches = self._shell.core.scaler.launches
-        found = (launches.problem(pool, rollout.revision.name) for pool in Pool)
+        launches, name = self._shell.core.scaler.launches, rollout.revision.name
+        found = (
+            told
+            for pool in Pool
+            for told in (launches.problem(pool, name), launches.waiting(pool, name))
+        )
         return "; ".join(filter(None, found))
 
     def _running(self) -> Counter[str]:

@@ -118,11 +118,6 @@ class Adoption:
         """That are set: one of each attempt that no client has come back for, and SETTLED."""
         return len(self._orphans) + bool(self._settling)
 
-    @property
-    def settling(self) -> bool:
-        """Whether workers may still come back from another coordinator."""
-        return bool(self._settling)
-
     # ---- Workers.
 
     def returned(
@@ -160,6 +155,10 @@ class Adoption:
             self._forget(key)
 
     # ---- Clients.
+
+    def may_find(self, key: RequestKey) -> bool:
+        """Whether a worker goes on with a request of this key, or may still come back with it."""
+        return bool(self._settling) or key in self._orphans
 
     def admitted(self, request: Request, now: float) -> None:
         """A request has joined its lane: it leaves it again where a worker goes on with it."""

@@ -110,10 +110,11 @@ class RequestBook:
             refused = self.admission.lateness_error(submission, hashes, revision, now)
             if refused is not None and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
-                self.stats.moved_to_stable(revision)
-                revision = self._traffic.stable
+                tried, revision = revision, self._traffic.stable
                 hashes = self._placer.hashes(submission, revision)
                 refused = self.admission.lateness_error(submission, hashes, revision, now)
+                if refused is None:
+                    self.stats.moved_to_stable(tried)
         if refused is None or isinstance(refused, errors.ResourceExhausted):
             demand = self._placer.demand(submission, hashes, revision)
             self.stats.demand[submission.lane].arrived(*demand)

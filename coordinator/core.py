@@ -121,7 +121,7 @@ class Core:
             ev.WorkerLost: members.lost,
             ev.DrainAsked: members.drain_asked,
             ev.FlipAsked: self._flip_asked,
-            ev.LauncherReady: lambda event, now: self.scaler.begin(event.sizes, now),
+            ev.LauncherReady: self._launcher_ready,
             ev.WorkerExited: members.exited,
             ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
             ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
@@ -272,7 +272,11 @@ class Core:
     def _submitted(self, event: ev.Submitted, now: float) -> None:
         submission = event.submission
         revision = submission.revision if len(submission.known_token_ids) else ""
-        if revision and self.rollouts.is_gone(revision) and not self._adoption.settling:
+        if (
+            revision
+            and self.rollouts.is_gone(revision)
+            and not self._adoption.may_find(submission.key)
+        ):
             self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
         request = self._book.admit(submission, now)
@@ -339,6 +343,10 @@ class Core:
             self.placer.apply_cache(worker, event.changes)
 
     # ---- Time and sizes
+
+    def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
+        self.rollouts.starts_workers(now)
+        self.scaler.begin(event.sizes, now)
 
     def _targets_asked(self, event: ev.TargetsAsked, now: float) -> None:
         self.scaler.set_targets(event.targets, now)

@@ -125,10 +125,13 @@ class Launches:
         starts = self._starts.get((pool, revision or self.stable.name))
         return starts.problem if starts is not None else ""
 
-    def waiting(self, pool: Pool) -> str:
+    def waiting(self, pool: Pool, revision: str = "") -> str:
         """Which workers of this pool cannot be started yet, and why; empty when none waits."""
+        key = pool, revision or self.stable.name
         waiting = [
-            one for one in self._all.values() if one.pool is pool and one.starting and one.waits
+            one
+            for one in self._all.values()
+            if (one.pool, one.revision) == key and one.starting and one.waits
         ]
         if not waiting:
             return ""

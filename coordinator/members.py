@@ -158,7 +158,8 @@ class Membership:
             if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
                 # By itself: another may have to take its place.
                 self._scaler.soon(now)
-        if change.state:
+        # Nothing leads out of draining; the worker may not have heard of it yet.
+        if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
             worker.state = change.state
         if change.role:
             worker.role = change.role

@@ -38,6 +38,9 @@ class Placers:
         self._placers: dict[str, Placer] = {}
         self.changed = False
 
+    def __len__(self) -> int:
+        return len(self._placers)
+
     def at(self, now: float) -> None:
         """What follows happens at this time."""
         self._now = now
@@ -47,6 +50,8 @@ class Placers:
     def of(self, revision: str) -> Placer:
         placer = self._placers.get(revision)
         if placer is None:
+            # Clients may name any revision: nothing is kept of those that nobody is attached of.
+            self.keep_only(frozenset({self._workers.stable}))
             placer = self._placers[revision] = Placer(
                 self._config,
                 self._workers.follow(revision),

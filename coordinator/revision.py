@@ -55,11 +55,13 @@ class Traffic:
         share: 0 to 1.
         open: whether the canary has workers that serve, in both pools.
         max_model_len: of the canary, in tokens; 0: not known.
+        adapters: LoRA adapters that the canary has, by name.
     """
 
     def __init__(self, stable: str) -> None:
         self.stable, self.canary = stable, ""
         self.share, self.open, self.max_model_len = 0.0, False, 0
+        self.adapters: frozenset[str] = frozenset()
 
     def gets_new(self, revision: str) -> bool:
         return revision == self.stable or (revision == self.canary and self.open)
@@ -79,5 +81,7 @@ class Traffic:
         return self.canary if place < self.share else self.stable
 
     def _fits(self, submission: Submission) -> bool:
-        """What is let in is checked by the stable one's context."""
+        """What is let in is checked by the stable one's context, and by its adapters."""
+        if submission.adapter and submission.adapter not in self.adapters:
+            return False
         return not self.max_model_len or len(submission.prompt_token_ids) < self.max_model_len

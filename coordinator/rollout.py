@@ -9,6 +9,7 @@ Attached workers keep a record of it, and a coordinator that follows this one ta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from baton.coordinator import events as ev
 from baton.coordinator import rollout_errors as why
 from baton.coordinator.book import RequestBook
 from baton.coordinator.comparison import Side, Verdict, judge
-from baton.coordinator.load_index import ROLE_OF, Pool
+from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.retiring import Retiring
@@ -202,6 +203,12 @@ class Rollouts:
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
 
+    def starts_workers(self, now: float) -> None:
+        """Those are of the configured revision, whatever a worker has remembered before this."""
+        if self._version and not self._was_told:
+            record = cluster_pb2.RolloutRecord(version=self._version + 1, stable=self._configured)
+            self._restore(record, now)
+
     def advance(self, now: float) -> None:
         """Looks at who serves, and does what follows. To be called when that has changed."""
         self._placers.changed = False
@@ -215,6 +222,7 @@ class Rollouts:
                 self._switch(rollout, rollout.drains_s, now)
         if self.retiring.advance(now):
             self._changed()
+        self._reserve()
         self._move_waiting()
         # What waits for workers that are gone is to hear it.
         self._book.room_made = True
@@ -286,7 +294,19 @@ class Rollouts:
             lacking = rollout.sizes[pool] - there - launches.num_starting(pool, name)
             launches.start(pool, lacking, now, rollout.revision)
             launches.settle(pool, now, name)
-        self._scaler.reserve(self._scaler.gpus(rollout.sizes))
+
+    def _reserve(self) -> None:
+        """GPUs that the pools may not grow into.
+
+        The canary's, and those of workers that stay until what they have has ended: those that
+        drain the pools count themselves.
+        """
+        held = Counter(self.rollout.sizes if self.rollout is not None else {})
+        for revision in self.retiring:
+            for one in self._workers.of(revision):
+                if one.role in POOL_OF and one.state != _DRAINING:
+                    held[POOL_OF[one.role]] += 1
+        self._scaler.reserve(self._scaler.gpus(held))
 
     def _open(self, rollout: Rollout, now: float) -> None:
         """New requests go to the canary while it serves in both pools."""
@@ -294,6 +314,8 @@ class Rollouts:
         counts, model = why.serving(self._workers, name), self._workers.of(name).model
         traffic.open = all(counts[pool] for pool in Pool)
         traffic.max_model_len = model.max_model_len if model is not None else 0
+        adapters = model.adapters if model is not None else ()
+        traffic.adapters = frozenset(one.name for one in adapters)
         if traffic.open and not rollout.sides:
             rollout.sides, rollout.since = {rollout.stable: Side(), name: Side()}, now
             self._book.stats.sides = rollout.sides
@@ -331,7 +353,6 @@ class Rollouts:
         self.rollout, self.last, self.outcome = None, rollout, outcome
         self.traffic.canary, self.traffic.open, self.traffic.share = "", False, 0.0
         self._book.stats.sides = {}
-        self._scaler.reserve(0)
         self._set_current()
 
     def _retire(self, revision: str, reason: str, drain_s: float | None, now: float) -> None:

@@ -73,7 +73,7 @@ def start_error(
             "they have left, or take another name"
         )
     return _workers_error(workers, scaler, revision, sizes) or _gpus_error(
-        scaler, {pool: to_start(workers, pool, name, sizes) for pool in Pool}
+        workers, scaler, name, {pool: to_start(workers, pool, name, sizes) for pool in Pool}
     )
 
 
@@ -82,7 +82,8 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, name: str) -> BatonEr
     counts = serving(workers, name)
     for pool in Pool:
         if not counts[pool]:
-            problem = scaler.launches.problem(pool, name)
+            launches = scaler.launches
+            problem = launches.problem(pool, name) or launches.waiting(pool, name)
             return FailedPrecondition(
                 f"revision {name!r} has no {pool.value} worker that serves"
                 + (f": {problem}" if problem else "")
@@ -95,7 +96,8 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, name: str) -> BatonEr
                 f"{wanted - counts[pool]} more with --revision {name}, or drain some of revision "
                 f"{workers.stable!r}"
             )
-    return _gpus_error(scaler, {pool: promoted_size(workers, scaler, pool) for pool in Pool})
+    sizes = {pool: promoted_size(workers, scaler, pool) for pool in Pool}
+    return _gpus_error(workers, scaler, name, sizes)
 
 
 def _workers_error(
@@ -105,6 +107,10 @@ def _workers_error(
     attached = {POOL_OF.get(one.role) for one in workers.of(name)}
     if scaler.active:
         for pool in Pool:
+            most = scaler.limits(pool)[1]
+            if sizes.get(pool, 0) > most:
+                allowed = f"at most {most}, which is scaling.{pool.value}.max_workers"
+                return InvalidArgument(pool.value, sizes[pool], allowed)
             if pool not in attached and not to_start(workers, pool, name, sizes):
                 allowed = f"at least 1: no {pool.value} worker of revision {name!r} is attached"
                 return InvalidArgument(pool.value, 0, allowed)
@@ -123,13 +129,18 @@ def _workers_error(
     )
 
 
-def _gpus_error(scaler: Scaler, wanted: Mapping[Pool, int]) -> BatonError | None:
+def _gpus_error(
+    workers: WorkerRegistry, scaler: Scaler, name: str, wanted: Mapping[Pool, int]
+) -> BatonError | None:
     """Why there is no room for so many of a canary beside the others."""
     most, needed = scaler.max_gpus, scaler.gpus(wanted)
     used = scaler.gpus({pool: scaler.desired(pool) for pool in Pool})
-    if not scaler.active or most is None or needed + used <= most:
+    others = [one for one in workers if one.revision not in (workers.stable, name)]
+    left = scaler.gpus(Counter(POOL_OF[one.role] for one in others if one.role in POOL_OF))
+    if not scaler.active or most is None or needed + used + left <= most:
         return None
     return FailedPrecondition(
-        f"scaling.max_gpus is {most}; {used} are the stable revision's, and the canary would need "
-        f"{needed}: both run side by side for a while"
+        f"scaling.max_gpus is {most}; {used} are the stable revision's, "
+        + (f"{left} are those of revisions that are to leave, " if left else "")
+        + f"and the canary would need {needed}: both run side by side for a while"
     )

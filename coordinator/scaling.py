@@ -94,7 +94,7 @@ class Scaler:
             pool: deque(maxlen=_MAX_REMEMBERED) for pool in POOLS
         }
         self._by_hand: dict[Pool, int] = {}
-        # That a rollout's workers have.
+        # That workers of a rollout, or of revisions that leave, have.
         self._reserved_gpus = 0
         self._sizes = dict.fromkeys(POOLS, 0)
         self._seen: Observation | None = None
@@ -236,7 +236,7 @@ class Scaler:
         self._hold()
 
     def reserve(self, num_gpus: int) -> None:
-        """So many are a rollout's, and not the pools' to grow into."""
+        """So many are other revisions', and not the pools' to grow into."""
         if num_gpus != self._reserved_gpus:
             self._reserved_gpus = num_gpus
             self._hold()

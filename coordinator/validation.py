@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import InvalidArgument, NotFound, shown
-from baton.runtime.names import TENANT_NAMES, is_tenant
+from baton.runtime.names import REVISION_NAMES, TENANT_NAMES, is_revision, is_tenant
 from baton.v1 import common_pb2, inference_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
@@ -221,6 +221,8 @@ def _check_resume(
         raise InvalidArgument(
             "resume.num_text_chars", resume.num_text_chars, "must be 0 without resume.token_ids"
         )
+    if resume.revision and not is_revision(resume.revision):
+        raise InvalidArgument("resume.revision", resume.revision, REVISION_NAMES)
     check_token_ids("resume.prompt_token_ids", resume.prompt_token_ids, model)
     if 4 * len(resume.prompt_token_ids) > config.max_prompt_bytes:
         raise InvalidArgument(

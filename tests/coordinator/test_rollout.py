@@ -150,6 +150,15 @@ def test_it_is_said_where_only_another_revision_is_attached(new_world):
     assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
 
 
+def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
+    world = new_world()
+    for number in range(20):
+        to = world.submit(known_token_ids=[1], revision=f"none-{number}")
+        world.handle(ev.StreamCancelled(to))
+    # The stable one's, and the last.
+    assert len(world.core.placer) <= 2
+
+
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two):
     cell = two(None)
     for name in ("cd", "cd2"):
@@ -175,6 +184,19 @@ def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two, sa
     cell.start(1.0)
     assert cell.revision(cell.world.submit(num_prompt=20)) == "r2"
     assert cell.revision(cell.world.submit(num_prompt=80)) == "1"
+
+
+def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two, say_hello):
+    cell = two(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.adapters.add(name="law")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    assert cell.revision(cell.world.submit(adapter="law")) == "r2"
+    assert cell.revision(cell.world.submit(adapter="poetry")) == "1"
 
 
 def test_workers_of_one_revision_must_be_alike_those_of_two_need_not(world, say_hello):
@@ -258,6 +280,13 @@ def test_what_has_not_begun_goes_to_the_stable_revision(two):
     cell.token(running, finish=STOP)
     assert cell.world.last(running).reason == STOP
     assert cell.core.rollouts.rollout.sides["r2"].num_moved == 1
+
+
+def test_what_both_revisions_refuse_is_not_held_against_the_canary(two):
+    cell = two()
+    to = cell.world.submit(slo_ttft_s=1e-9)
+    assert cell.world.last(to).error.reason == "TOO_LATE"
+    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 0
 
 
 def test_a_silent_worker_is_no_reason_to_leave_the_revision(two):
@@ -495,6 +524,31 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
     assert cell.core.workers.get(request.decode).revision == "r2"
 
 
+def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(two, say_hello):
+    from baton.runtime.request_digest import request_digest
+
+    cell = two(None)
+    sampling = common_pb2.SamplingParams(max_tokens=8)
+    running = cluster_pb2.RunningRequest(
+        request_id="r1",
+        attempt=3,
+        role=DECODE,
+        next_offset=2,
+        token_ids=[7, 8],
+        decoding=True,
+        tenant="default",
+        digest=request_digest(list(range(20)), sampling),
+    )
+    # The last of its revision, which the coordinator before this one had told to leave.
+    hello = say_hello("d9", DECODE, revision="r0", generation=77, state=DRAINING)
+    hello.running.append(running)
+    cell.world.handle(ev.WorkerAttached(hello, returns=True))
+    cell.world.after(1.0)
+    to = cell.world.submit(known_token_ids=[7], revision="r0")
+    assert cell.request(to).decode[0] == "d9"
+    assert cell.world.tokens(to) == [8]
+
+
 # ---- With a launcher.
 
 
@@ -547,6 +601,20 @@ def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
     assert made.revision_of(made.started[-1]) == "r2"
 
 
+def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, say_hello):
+    world = new_world()
+    hello = say_hello("p9", PREFILL, revision="r2", generation=77)
+    hello.rollout.MergeFrom(
+        cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2", retiring=["1"])
+    )
+    world.handle(ev.WorkerAttached(hello, returns=True))
+    assert world.core.workers.stable == "r2"
+    world.handle(ev.LauncherReady({Pool.PREFILL: 1, Pool.DECODE: 1}))
+    started = [one for one in world.membership if isinstance(one, ev.StartWorker)]
+    assert {one.revision.name for one in started} == {world.core.workers.stable} == {"1"}
+    assert world.commands["p9"][-1].stable == "1"
+
+
 def test_an_aborted_rollout_leaves_nothing(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 3}))
@@ -576,10 +644,52 @@ def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
     assert set(hangs) <= set(made.ended)
 
 
+def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
+    launches, told = made.core.scaler.launches, "worker prefill-r2-0 waits for 1 GPU"
+    assert launches.waiting(Pool.PREFILL, "r2") == told
+    assert launches.waiting(Pool.PREFILL) == ""
+    assert told in str(made.core.rollouts.promote_error())
+
+
 def test_there_must_be_gpus_for_both(launched):
     made = launched(max_gpus=5)
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {})
     assert "scaling.max_gpus is 5; 4 are the stable revision's" in str(refused)
+
+
+def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
+    made = launched(1, 1, max_gpus=4)
+    to = made.world.submit()
+    request = made.core.request("r1")
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(request.prefill[0], output)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionAsked())
+    assert made.core.workers.stable == "r2"
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.wait(5)
+    # A worker of each pool is there until the request has ended.
+    assert of_revision(made, "1") == {"prefill-0", "decode-0"}
+    assert "decode-r2-1" not in made.started
+    refused = made.core.rollouts.start_error(Revision("r3"), 0.1, {})
+    assert "2 are those of revisions that are to leave" in str(refused)
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+    assert "decode-r2-1" in made.started
+
+
+def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
+    made = launched()
+    refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})
+    assert isinstance(refused, errors.InvalidArgument)
+    assert "at most 4, which is scaling.decode.max_workers" in str(refused)
 
 
 def test_only_stable_workers_change_their_role(launched):

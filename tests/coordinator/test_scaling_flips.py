@@ -176,6 +176,16 @@ def test_a_flip_that_cannot_be_is_refused(launched):
         assert made.core.workers.by_id(worker_id).flip is None
 
 
+def test_a_worker_that_has_flipped_when_it_hears_that_it_drains_gets_nothing_new(launched):
+    made = launched()
+    flip(made, "prefill-0", DECODE)
+    made.world.handle(ev.DrainAsked("prefill-0", 5.0, "test"))
+    made.answer_flips()
+    worker = made.core.workers.by_id("prefill-0")
+    assert worker.role == DECODE
+    assert not worker.serving
+
+
 def test_a_worker_that_drains_does_not_flip(launched):
     made = launched()
     made.world.submit()

@@ -89,6 +89,7 @@ def test_sampling(sampling, field):
         ({"resume": {"token_ids": [1, 2]}, "sampling": {"max_tokens": 1}}, "resume.token_ids"),
         ({"resume": {"num_text_chars": 1}}, "resume.num_text_chars"),
         ({"resume": {"prompt_token_ids": [600]}}, "resume.prompt_token_ids[0]"),
+        ({"resume": {"revision": "r" * 65}}, "resume.revision"),
     ],
 )
 def test_request(fields, field):
