@@ -273,7 +273,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return workers
 
     def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
-        workers = self._core.workers.pool(role)
+        # A rollout's workers are its own, and not of the pool that is sized.
+        stable = self._core.workers.of(self._core.workers.stable)
+        workers = [worker for worker in stable if worker.role == role]
         pool, scaler = POOL_OF[role], self._core.scaler
         floor, ceiling = scaler.limits(pool)
         past = scaler.decisions[pool]

@@ -252,10 +252,6 @@ class WorkerRegistry:
         """Who serves the same role and revision, itself included if it serves."""
         return self.of(worker.revision).serving(worker.role)
 
-    def pool(self, role: common_pb2.Role.ValueType) -> list[Worker]:
-        """Every attached worker of a role, whatever its state."""
-        return [worker for worker in self._workers.values() if worker.role == role]
-
     def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
         return [
             worker for worker in self._workers.values() if worker.role == role and worker.serving

@@ -546,6 +546,9 @@ class VllmEngine:
         )
 
     async def start_profile(self) -> None:
+        # What ranks left when another one could not write.
+        for left in self._traces.glob("*"):
+            left.unlink()
         try:
             await self._record(True)
         except EngineDead:

@@ -9,16 +9,28 @@ from __future__ import annotations
 from google.protobuf.descriptor import Descriptor
 
 _VARINT, _LENGTH = 0, 2
+_LAST_OF_ONE_BYTE = 15
 
 
 def varint_tag(message: Descriptor, name: str) -> int:
-    """Of a number or bool field with a field number below 16."""
-    return message.fields_by_name[name].number << 3 | _VARINT
+    """Of a number or bool field; raises ValueError as `length_tag` does."""
+    return _tag(message, name, _VARINT)
 
 
 def length_tag(message: Descriptor, name: str) -> int:
-    """Of a field that is a message, a text or bytes, with a field number below 16."""
-    return message.fields_by_name[name].number << 3 | _LENGTH
+    """Of a field that is a message, a text or bytes.
+
+    Raises:
+        ValueError: its number is above 15, and its tag longer than a byte.
+    """
+    return _tag(message, name, _LENGTH)
+
+
+def _tag(message: Descriptor, name: str, wire_type: int) -> int:
+    number = message.fields_by_name[name].number
+    if number > _LAST_OF_ONE_BYTE:
+        raise ValueError(f"{message.name}.{name} has number {number}; at most {_LAST_OF_ONE_BYTE}")
+    return number << 3 | wire_type
 
 
 def field(tag: int, value: int) -> bytes:

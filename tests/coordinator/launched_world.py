@@ -99,8 +99,8 @@ class Launched:
         """Of attached workers that do not drain."""
         return {
             worker.id
-            for worker in self.core.workers.pool(ROLES[pool])
-            if worker.state != cluster_pb2.WORKER_STATE_DRAINING
+            for worker in self.core.workers
+            if worker.role == ROLES[pool] and worker.state != cluster_pb2.WORKER_STATE_DRAINING
         }
 
     def reason(self, pool: Pool) -> str:

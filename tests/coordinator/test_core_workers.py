@@ -188,7 +188,7 @@ def test_a_flip_moves_a_worker_to_the_other_pool(world):
         state=cluster_pb2.WORKER_STATE_SERVING, role=common_pb2.ROLE_DECODE
     )
     world.handle(ev.WorkerChanged(("p2", 1), change))
-    assert {worker.id for worker in world.core.workers.pool(DECODE)} == {"d", "p2"}
+    assert {worker.id for worker in world.core.workers if worker.role == DECODE} == {"d", "p2"}
 
 
 def test_messages_of_a_lost_incarnation_change_nothing(world, out):

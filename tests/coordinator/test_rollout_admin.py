@@ -85,6 +85,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
     assert (found.phase, found.stable.name, found.HasField("canary")) == (NONE, "1", False)
     # Of workers that nobody has asked for.
     assert [one.name for one in found.others] == ["r2"]
+    assert [pool.num_serving for pool in (await admin.list_pools()).pools] == [1, 1]
     message = await admin.start_rollout("r2", share=0.5)
     assert message == "revision r2 gets 50 % of new sessions from now on"
     async with BatonClient(coordinator.address) as client:

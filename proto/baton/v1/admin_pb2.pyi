@@ -210,6 +210,8 @@ Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
 
 @_typing.final
 class PoolInfo(_message.Message):
+    """Of the stable revision; a rollout's workers are in RolloutStatus."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
