@@ -36,6 +36,7 @@ def reference(model: str) -> list[cases.Case]:
         + cases.prefix_cases()
         + cases.sampling_cases()
         + cases.chunked_seed_cases()
+        + cases.flip_cases()
         + cases.fault_cases()
         + cases.killed_cases(),
         "stop_candidates": cases.stop_candidates(),

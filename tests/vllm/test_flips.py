@@ -83,7 +83,7 @@ async def test_a_worker_flips_under_load_and_back(
     await flip(cluster, DECODE)
     assert await rest(streams) == [case["expected"]["token_ids"] for case in chunked]
     assert FLIPPER in [(await placed(cluster, stream))[0] for stream in streams]
-    for name in ("fault-0", "fault-1"):
+    for name in ("flip-0", "flip-1"):
         await next_goes(client, cluster, guests, PREFILL_ID, FLIPPER)
         stream = await begun(client, expected[name], 2)
         assert await placed(cluster, stream) == (PREFILL_ID, FLIPPER)
@@ -98,9 +98,9 @@ async def test_a_worker_flips_under_load_and_back(
 
     # 3. It computes prompts again. It is the same process, whose engine never ended.
     await next_goes(client, cluster, guests, FLIPPER, DECODE_ID)
-    stream = await begun(client, expected["fault-2"], 2)
+    stream = await begun(client, expected["flip-2"], 2)
     assert await placed(cluster, stream) == (FLIPPER, DECODE_ID)
-    assert await rest([stream]) == [expected["fault-2"]["expected"]["token_ids"]]
+    assert await rest([stream]) == [expected["flip-2"]["expected"]["token_ids"]]
     after = await flipper(cluster)
     assert (after.incarnation, after.startup_ms) == (before.incarnation, before.startup_ms)
     assert all(process.is_running() for process in processes)

@@ -121,6 +121,11 @@ def chunked_seed_cases() -> list[Case]:
     ]
 
 
+def flip_cases() -> list[Case]:
+    """Prompts of the test of flips alone: where one was computed before is where it goes again."""
+    return [greedy(f"flip-{index}", prompt(230, 3000 + index), 12) for index in range(3)]
+
+
 def fault_cases() -> list[Case]:
     """Prompts of the tests that spoil, lose or delay their handoffs."""
     spoiled = [
