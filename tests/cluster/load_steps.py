@@ -18,6 +18,8 @@ from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SOON_S = 40.0
+# Pools shrink once the last two minutes were calm enough.
+CALM_S = 150.0
 TTFT_S = 0.5
 # A prompt of 200 tokens takes 0.2 s; 7 requests at a time are decoded within 50 ms.
 SPEED = {
@@ -51,11 +53,11 @@ def prompt(num_tokens):
     return [5 + salt % 200, 5 + salt // 200, *range(5, num_tokens + 3)]
 
 
-async def until(cluster, done):
+async def until(cluster, done, within_s=SOON_S):
     """The first event of Admin.Watch for which something is so."""
     async with (
         AdminClient(cluster.address) as admin,
-        asyncio.timeout(SOON_S),
+        asyncio.timeout(within_s),
         contextlib.aclosing(admin.watch(0.1)) as events,
     ):
         async for event in events:
@@ -153,7 +155,7 @@ async def prefill_follows_prompts(
     # Nothing more: both shrink, sooner where less is promised, since two minutes count.
     lax = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=3000)
     await admin.set_targets([lax])
-    await until(cluster, lambda event: len(event.workers) == 2)
+    await until(cluster, lambda event: len(event.workers) == 2, CALM_S)
     requests = await admin.list_requests(include_ended=True)
     assert [one.error for one in requests if one.error] == []
 

@@ -27,6 +27,7 @@ def up(tmp_path, model):
         yield make
 
 
+@pytest.mark.timeout(300)
 async def test_pools_follow_their_load_and_no_request_fails(up):
     cluster = up(**load_steps.autoscaled())
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
