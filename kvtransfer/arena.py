@@ -99,19 +99,23 @@ class Segment:
         with contextlib.suppress(OSError):
             self._map.madvise(MADV_POPULATE_WRITE)
 
-    def close(self) -> None:
-        """Unmaps it, and removes it when this process made it; idempotent."""
+    def close(self) -> bool:
+        """Unmaps it, and removes it when this process made it; idempotent.
+
+        Returns:
+            Whether it is unmapped. Where somebody still holds a slice, it goes with the last one.
+        """
         if self._file is None:
-            return
+            return self._map.closed
         if self._owner:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(SEGMENT_DIRECTORY / self.name)
         os.close(self._file)
         self._file = None
-        # Somebody still holds a slice: the mapping goes with the last one.
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._map.close()
+        return self._map.closed
 
 
 def remove_leftovers() -> list[str]:

@@ -9,6 +9,7 @@ found by the checksum of what was copied.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,4 +91,7 @@ class PeerSegments:
         mapped = self._mapped.pop(name)
         if mapped.idle_timer is not None:
             mapped.idle_timer.cancel()
-        mapped.segment.close()
+        if not mapped.segment.close():
+            # A frame of a stream that broke, in a cycle with the error that ended it: in a service
+            # that has nothing else to do nobody would come to collect it.
+            gc.collect()

@@ -1,6 +1,7 @@
 """Which transport a pair of real services takes, why, and what happens when it fails."""
 
 import asyncio
+import gc
 import os
 import signal
 from pathlib import Path
@@ -171,6 +172,28 @@ async def test_a_killed_senders_memory_is_given_back(start, handoff):
     async with asyncio.timeout(3 * shm_transport.IDLE_TIMEOUT_S):
         while name in maps(receiver.client.pid):
             await asyncio.sleep(0.1)
+
+
+async def test_a_frame_in_a_cycle_keeps_no_segment_mapped(monkeypatch):
+    monkeypatch.setattr(shm_transport, "IDLE_TIMEOUT_S", 0.0)
+    segment, peers = Segment.create(4096), PeerSegments()
+    peers.attach(1, segment.name)
+    whole = frames.encode_reference(
+        b"h" * 16, 1, 0, rank=0, layer=0, first_block=0, num_blocks=1, blocks_checksum=7
+    )  # fmt: skip
+    error = MalformedFrame("it was the last one")
+    error.frame, error.itself = peers.resolve(1, next(frames.decode(whole)), 4), error
+    del error
+    segment.close()
+    assert segment.name in maps(os.getpid())
+    gc.disable()
+    try:
+        peers.detach(1)
+        async with asyncio.timeout(10):
+            while segment.name in maps(os.getpid()):
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_references_stay_inside_the_senders_segment():
