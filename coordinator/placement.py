@@ -25,7 +25,7 @@ from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
-from baton.coordinator.workers import RevisionWorkers, Worker
+from baton.coordinator.workers import AttachedWorkers, Worker
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import LanesConfig
 from baton.runtime.sampling import needs_exact_state
@@ -121,7 +121,7 @@ class Placer:
     def __init__(
         self,
         config: CoreConfig,
-        workers: RevisionWorkers,
+        workers: AttachedWorkers,
         latency: LatencyRegistry,
         outputs: OutputLengths,
         crowded: dict[WorkerKey, None],

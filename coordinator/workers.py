@@ -154,14 +154,12 @@ class Worker:
         return True
 
 
-class RevisionWorkers:
-    """The workers of one revision: each can go on with what another began.
+class AttachedWorkers:
+    """Workers that are there now: all of them, or those of one revision.
 
     Args:
-        workers: attached ones, by id; whoever owns them changes them.
+        workers: by id; whoever owns them changes them.
     """
-
-    __slots__ = ("_workers",)
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
@@ -173,7 +171,7 @@ class RevisionWorkers:
         return len(self._workers)
 
     def get(self, key: WorkerKey | None) -> Worker | None:
-        """The worker, None when this incarnation of it is not attached, or is of another one."""
+        """The worker; None when this incarnation of it is not among them."""
         worker = self._workers.get(key[0]) if key is not None else None
         return worker if worker is not None and worker.key == key else None
 
@@ -190,11 +188,11 @@ class RevisionWorkers:
         return None
 
 
-_NOBODY = RevisionWorkers({})
+_NOBODY = AttachedWorkers({})
 
 
-class WorkerRegistry:
-    """At most one incarnation per worker id.
+class WorkerRegistry(AttachedWorkers):
+    """All of them, with at most one incarnation per worker id.
 
     Args:
         model_name: what this coordinator serves; other workers are refused.
@@ -207,35 +205,25 @@ class WorkerRegistry:
     def __init__(self, model_name: str, stable: str = FIRST_REVISION) -> None:
         self._model_name, self.stable = model_name, stable
         self._workers: dict[str, Worker] = {}
+        super().__init__(self._workers)
         self._by_revision: dict[str, dict[str, Worker]] = {}
-        self._members: dict[str, RevisionWorkers] = {}
+        self._members: dict[str, AttachedWorkers] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(tuple(self._workers.values()))
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def get(self, key: WorkerKey | None) -> Worker | None:
-        """The worker, None when this incarnation of it is not attached."""
-        worker = self._workers.get(key[0]) if key is not None else None
-        return worker if worker is not None and worker.key == key else None
 
     def by_id(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
-    def of(self, revision: str) -> RevisionWorkers:
+    def of(self, revision: str) -> AttachedWorkers:
         """The workers that a revision has now; there may be none."""
         return self._members.get(revision, _NOBODY)
 
-    def follow(self, revision: str) -> RevisionWorkers:
+    def follow(self, revision: str) -> AttachedWorkers:
         """The workers of a revision, as they come and go, until it is forgotten."""
         members = self._members.get(revision)
         if members is None:
             self._by_revision[revision] = {}
-            members = self._members[revision] = RevisionWorkers(self._by_revision[revision])
+            members = self._members[revision] = AttachedWorkers(self._by_revision[revision])
         return members
 
     def forget(self, revision: str) -> None:
@@ -252,19 +240,10 @@ class WorkerRegistry:
         """Who serves the same role and revision, itself included if it serves."""
         return self.of(worker.revision).serving(worker.role)
 
-    def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
-        return [
-            worker for worker in self._workers.values() if worker.role == role and worker.serving
-        ]
-
     @property
     def model(self) -> common_pb2.ModelDescription | None:
         """What the stable revision serves, or else any; None without workers."""
-        model = self.of(self.stable).model
-        if model is None:
-            for worker in self._workers.values():
-                return worker.hello.model
-        return model
+        return self.of(self.stable).model or super().model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
         """Why a worker that says this may not attach; None when it may."""
