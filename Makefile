@@ -8,6 +8,8 @@ ARGS ?=
 BIN := $(abspath $(VENV))/bin
 # protoc finds its plugins there.
 export PATH := $(BIN):$(PATH)
+# Tests start hundreds of processes: what each imports is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 # The files are complete, so pip resolves nothing; see requirements/pin.py for why it must not.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
@@ -34,10 +36,11 @@ install: $(BATON) $(DEV) $(RAY)
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
 
-# Two files at a time; those on real vLLM, whose ranks spin on a core each, after all others.
+# Three files at a time, two of which wait for the most part (see tests/conftest.py). Those on real
+# vLLM, whose ranks spin on a core each, after all others.
 test: $(BATON) $(DEV) $(RAY)
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/vllm
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/vllm
 	$(BIN)/python -m pytest tests/vllm
 else
 	$(BIN)/python -m pytest $(ARGS)

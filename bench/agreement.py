@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import signal
@@ -194,8 +193,7 @@ def main() -> None:
     requests = plan(arguments.rate, arguments.seconds, arguments.seed)
     seen = asyncio.run(live(arguments, requests))
     found = replay(seen.worker, requests)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(seen, found), indent=1) + "\n")
+    stats.save(as_json(seen, found), arguments.json)
     show(seen, found)
     print(f"figures in {arguments.json}")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import resource
@@ -29,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench import chaos_report
+from baton.bench import chaos_report, stats
 from baton.bench.chaos_cell import POOLS, Cell, Member
 from baton.bench.chaos_report import Disturbance, Kind, Stream
 from baton.client import BatonClient, Tokens
@@ -290,8 +289,7 @@ def main() -> int:
             chaos = asyncio.run(run(plan, Path(directory), model))
         results[name] = chaos_report.figures(chaos)
         chaos_report.show(name, results[name])
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    stats.save(results, arguments.json)
     print(f"figures in {arguments.json}")
     return 0 if all(one["correct"] for one in results.values()) else 1
 

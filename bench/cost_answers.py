@@ -14,6 +14,8 @@ MODEL = "bench"
 VOCAB_SIZE = 128_256
 # Field number and wire type of the repeated field of StepOutputs, and of SessionEvents.
 OUTPUTS_TAG, EVENTS_TAG = b"\x12", b"\x0a"
+# The same of SessionRequest.batch.
+BATCH_TAG = b"\x1a"
 
 
 class Answers:

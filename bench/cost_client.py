@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.bench.cost_answers import prefix
+from baton.bench.cost_answers import BATCH_TAG, prefix
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
-# Submissions in one message, and field number and wire type of SessionRequest.batch.
-MAX_BATCH, _BATCH = 64, b"\x1a"
+# Submissions in one message.
+MAX_BATCH = 64
 # Single streams that share a connection.
 STREAMS_PER_CONNECTION = 32
 
@@ -155,7 +155,7 @@ class SessionClient(_Tally):
                     for _ in range(min(most, len(self._to_send)))
                 ]
                 if len(found) > 1:
-                    found = [part for one in found for part in (prefix(_BATCH, len(one)), one)]
+                    found = [part for one in found for part in (prefix(BATCH_TAG, len(one)), one)]
                 await self._call.write(b"".join(found))
 
     async def _read(self) -> None:

@@ -199,25 +199,36 @@ def whose(spec: cluster_pb2.RequestSpec) -> cluster_pb2.RequestOutput:
     return cluster_pb2.RequestOutput(request_id=spec.request_id, attempt=spec.attempt)
 
 
-async def prefill(worker: Attachment, answers: Answers) -> None:
-    """Answers first tokens at once; those that wait for a write leave together."""
-    answered, posted = list[bytes](), asyncio.Event()
+class Together:
+    """Answers leave at once, and those that wait for a write leave as one."""
 
-    async def write() -> None:
+    def __init__(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        self._write = write
+        self._waiting: list[bytes] = []
+        self._posted = asyncio.Event()
+
+    def post(self, answers: Sequence[bytes]) -> None:
+        self._waiting += answers
+        self._posted.set()
+
+    async def run(self) -> None:
         while True:
-            await posted.wait()
-            posted.clear()
-            outputs = b"".join(answered)
-            answered.clear()
-            await worker.step(outputs)
+            await self._posted.wait()
+            self._posted.clear()
+            joined = b"".join(self._waiting)
+            self._waiting.clear()
+            await self._write(joined)
 
+
+async def prefill(worker: Attachment, answers: Answers) -> None:
+    """Answers first tokens at once."""
+    together = Together(worker.step)
     async with asyncio.TaskGroup() as group:
-        group.create_task(write())
+        group.create_task(together.run())
         group.create_task(worker.report())
         async for message in worker.commands():
             if message.HasField("prefill"):
-                answered += answers.of(whose(message.prefill.spec), 0, 1)
-                posted.set()
+                together.post(answers.of(whose(message.prefill.spec), 0, 1))
         raise ConnectionError("the coordinator is gone")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -481,8 +480,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     results = asyncio.run(run(arguments))
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(results), indent=2) + "\n")
+    stats.save(as_json(results), arguments.json)
     show(results)
     print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
 

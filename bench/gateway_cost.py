@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import tempfile
@@ -260,8 +259,7 @@ def main() -> None:
     arms = tuple(arm for arm in ARMS if arm.system in wanted)
     bench = Bench({last}, load, arguments.seconds)
     found = uvloop.run(bench.run(arms, arguments.repeats))
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(found), indent=2) + "\n")
+    stats.save(as_json(found), arguments.json)
     show(found, arguments.requests)
     print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -323,8 +322,7 @@ def main() -> None:
         "loads": {name: run.figures() for name, run in found.items()},
         "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(found)],
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    stats.save(results, arguments.json)
     show(found)
     print(f"figures in {arguments.json}")
 

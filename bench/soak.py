@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
@@ -563,8 +562,7 @@ def main() -> int:
     wall_s = time.monotonic() - started
     reaches = reaches_of(soak, arguments.growth_mib)
     results = figures(soak, wall_s, reaches)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    stats.save(results, arguments.json)
     show(results)
     stats.print_reaches(reaches)
     print(f"{wall_s:.0f} s; figures in {arguments.json}")

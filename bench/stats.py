@@ -1,14 +1,22 @@
-"""Percentiles, and tables that show them beside their baseline."""
+"""Percentiles, tables that show them beside their baseline, and what is kept of them."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+
+def save(figures: object, path: Path) -> None:
+    """Figures as JSON, in a directory that need not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

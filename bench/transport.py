@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import mmap
 import os
@@ -305,8 +304,7 @@ def main() -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     started = time.monotonic()
     results = asyncio.run(run_all(arguments))
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    stats.save(results, arguments.json)
     show(results)
     print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
     return 1 if results["failed"] else 0

@@ -446,17 +446,21 @@ class VirtualCell:
     def post(self, event: ev.Event) -> None:
         """Something reaches the coordinator now."""
         for effect in self.core.handle(event, self.now):
-            if isinstance(effect, ev.SendCommand):
-                self._send(effect)
-            elif isinstance(effect, ev.SendDeltas):
-                for to, encoded in effect.deltas:
-                    delta = common_pb2.TokenDelta.FromString(encoded)
-                    self._by_stream[to].token_times += [self.now] * len(delta.token_ids)
-            elif isinstance(effect, ev.SendFinished):
-                self._by_stream.pop(effect.to).ended_at = self.now
-            elif isinstance(effect, ev.SendFailed):
-                outcome = self._by_stream.pop(effect.to)
-                outcome.error, outcome.ended_at = effect.error, self.now
+            self.carry_out(effect)
+
+    def carry_out(self, effect: ev.Effect) -> None:
+        """Something leaves the coordinator."""
+        if isinstance(effect, ev.SendCommand):
+            self._send(effect)
+        elif isinstance(effect, ev.SendDeltas):
+            for to, encoded in effect.deltas:
+                delta = common_pb2.TokenDelta.FromString(encoded)
+                self._by_stream[to].token_times += [self.now] * len(delta.token_ids)
+        elif isinstance(effect, ev.SendFinished):
+            self._by_stream.pop(effect.to).ended_at = self.now
+        elif isinstance(effect, ev.SendFailed):
+            outcome = self._by_stream.pop(effect.to)
+            outcome.error, outcome.ended_at = effect.error, self.now
 
     # ---- Inside.
 

@@ -5,6 +5,10 @@ the same requests at the same times, one after the other, in an order that chang
 The plain servers are asked in turn (round robin); Baton has a coordinator with lanes, admission and
 conditional disaggregation. A request counts when its first token comes within 1 s and the mean of
 its gaps is at most 50 ms; one that is refused does not.
+
+At the rate that is asked for a fast machine has little to do, and nobody can keep more than all: so
+the highest rate that each system keeps up with is looked for, and both are compared again where
+round robin keeps about as few as it does on a slow machine at the first rate.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import os
 import signal
@@ -28,6 +31,7 @@ import aiohttp
 
 from baton.bench import mixed_load, stats, streams, systems
 from baton.bench.mixed_load import LONG, Answer, Arrival, Ask, Slo
+from baton.bench.rate_search import GROWTH, RateSearch
 from baton.bench.stats import Reach
 from baton.bench.streams import Timed
 from baton.client import errors
@@ -60,6 +64,8 @@ READY_TIMEOUT_S = 300.0
 SPIN_S = 1.5
 # The share of requests that the highest rate keeps within the SLO.
 KEPT_SHARE = 0.9
+# That of round robin at 2 requests/s on the machine for which the reaches were set: 57 to 65 %.
+BUSY_SHARE = 0.61
 
 SHARES = ("met_share", "shed_share", "short_met_share", "long_met_share")
 LEAST_GOODPUT, LEAST_RATE = 1.4, 1.3
@@ -67,43 +73,18 @@ MOST = {"itl_p99_ms": 0.4, "ttft_p50_ms": 1.1, "ttft_p90_ms": 1.1, "ttft_p99_ms"
 
 
 @dataclass(slots=True)
-class Search:
-    """The highest rate that keeps enough requests within the SLO, by bisection of its logarithm.
+class Load:
+    """Pairs of runs at one rate.
 
     Attributes:
-        low, high: requests/s: the rate is between the two, as far as it is known.
-        tried: share of requests that met the SLO, by rate.
-    """
-
-    low: float
-    high: float
-    tried: dict[float, float] = field(default_factory=dict)
-
-    @property
-    def next_rate(self) -> float:
-        return math.sqrt(self.low * self.high)
-
-    def add(self, rate: float, share: float) -> None:
-        """Takes in what a run at `next_rate` gave."""
-        self.tried[rate] = share
-        if share >= KEPT_SHARE:
-            self.low = rate
-        else:
-            self.high = rate
-
-
-@dataclass(slots=True)
-class Results:
-    """All that a run has seen.
-
-    Attributes:
+        name: what the rate is, in words.
+        rate: requests/s.
         pairs: answers by system.
-        searches: by system; empty when none was made.
     """
 
+    name: str
     rate: float
     pairs: list[dict[str, list[Answer]]] = field(default_factory=list)
-    searches: dict[str, Search] = field(default_factory=dict)
 
     def summaries(self, system: str) -> list[dict[str, float]]:
         return [mixed_load.summary(pair[system], SLO) for pair in self.pairs]
@@ -122,25 +103,53 @@ class Results:
         )
 
 
+@dataclass(slots=True)
+class Results:
+    """All that a run has seen.
+
+    Attributes:
+        loads: that which was asked for, then, if its rate was looked for, the busy one.
+        searches: by system, for the highest rate; empty when none was made.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    searches: dict[str, RateSearch] = field(default_factory=dict)
+
+
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: stats.median([row[name] for row in rows]) for name in rows[0]}
 
 
 async def run(arguments: argparse.Namespace) -> Results:
-    results = Results(arguments.rate)
+    results = Results()
     async with both() as asks:
         for name, ask in asks.items():
             load = mixed_load.arrivals("warm up", arguments.rate, arguments.warm_up)
             await turn(name, ask, load, "warm-up")
-        for index in range(arguments.pairs):
-            load = mixed_load.arrivals(f"pair {index}", arguments.rate, arguments.requests)
-            order = list(asks) if index % 2 == 0 else list(reversed(asks))
-            results.pairs.append(
-                {name: await turn(name, asks[name], load, f"pair {index}") for name in order}
-            )
+        if arguments.pairs:
+            results.loads.append(Load("as asked for", arguments.rate))
+            await measure(results.loads[-1], asks, arguments.pairs, arguments.requests)
         if arguments.search:
-            await search(results, asks, arguments)
+            results.searches = {
+                name: RateSearch(KEPT_SHARE, arguments.rate * GROWTH) for name in asks
+            }
+            await search(results.searches, asks, arguments)
+            # This machine's speed is not that of the next one: what is busy has to be found.
+            busy = RateSearch(BUSY_SHARE, results.searches[ROBIN].rate or arguments.rate)
+            await search({ROBIN: busy}, asks, arguments)
+            if busy.rate:
+                name = f"where round robin keeps about {BUSY_SHARE * 100:.0f} %"
+                results.loads.append(Load(name, busy.rate))
+                await measure(results.loads[-1], asks, arguments.busy_pairs, arguments.requests)
     return results
+
+
+async def measure(load: Load, asks: Mapping[str, Ask], num_pairs: int, num_requests: int) -> None:
+    for index in range(num_pairs):
+        what = f"{load.rate:.2f} requests/s, pair {index}"
+        arrivals = mixed_load.arrivals(f"pair {index}", load.rate, num_requests)
+        order = list(asks) if index % 2 == 0 else list(asks)[::-1]
+        load.pairs.append({name: await turn(name, asks[name], arrivals, what) for name in order})
 
 
 @contextlib.asynccontextmanager
@@ -188,24 +197,27 @@ async def turn(name: str, ask: Ask, load: list[Arrival], what: str) -> list[Answ
     return answers
 
 
-async def search(results: Results, asks: Mapping[str, Ask], arguments: argparse.Namespace) -> None:
-    """Both systems at once, step by step: what changes on the machine meets both."""
-    results.searches = {name: Search(*arguments.search_rates) for name in asks}
+async def search(
+    searches: Mapping[str, RateSearch], asks: Mapping[str, Ask], arguments: argparse.Namespace
+) -> None:
+    """All at once, step by step: what changes on the machine meets every system."""
     for _ in range(arguments.search_steps):
-        for name, ask in asks.items():
-            one = results.searches[name]
+        for name, one in searches.items():
+            if one.is_done:
+                continue
             rate = one.next_rate
-            load = mixed_load.arrivals("search", rate, arguments.search_requests)
-            answers = await turn(name, ask, load, f"{rate:.2f} requests/s")
+            load = mixed_load.arrivals("search", rate, round(rate * arguments.search_seconds))
+            answers = await turn(name, asks[name], load, f"{rate:.2f} requests/s")
             one.add(rate, mixed_load.share_met(answers, SLO))
 
 
 def reaches(results: Results) -> Iterator[Reach]:
-    ratios = results.ratios()
-    what = "goodput / round robin's"
-    yield Reach(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
-    for name, most in MOST.items():
-        yield Reach(f"{COLUMNS[name]} / round robin's", ratios[name], most, " x")
+    for load in results.loads:
+        ratios, at = load.ratios(), f"{load.rate:.3g} requests/s, {load.name}: "
+        what = at + "goodput / round robin's"
+        yield Reach(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
+        for name, most in MOST.items():
+            yield Reach(f"{at}{COLUMNS[name]} / round robin's", ratios[name], most, " x")
     if results.searches:
         what = f"highest rate with {KEPT_SHARE * 100:.0f} % within the SLO / round robin's"
         ratio = stats.ratio(results.searches[BATON].low, results.searches[ROBIN].low)
@@ -228,29 +240,8 @@ BY_KIND = {"met_share": "within", **{f"ttft_p{at}_ms": f"TTFT p{at}" for at in (
 
 
 def show(results: Results) -> None:
-    medians_of = {name: results.medians(name) for name in (ROBIN, BATON)}
-    rows = [[name, *(shown(at, one[at]) for at in COLUMNS)] for name, one in medians_of.items()]
-    ratios = results.ratios()
-    over = ("" if at in SHARES else f"{ratios[at]:.2f}" for at in COLUMNS)
-    rows.append(["  x round robin", *over])
-    count = len(results.pairs[0][BATON])
-    title = (
-        f"{results.rate:g} requests/s, {count} requests, medians of {len(results.pairs)} pairs "
-        "(ms; ratios are medians of the pairs' own)"
-    )
-    stats.print_table(title, ["system", *COLUMNS.values()], rows)
-    rows = [
-        [name, kind, *(shown(at, one[f"{kind}_{at}"]) for at in BY_KIND)]
-        for name, one in medians_of.items()
-        for kind in ("short", "long")
-    ]
-    stats.print_table("By kind, ms", ["system", "kind", *BY_KIND.values()], rows)
-    answers = [one for pair in results.pairs for one in pair[BATON]]
-    rows = [
-        [kind, stage, *(f"{stats.percentile(values, at):.1f}" for at in (50, 90, 99))]
-        for kind, stage, values in mixed_load.stages(answers)
-    ]
-    stats.print_table("Where Baton's time went, ms", ["kind", "stage", "p50", "p90", "p99"], rows)
+    for load in results.loads:
+        show_load(load)
     rows = [
         [name, f"{rate:.2f}", f"{share * 100:.0f} %"]
         for name, one in results.searches.items()
@@ -259,6 +250,32 @@ def show(results: Results) -> None:
     if rows:
         stats.print_table("Rates tried", ["system", "requests/s", "within"], rows)
     stats.print_reaches(list(reaches(results)))
+
+
+def show_load(load: Load) -> None:
+    medians_of = {name: load.medians(name) for name in (ROBIN, BATON)}
+    rows = [[name, *(shown(at, one[at]) for at in COLUMNS)] for name, one in medians_of.items()]
+    ratios = load.ratios()
+    over = ("" if at in SHARES else f"{ratios[at]:.2f}" for at in COLUMNS)
+    rows.append(["  x round robin", *over])
+    count = len(load.pairs[0][BATON])
+    title = (
+        f"{load.rate:.3g} requests/s ({load.name}), {count} requests, medians of "
+        f"{len(load.pairs)} pairs (ms; ratios are medians of the pairs' own)"
+    )
+    stats.print_table(title, ["system", *COLUMNS.values()], rows)
+    rows = [
+        [name, kind, *(shown(at, one[f"{kind}_{at}"]) for at in BY_KIND)]
+        for name, one in medians_of.items()
+        for kind in ("short", "long")
+    ]
+    stats.print_table("By kind, ms", ["system", "kind", *BY_KIND.values()], rows)
+    answers = [one for pair in load.pairs for one in pair[BATON]]
+    rows = [
+        [kind, stage, *(f"{stats.percentile(values, at):.1f}" for at in (50, 90, 99))]
+        for kind, stage, values in mixed_load.stages(answers)
+    ]
+    stats.print_table("Where Baton's time went, ms", ["kind", "stage", "p50", "p90", "p99"], rows)
 
 
 def shown(column: str, value: float) -> str:
@@ -272,13 +289,19 @@ def as_json(results: Results) -> dict[str, Any]:
         "model": MODEL,
         "engine_args": ENGINE_ARGS,
         "settings": SETTINGS,
-        "rate": results.rate,
-        "pairs": [
-            {name: mixed_load.summary(answers, SLO) for name, answers in pair.items()}
-            for pair in results.pairs
+        "loads": [
+            {
+                "name": load.name,
+                "rate": load.rate,
+                "pairs": [
+                    {name: mixed_load.summary(answers, SLO) for name, answers in pair.items()}
+                    for pair in load.pairs
+                ],
+                "medians": {name: load.medians(name) for name in (ROBIN, BATON)},
+                "ratios": load.ratios(),
+            }
+            for load in results.loads
         ],
-        "medians": {name: results.medians(name) for name in (ROBIN, BATON)},
-        "ratios": results.ratios(),
         "searches": {name: one.tried for name, one in results.searches.items()},
         "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(results)],
     }
@@ -288,17 +311,17 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one pair of 60 requests, no search")
     parser.add_argument("--pairs", type=int, help="of runs; 5 unless told (1 with --quick)")
+    parser.add_argument("--busy-pairs", type=int, default=5, help="of runs at the busy rate")
     parser.add_argument("--requests", type=int, help="of each run; 300 unless told (60)")
     parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
     parser.add_argument("--warm-up", type=int, default=24, help="requests before the first pair")
     parser.add_argument(
         "--search",
         action=argparse.BooleanOptionalAction,
-        help="for the highest rate within the SLO; on unless --quick",
+        help="for the highest rate within the SLO, and for a busy one; on unless --quick",
     )
-    parser.add_argument("--search-requests", type=int, default=120, help="at each rate")
-    parser.add_argument("--search-steps", type=int, default=5)
-    parser.add_argument("--search-rates", type=float, nargs=2, default=[0.5, 6.0])
+    parser.add_argument("--search-seconds", type=float, default=45.0, help="at each rate")
+    parser.add_argument("--search-steps", type=int, default=6, help="at most")
     parser.add_argument("--json", type=Path, default=Path("bench/results/why.json"))
     arguments = parser.parse_args()
     if arguments.pairs is None:
@@ -307,14 +330,14 @@ def parsed() -> argparse.Namespace:
         arguments.requests = 60 if arguments.quick else 300
     if arguments.search is None:
         arguments.search = not arguments.quick
-    for name in ("pairs", "requests", "warm_up", "search_requests", "search_steps"):
+    for name in ("requests", "warm_up", "busy_pairs", "search_steps"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: must be at least 1")
-    if not arguments.rate > 0:
-        parser.error("--rate: must be more than 0")
-    low, high = arguments.search_rates
-    if not 0 < low < high:
-        parser.error("--search-rates: must be two rates above 0, the lower one first")
+    if arguments.pairs < (not arguments.search):
+        parser.error("--pairs: must be at least 1, or 0 with a search")
+    for name in ("rate", "search_seconds"):
+        if not 0 < getattr(arguments, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')}: must be more than 0")
     return arguments
 
 
@@ -324,8 +347,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     results = asyncio.run(run(arguments))
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(results), indent=2) + "\n")
+    stats.save(as_json(results), arguments.json)
     show(results)
     print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
 

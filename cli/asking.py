@@ -37,3 +37,13 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
         raise errors.of_all(failures)
 
     return interrupts.run(asking())
+
+
+def say(message: str, *, as_json: bool) -> None:
+    """Prints what a coordinator answered in words."""
+    from baton.cli.output import print_json
+
+    if as_json:
+        print_json({"message": message})
+    else:
+        print(message)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from baton.cli import options
+
 
 def certs(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Made where it is not there.")],
@@ -13,7 +15,9 @@ def certs(
         list[str] | None,
         typer.Option("--host", help="A name or address that servers are dialled by; repeatable."),
     ] = None,
-    days: Annotated[int, typer.Option("--days", min=1, help="Until they expire.")] = 30,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=options.MOST_DAYS, help="Until they expire.")
+    ] = 30,
 ) -> None:
     """Make a CA, a server's, a client's and an operator's certificate for development.
 

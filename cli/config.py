@@ -1,4 +1,4 @@
-"""`baton config check|show`."""
+"""`baton config check|keys|show`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import typer
 from baton.cli import options
 
 app = typer.Typer(
-    help="The configuration: check a file, show what is in force.", no_args_is_help=True
+    help="The configuration: check a file, show what is in force, say what keys mean.",
+    no_args_is_help=True,
 )
 
 
@@ -34,6 +35,31 @@ def check(
             split_address(address, f"{file}: {key}")
     exposure.check_all(config)
     print(f"{file}: ok")
+
+
+@app.command()
+def keys(
+    part: Annotated[
+        str, typer.Argument(metavar="PART", help="Only keys that have this in their names.")
+    ] = "",
+    as_json: options.Json = False,
+) -> None:
+    """List the keys, their defaults, and what they mean."""
+    import json
+
+    from baton.cli.output import print_json, print_table
+    from baton.runtime.config import ConfigError
+    from baton.runtime.config.keys import keys as known
+    from baton.runtime.names import did_you_mean
+
+    found = [key for key in known() if part in key.name]
+    if not found:
+        hint = did_you_mean(part, [key.name for key in known()])
+        raise ConfigError(f"no key has {part!r} in its name{hint}")
+    if as_json:
+        return print_json([key._asdict() for key in found])
+    rows = [(key.name, json.dumps(key.default), key.meaning) for key in found]
+    return print_table(("KEY", "DEFAULT", "MEANING"), rows, "")
 
 
 @app.command()

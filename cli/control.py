@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask
+from baton.cli.asking import ask, say
+from baton.cli.watching import until
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -41,12 +39,11 @@ Wait = Annotated[
     float,
     typer.Option("--wait", min=0, metavar="SECONDS", help="Until it is done; exit code 1 if late."),
 ]
-_POLL_S = 0.2
 
 
 def scale(
     pool: Pool,
-    workers: Annotated[int, typer.Argument(metavar="N", min=0, help="Workers.")],
+    workers: Annotated[int, typer.Argument(metavar="N", min=0, max=options.MOST, help="Workers.")],
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
@@ -58,7 +55,7 @@ def scale(
         answer = await admin.scale_pool(_role(pool), workers)
         if wait:
             what = f"{pool.value} does not have {workers} workers"
-            await _until(admin, lambda event: _has_size(event, pool, workers), wait, what)
+            await until(admin, lambda event: _has_size(event, pool, workers), wait, what)
         return answer
 
     answer = ask(address, question)
@@ -68,12 +65,20 @@ def scale(
 
 
 def targets(
-    lane: Annotated[LaneName, typer.Option("--lane")] = LaneName.INTERACTIVE,
+    lane: Annotated[
+        LaneName, typer.Option("--lane", help="Whose targets change.")
+    ] = LaneName.INTERACTIVE,
     ttft_ms: Annotated[
-        int | None, typer.Option("--ttft-ms", min=0, help="Time to first token; 0: no promise.")
+        int | None,
+        typer.Option(
+            "--ttft-ms", min=0, max=options.MOST, help="Time to first token; 0: no promise."
+        ),
     ] = None,
     itl_ms: Annotated[
-        int | None, typer.Option("--itl-ms", min=0, help="Inter-token latency; 0: no promise.")
+        int | None,
+        typer.Option(
+            "--itl-ms", min=0, max=options.MOST, help="Inter-token latency; 0: no promise."
+        ),
     ] = None,
     percentile: Annotated[
         float | None, typer.Option("--percentile", help="That they hold for, such as 95.")
@@ -139,17 +144,15 @@ def drain(
     as_json: options.Json = False,
 ) -> None:
     """Have a worker take nothing new, finish what it has, and leave."""
-    from baton.cli.output import print_json
 
     async def question(admin: AdminClient) -> str:
         message = await admin.drain_worker(worker, timeout)
         if wait:
             what = f"{worker} has not left"
-            await _until(admin, lambda event: _has_left(event, worker), wait, what)
+            await until(admin, lambda event: _has_left(event, worker), wait, what)
         return message
 
-    message = ask(address, question)
-    return print_json({"message": message}) if as_json else print(message)
+    say(ask(address, question), as_json=as_json)
 
 
 def flip(
@@ -160,24 +163,24 @@ def flip(
     as_json: options.Json = False,
 ) -> None:
     """Have a worker change to the other pool, without loading its model again."""
-    from baton.cli.output import print_json
 
     async def question(admin: AdminClient) -> str:
         message = await admin.flip_worker(worker, _role(role))
         if wait:
             what = f"{worker} does not serve {role.value}"
-            await _until(admin, lambda event: _serves(event, worker, role), wait, what)
+            await until(admin, lambda event: _serves(event, worker, role), wait, what)
         return message
 
-    message = ask(address, question)
-    return print_json({"message": message}) if as_json else print(message)
+    say(ask(address, question), as_json=as_json)
 
 
 def why(
     pool: Annotated[
-        PoolName | None, typer.Argument(metavar="[POOL]", help="prefill or decode; both without.")
+        PoolName | None, typer.Argument(metavar="POOL", help="prefill or decode; both without.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Of each pool; 0: all.")] = 5,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, max=options.MOST, help="Of each pool; 0: all.")
+    ] = 5,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
@@ -224,21 +227,3 @@ def _has_left(event: admin_pb2.WatchEvent, worker: str) -> bool:
 
 def _serves(event: admin_pb2.WatchEvent, worker: str, role: PoolName) -> bool:
     return any((one.worker_id, one.role) == (worker, _role(role)) for one in event.workers)
-
-
-async def _until(
-    admin: AdminClient,
-    done: Callable[[admin_pb2.WatchEvent], bool],
-    wait_s: float,
-    what: str,
-) -> None:
-    """Watches until something is so; raises DeadlineExceeded when it takes too long."""
-    from baton.runtime.errors import DeadlineExceeded
-
-    try:
-        async with asyncio.timeout(wait_s), contextlib.aclosing(admin.watch(_POLL_S)) as events:
-            async for event in events:
-                if done(event):
-                    return
-    except TimeoutError:
-        raise DeadlineExceeded(f"{what} after {wait_s:g} s") from None

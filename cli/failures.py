@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from google.rpc import code_pb2
 
 from baton.runtime.config import ConfigError
@@ -20,6 +22,8 @@ def exit_code(error: Exception) -> int | None:
     """The command's exit code; None for an error that is a bug."""
     if isinstance(error, ConfigError):
         return USAGE
+    if isinstance(error, OSError) and error.filename is not None:
+        return FAILED
     if isinstance(error, BatonError):
         return _BY_CODE.get(error.code, FAILED)
     return None
@@ -29,4 +33,6 @@ def message(error: Exception) -> str:
     """The error in words, with when to come back if it says so."""
     if isinstance(error, RemoteError) and error.retry_after_s is not None:
         return f"{error} (try again in {error.retry_after_s:.1f} s)"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -28,7 +28,12 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
 def gateway(
-    coordinator: Annotated[str, typer.Option("--coordinator", metavar="HOST:PORT,...")],
+    coordinator: Annotated[
+        str,
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT,...", help="Where requests go; one, or several."
+        ),
+    ],
     config: options.ConfigFile = None,
     listen: Annotated[
         str | None,

@@ -21,7 +21,7 @@ class LaneChoice(StrEnum):
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="Text; - reads standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="Text; - reads standard input.")
     ] = None,
     address: options.Address = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's chat turn.")] = False,
@@ -30,7 +30,9 @@ def generate(
         typer.Option("--tokens", metavar="1,2,3", help="Token ids in place of PROMPT."),
     ] = None,
     model: Annotated[str, typer.Option("--model", help="Empty: what is served.")] = "",
-    lane: Annotated[LaneChoice, typer.Option("--lane")] = LaneChoice.INTERACTIVE,
+    lane: Annotated[
+        LaneChoice, typer.Option("--lane", help="Interactive goes first, batch can wait.")
+    ] = LaneChoice.INTERACTIVE,
     tenant: Annotated[
         str, typer.Option("--tenant", help="Who to account to; empty: the default.")
     ] = "",
@@ -38,13 +40,25 @@ def generate(
         int | None, typer.Option("--max-tokens", help="Left out: what the context has room for.")
     ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of the sampling: the same one, the same output.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    timeout: Annotated[float | None, typer.Option("--timeout", metavar="SECONDS")] = None,
-    request_id: Annotated[str, typer.Option("--request-id")] = "",
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on until --max-tokens.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", metavar="SECONDS", help="Of the whole request; then exit code 1."
+        ),
+    ] = None,
+    request_id: Annotated[
+        str,
+        typer.Option("--request-id", help="For `baton explain`; left out: the coordinator's own."),
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per event and line.")
     ] = False,
@@ -102,7 +116,14 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
     if text == "-":
         if sys.stdin is None:
             raise typer.BadParameter("- reads standard input, which is closed", param_hint="PROMPT")
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(
+                f"standard input must be {error.encoding} text; it has a byte "
+                f"{error.object[error.start]:#04x} that is none",
+                param_hint="PROMPT",
+            ) from None
     assert text is not None
     return [{"role": "user", "content": text}] if chat else text
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli import options
 from baton.cli.generate import LaneChoice
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ def add(
     max_concurrent: Annotated[int | None, typer.Option("--max-concurrent", min=1)] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May call the Admin service.")] = False,
     days: Annotated[
-        int | None, typer.Option("--days", min=1, help="Until it expires; left out: never.")
+        int | None,
+        typer.Option(
+            "--days", min=1, max=options.MOST_DAYS, help="Until it expires; left out: never."
+        ),
     ] = None,
 ) -> None:
     """Make a key, add its hash to FILE and print the key, this once."""
@@ -45,6 +49,10 @@ def add(
     from baton.runtime import api_keys
     from baton.runtime.config import ConfigError
 
+    if not tenant and not admin:
+        raise typer.BadParameter(
+            "a key needs --tenant, to send requests, or --admin", param_hint="--tenant"
+        )
     grants = {
         "tenant": tenant,
         "lanes": [one.value for one in lane] if lane else None,

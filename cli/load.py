@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -31,7 +30,8 @@ BatchPromptTokens = Annotated[
 Tenant = Annotated[str, typer.Option("--tenant", help="Who to account to; empty: the default.")]
 Requests = Annotated[int | None, typer.Option("--requests", min=1, help="At most so many.")]
 Duration = Annotated[
-    float | None, typer.Option("--duration", metavar="SECONDS", help="Send no longer than this.")
+    float | None,
+    typer.Option("--duration", metavar="SECONDS", min=0.001, help="Send no longer than this."),
 ]
 WarmUp = Annotated[
     float,
@@ -108,9 +108,7 @@ def carry_out(
     if not timeout_s > 0:
         raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
     addresses = options.resolve_addresses(address)
-    if out is not None and not os.access(out if out.exists() else out.parent, os.W_OK):
-        # Said before the load, not after.
-        raise typer.BadParameter(f"cannot write {out}", param_hint="--out")
+    options.check_writable(out, "--out")
     outcome = uvloop.run(
         _run(
             drive,

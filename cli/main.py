@@ -7,6 +7,7 @@ there, or none that can serve); 130 interrupted.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -103,6 +104,9 @@ def main() -> None:
     """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal's encoding lacks is shown as ?, and ends nothing.
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except KeyboardInterrupt:

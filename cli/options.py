@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from baton.runtime.config import BatonConfig
+
+
+# What the contract's numbers hold, and days that a date can be away: a century.
+MOST, MOST_DAYS = 2**32 - 1, 36_525
 
 
 class EngineName(StrEnum):
@@ -50,7 +56,7 @@ EngineArgs = Annotated[
         help="The engine's own argument, value in YAML; repeatable.",
     ),
 ]
-Level = Annotated[LogLevel | None, typer.Option("--log-level")]
+Level = Annotated[LogLevel | None, typer.Option("--log-level", help="Default: info.")]
 Address = Annotated[
     str | None,
     typer.Option(
@@ -120,7 +126,7 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"{argument!r} is not KEY=VALUE", param_hint="--engine-arg")
         try:
             values[key.removeprefix("--").replace("-", "_")] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise typer.BadParameter(
                 f"{key}: value is not YAML: {reason}", param_hint="--engine-arg"
@@ -144,3 +150,24 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
     for address in found:
         split_address(address, option)
     return found
+
+
+def check_writable(path: Path | None, option: str, *, replaced: bool = False) -> None:
+    """Before the work that the file is for: raises typer.BadParameter where it cannot be written.
+
+    Args:
+        path: of the file, which need not be there; None: none is wanted.
+        option: that it came by.
+        replaced: what is there is replaced once the new one is whole, and not written into.
+    """
+    if path is None:
+        return
+    problem = ""
+    if path.is_dir():
+        problem = "is a directory"
+    elif not path.parent.is_dir():
+        problem = f"cannot be written: there is no directory {path.parent}"
+    elif not os.access(path.parent if replaced or not path.exists() else path, os.W_OK):
+        problem = "cannot be written"
+    if problem:
+        raise typer.BadParameter(f"{path} {problem}", param_hint=option)

@@ -11,7 +11,11 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from baton.cli import columns as columns_module
 from baton.runtime.enum_names import enum_name
+
+# Of a table's last column, which may be wrapped; and between two columns.
+_LEAST_WRAPPED, _GAP = 24, 3
 
 
 def print_json(value: Any) -> None:
@@ -23,32 +27,48 @@ def print_json_line(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
-    """A rich table on a terminal, plain aligned columns elsewhere; `empty` when there are no rows.
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str, spare: Sequence[str] = ()
+) -> None:
+    """A rich table on a terminal, plain aligned columns elsewhere.
 
-    A column whose name begins with ">" is aligned right. On a terminal that is too narrow the last
-    column is wrapped before any other is cut.
+    Where a terminal is too narrow the last column is wrapped and those of `spare` are left out, and
+    said to be. No other is cut: names are there to be used.
+
+    Args:
+        columns: one that begins with ">" is aligned right.
+        rows: a cell for each column.
+        empty: printed when there are no rows.
+        spare: columns that are left out first where there is no room, in this order.
     """
     if not rows:
         print(empty)
         return
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
+    widths = [max(len(row[index]) for row in (names, *rows)) for index in range(len(names))]
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
+        console = Console(highlight=False)
+        needed = [*widths[:-1], min(widths[-1], max(_LEAST_WRAPPED, len(names[-1])))]
+        kept = columns_module.shown(names, needed, spare, console.width - 2, _GAP)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        for number, (name, is_right) in enumerate(zip(names, right, strict=True), start=1):
-            justify: Literal["left", "right"] = "right" if is_right else "left"
-            table.add_column(name, justify=justify, no_wrap=number < len(names))
+        for index in kept:
+            justify: Literal["left", "right"] = "right" if right[index] else "left"
+            no_wrap = index < len(names) - 1
+            table.add_column(names[index], justify=justify, no_wrap=no_wrap, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        Console(highlight=False).print(table)
+            table.add_row(*(Text(row[index]) for index in kept))
+        wide = sum(needed[index] for index in kept) + _GAP * (len(kept) - 1) + 2
+        # Still too wide: the terminal breaks the lines, and nothing is lost.
+        Console(highlight=False, width=max(wide, console.width)).print(table)
+        if left_out := [name for index, name in enumerate(names) if index not in kept]:
+            print(f"no room here for {', '.join(left_out)}: --json has all")
         return
-    widths = [max(len(row[index]) for row in (names, *rows)) for index in range(len(names))]
     for row in (names, *rows):
         cells = (
             cell.rjust(width) if is_right else cell.ljust(width)

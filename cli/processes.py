@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,9 @@ from baton.cli import options
 
 if TYPE_CHECKING:
     from baton.runtime.config import BatonConfig
+
+
+_BETWEEN_SIGNALS_S = 0.2
 
 
 class RoleName(StrEnum):
@@ -113,8 +118,10 @@ def coordinator(
 
 
 def worker(
-    role: Annotated[RoleName, typer.Option("--role")],
-    coordinator: Annotated[str, typer.Option("--coordinator", metavar="HOST:PORT")],
+    role: Annotated[RoleName, typer.Option("--role", help="What it does at first.")],
+    coordinator: Annotated[
+        str, typer.Option("--coordinator", metavar="HOST:PORT", help="Where it attaches.")
+    ],
     worker_id: Annotated[
         str, typer.Option("--worker-id", help="Unique in the cluster; empty: made up.")
     ] = "",
@@ -166,7 +173,7 @@ async def _up(config: BatonConfig) -> int:
     from baton.runtime import exposure
     from baton.runtime.lifecycle import stop_requested
 
-    stop, end = stop_requested(), asyncio.Event()
+    stop, end = stop_requested(_hurry), asyncio.Event()
     listener, url = None, ""
     if config.http.listen:
         # What is wrong with it shows before the workers load for minutes.
@@ -204,6 +211,20 @@ async def _up(config: BatonConfig) -> int:
         end.set()
         code = await serving
     return code
+
+
+def _hurry() -> None:
+    """Has workers and gateway end at once too, and not when they have drained.
+
+    This is their first SIGTERM, this process's end (coordinator/tether.py) their second one.
+    """
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    # Signals of one kind that nobody has looked at yet count once.
+    time.sleep(_BETWEEN_SIGNALS_S)
 
 
 def _with_http_port(config: BatonConfig, port: int) -> BatonConfig:

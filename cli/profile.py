@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -53,7 +52,7 @@ def profile(
     from baton.cli.output import print_json
 
     path = out or Path(f"{worker.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json.gz")
-    _check(path)
+    options.check_writable(path, "--out", replaced=True)
 
     async def question(admin: AdminClient) -> list[dict[str, Any]]:
         found, traces = [], _Traces(path)
@@ -77,13 +76,6 @@ def profile(
     for one in found:
         print(f"{one['path']}  {one['bytes'] / 1e6:.1f} MB")
     return None
-
-
-def _check(path: Path) -> None:
-    """Raises where nothing could be written: before anything is recorded."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        what = "is a directory" if path.is_dir() else f"cannot be written in {path.parent}"
-        raise typer.BadParameter(f"{path} {what}", param_hint="--out")
 
 
 class _Traces:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask
+from baton.cli.asking import ask, say
 from baton.cli.control import Wait
+from baton.cli.watching import follow, until
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -22,8 +22,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_WATCH_S = 2.0
-_POLL_S = 0.2
 Drain = Annotated[
     float | None,
     typer.Option(
@@ -62,10 +60,16 @@ def start(
     ] = "",
     engine_arg: options.EngineArgs = None,
     prefill: Annotated[
-        int | None, typer.Option("--prefill", min=0, help="Prefill workers to start; default 1.")
+        int | None,
+        typer.Option(
+            "--prefill", min=0, max=options.MOST, help="Prefill workers to start; default 1."
+        ),
     ] = None,
     decode: Annotated[
-        int | None, typer.Option("--decode", min=0, help="Decode workers to start; default 1.")
+        int | None,
+        typer.Option(
+            "--decode", min=0, max=options.MOST, help="Decode workers to start; default 1."
+        ),
     ] = None,
     abort_if_worse: Annotated[
         bool,
@@ -83,6 +87,8 @@ def start(
     engine_args = options.parse_engine_args(engine_arg or [])
 
     async def question(admin: AdminClient) -> str:
+        if wait:
+            await _told_by(admin)
         message = await admin.start_rollout(
             revision,
             share=share,
@@ -94,10 +100,11 @@ def start(
         )
         if wait:
             what = f"revision {revision} does not serve"
-            await _until(admin, admin_pb2.ROLLOUT_PHASE_RUNNING, wait, what)
+            phase = admin_pb2.ROLLOUT_PHASE_RUNNING
+            await until(admin, lambda event: event.rollout.phase == phase, wait, what)
         return message
 
-    _say(ask(address, question), as_json=as_json)
+    say(ask(address, question), as_json=as_json)
 
 
 @app.command()
@@ -109,7 +116,7 @@ def share(
     as_json: options.Json = False,
 ) -> None:
     """Change the canary's share; a session that was in it stays in a larger one."""
-    _say(ask(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
+    say(ask(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
 
 
 @app.command()
@@ -121,21 +128,12 @@ def status(
     """Show both revisions side by side, and whether the new one is worse."""
     from baton.cli.output import plain, print_json, print_json_line
 
-    async def question(admin: AdminClient) -> None:
-        while True:
-            found = await admin.get_rollout()
-            if as_json:
-                (print_json_line if watch else print_json)(plain(found))
-            else:
-                if watch and sys.stdout.isatty():
-                    print("\x1b[H\x1b[2J", end="")
-                _show(found)
-                sys.stdout.flush()
-            if not watch:
-                return
-            await asyncio.sleep(_WATCH_S)
-
-    ask(address, question)
+    if watch and as_json:
+        return follow(address, True, lambda event: print_json_line(plain(_told(event))))
+    if watch:
+        return follow(address, False, lambda event: _show(_told(event)))
+    found = ask(address, lambda admin: admin.get_rollout())
+    return print_json(plain(found)) if as_json else _show(found)
 
 
 @app.command()
@@ -146,16 +144,16 @@ def promote(
     as_json: options.Json = False,
 ) -> None:
     """Make the canary the stable revision: raise its workers, then drain the others."""
-    from baton.v1 import admin_pb2
 
     async def question(admin: AdminClient) -> str:
+        canary = (await _told_by(admin)).canary.name if wait else ""
         message = await admin.promote_rollout(drain_timeout)
         if wait:
             what = "the canary is not the stable revision"
-            await _until(admin, admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, wait, what)
+            await until(admin, lambda event: _is_promoted(_told(event), canary), wait, what)
         return message
 
-    _say(ask(address, question), as_json=as_json)
+    say(ask(address, question), as_json=as_json)
 
 
 @app.command()
@@ -165,16 +163,36 @@ def abort(
     as_json: options.Json = False,
 ) -> None:
     """Send nothing more to the canary, and drain its workers."""
-    _say(ask(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json)
+    say(ask(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json)
 
 
-def _say(message: str, *, as_json: bool) -> None:
-    from baton.cli.output import print_json
+async def _told_by(admin: AdminClient) -> admin_pb2.RolloutStatus:
+    """What a coordinator tells by itself of its rollout now; see `_told`."""
+    async with contextlib.aclosing(admin.watch()) as events:
+        return _told(await anext(events))
 
-    if as_json:
-        print_json({"message": message})
-    else:
-        print(message)
+
+def _told(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
+    """Raises FailedPrecondition: the coordinator is older, and tells nothing of rollouts."""
+    from baton.runtime.errors import FailedPrecondition
+
+    if not event.HasField("rollout"):
+        raise FailedPrecondition(
+            "this coordinator is older than this command and does not tell of rollouts by itself: "
+            "leave out --wait and --watch, and look again with `baton rollout status`"
+        )
+    return event.rollout
+
+
+def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:
+    """Raises Aborted: the rollout has ended otherwise."""
+    from baton.runtime.errors import Aborted
+
+    if found.phase:
+        return False
+    if found.stable_revision != canary:
+        raise Aborted(f"revision {canary!r} is not the stable one: {found.last or 'no rollout'}")
+    return True
 
 
 def _show(found: admin_pb2.RolloutStatus) -> None:
@@ -226,6 +244,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             for what, one in sides
         ],
         "no revisions",
+        ("CAME", "RECOVERED", "ENDED", "RUNNING"),
     )
     rows = [row for _, one in sides for row in _latencies(one)]
     if rows:
@@ -308,19 +327,3 @@ def _latencies(revision: admin_pb2.RevisionStatus) -> Iterator[tuple[str, ...]]:
 
 def _ms(us: int) -> str:
     return f"{us / 1e3:.3g} ms"
-
-
-async def _until(
-    admin: AdminClient, phase: admin_pb2.RolloutPhase.ValueType, wait_s: float, what: str
-) -> None:
-    """Until the rollout is in this phase; raises DeadlineExceeded when it takes too long."""
-    from baton.runtime.errors import DeadlineExceeded
-
-    try:
-        async with asyncio.timeout(wait_s):
-            while True:
-                if (await admin.get_rollout()).phase == phase:
-                    return
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        raise DeadlineExceeded(f"{what} after {wait_s:g} s") from None

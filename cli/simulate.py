@@ -59,6 +59,8 @@ def simulate(
     from baton.cli.output import print_table
     from baton.coordinator.autoscale.settings import scaling_config
 
+    options.check_writable(json_file, "--json")
+    options.check_writable(picture, "--picture")
     effective = options.load_config(
         config, engine=options.EngineName.SIMULATED, num_prefill=prefill, num_decode=decode
     )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
 from baton.cli.asking import ask
+from baton.cli.watching import follow
 
 if TYPE_CHECKING:
-    from baton.client import AdminClient
     from baton.v1.admin_pb2 import (
         LatencyInfo,
         ListPoolsResponse,
         PoolInfo,
-        WatchEvent,
         WorkerInfo,
     )
 
@@ -30,9 +29,9 @@ def pools(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return _follow(address, True, lambda event: print_json_line(plain(event.pools)))
+        return follow(address, True, lambda event: print_json_line(plain(event.pools)))
     if watch:
-        return _follow(address, False, lambda event: _show_pools(event.pools))
+        return follow(address, False, lambda event: _show_pools(event.pools))
     answer = ask(address, lambda admin: admin.list_pools())
     return print_json(plain(answer)) if as_json else _show_pools(answer)
 
@@ -66,6 +65,7 @@ def _show_pools(answer: ListPoolsResponse) -> None:
             for pool in answer.pools
         ],
         "no pools",
+        ("RUNNING", "WAITING", "DRAINING"),
     )
     for pool in answer.pools:
         if pool.problem:
@@ -96,11 +96,11 @@ def workers(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return _follow(
+        return follow(
             address, True, lambda event: print_json_line([plain(one) for one in event.workers])
         )
     if watch:
-        return _follow(address, False, lambda event: _show_workers(event.workers))
+        return follow(address, False, lambda event: _show_workers(event.workers))
     found = ask(address, lambda admin: admin.list_workers())
     return print_json([plain(worker) for worker in found]) if as_json else _show_workers(found)
 
@@ -128,7 +128,10 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             (
                 worker.worker_id,
                 " > ".join(role_name(role) for role in (worker.role, worker.flips_to) if role),
-                enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                # As `baton top` has it: what it last said of itself is no longer so.
+                "silent"
+                if worker.unresponsive
+                else enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
                 worker.revision,
                 _host(worker.labels),
                 str(worker.num_requests),
@@ -141,9 +144,13 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             for worker in found
         ],
         "no workers",
+        ("REVISION", "ENGINE", "PID", "HOST", "WAITING", "1K PREFILL/STEP", "REQUESTS"),
     )
     if not found:
         return
+    for worker in found:
+        if worker.unresponsive:
+            print(f"{worker.worker_id} {worker.unresponsive}")
     print()
     print_table(
         ("WORKER", "HANDS OVER TO", "BY", "WHY NOT BETTER"),
@@ -162,7 +169,9 @@ def requests(
     ended: Annotated[
         bool, typer.Option("--all", help="Also those that ended recently, with their budgets.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="0 for no limit.")] = 0,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, max=options.MOST, help="0 for no limit.")
+    ] = 0,
 ) -> None:
     """List the requests that run."""
     from baton.cli.output import plain, print_json, print_table
@@ -201,25 +210,8 @@ def requests(
             for request in found
         ],
         "no requests" if ended else "no requests running",
+        ("LANE", "PROMPT", "PREFILL", "TENANT", "DECODE", "AGE", "OUTPUT"),
     )
-
-
-def _follow(address: str | None, as_json: bool, show: Callable[[WatchEvent], None]) -> None:
-    """Shows what a coordinator tells, again and again, until it is interrupted."""
-    import sys
-
-    async def question(admin: AdminClient) -> None:
-        is_first = True
-        async for event in admin.watch():
-            if not as_json and sys.stdout.isatty():
-                print("\x1b[H\x1b[2J", end="")
-            elif not as_json and not is_first:
-                print()
-            is_first = False
-            show(event)
-            sys.stdout.flush()
-
-    ask(address, question)
 
 
 def _wanted(pool: PoolInfo) -> str:

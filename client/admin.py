@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf import duration_pb2
 
 from baton.client import errors
 from baton.client.call_metadata import interceptors
 from baton.client.credentials import ApiKey, Tls, dial
 from baton.runtime import rpc
+from baton.runtime.closing import AsyncClosing
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 T = TypeVar("T")
 
 
-class AdminClient:
+# As Baton's own times: three years stand for "for ever".
+_LONGEST_S = 1e8
+
+
+class AdminClient(AsyncClosing):
     """State and control of a cell: `async with AdminClient("127.0.0.1:7070") as admin:`.
 
     Every call raises a RemoteError of client/errors.py when it fails, UnavailableError when no
@@ -65,14 +70,6 @@ class AdminClient:
     async def __aenter__(self) -> Self:
         self._channel = rpc.channel(self.address, dial=self._dial, interceptors=self._interceptors)
         return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Closes the connection; idempotent."""
@@ -154,7 +151,7 @@ class AdminClient:
         """
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
         if drain_s is not None:
-            request.timeout.FromMicroseconds(round(drain_s * 1e6))
+            _set(request.timeout, "timeout", drain_s)
         answer = await self._answer(self._stub.DrainWorker(request, timeout=self._timeout_s))
         return answer.message
 
@@ -234,7 +231,7 @@ class AdminClient:
         """
         request = admin_pb2.PromoteRolloutRequest()
         if drain_s is not None:
-            request.drain_timeout.FromMicroseconds(round(drain_s * 1e6))
+            _set(request.drain_timeout, "drain_timeout", drain_s)
         answer = await self._answer(self._stub.PromoteRollout(request, timeout=self._timeout_s))
         return answer.message
 
@@ -246,16 +243,16 @@ class AdminClient:
         """
         request = admin_pb2.AbortRolloutRequest()
         if drain_s is not None:
-            request.drain_timeout.FromMicroseconds(round(drain_s * 1e6))
+            _set(request.drain_timeout, "drain_timeout", drain_s)
         answer = await self._answer(self._stub.AbortRollout(request, timeout=self._timeout_s))
         return answer.message
 
     async def watch(
         self, min_interval_s: float = 1.0
     ) -> AsyncGenerator[admin_pb2.WatchEvent, None]:
-        """Pools and workers, again whenever they change; without end."""
+        """Pools, workers and the rollout, again whenever they change; without end."""
         request = admin_pb2.WatchRequest()
-        request.min_interval.FromMicroseconds(round(min_interval_s * 1e6))
+        _set(request.min_interval, "min_interval", min_interval_s)
         call = self._stub.Watch(request)
         try:
             async for event in call:
@@ -279,7 +276,7 @@ class AdminClient:
         """
         request = admin_pb2.ProfileRequest(worker_id=worker_id)
         if seconds is not None:
-            request.duration.FromMicroseconds(round(seconds * 1e6))
+            _set(request.duration, "duration", seconds)
         call = self._stub.Profile(request)
         try:
             async for event in call:
@@ -300,6 +297,13 @@ class AdminClient:
         try:
             answer = await call
         except grpc.RpcError as error:
-            raise errors.from_rpc_error(error, self.address) from None
+            raise errors.of_call(error, self.address, self._channel, self._timeout_s) from None
         self.has_answered = True
         return answer
+
+
+def _set(into: duration_pb2.Duration, field: str, seconds: float) -> None:
+    """Raises InvalidArgumentError for what no duration is; the rest is the coordinator's to say."""
+    if not abs(seconds) <= _LONGEST_S:
+        raise errors.invalid(field, f"{seconds:g} s", f"must be at most {_LONGEST_S:g} s")
+    into.FromMicroseconds(round(seconds * 1e6))

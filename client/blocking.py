@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from google.rpc import code_pb2
@@ -17,12 +16,13 @@ from baton.client.credentials import ApiKey, Tls
 from baton.client.events import Completion, Event
 from baton.client.request import Prompt, RequestOptions
 from baton.client.stream import TokenStream
+from baton.runtime.closing import Closing
 from baton.v1 import common_pb2
 
 T = TypeVar("T")
 
 
-class BlockingStream:
+class BlockingStream(Closing):
     """The events of one request: `for event in stream`. Close it, or read it to the end."""
 
     def __init__(self, client: BlockingClient, stream: TokenStream) -> None:
@@ -62,22 +62,11 @@ class BlockingStream:
         if not self._client.closed:
             self._client._call(self._stream.aclose())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     async def _next(self) -> Event | None:
         return await anext(self._stream, None)
 
 
-class BlockingClient:
+class BlockingClient(Closing):
     """BatonClient for threads; its event loop runs in a thread of its own until `close`.
 
     `with BlockingClient("127.0.0.1:7070") as client:`; any number of threads may use it.
@@ -154,17 +143,6 @@ class BlockingClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     async def _shut_down(self) -> None:
         await self._client.aclose()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
@@ -20,12 +19,13 @@ from baton.client.request_state import RequestState
 from baton.client.shared_channels import SharedChannels
 from baton.client.stream import TokenStream
 from baton.runtime import rpc
+from baton.runtime.closing import AsyncClosing
 from baton.runtime.dial import AUTHORIZATION, Dial
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
-class BatonClient:
+class BatonClient(AsyncClosing):
     """Generates text through a coordinator; any number of requests at once over one stream.
 
     `async with BatonClient("127.0.0.1:7070") as client:`; for use in the loop it was entered in.
@@ -83,14 +83,6 @@ class BatonClient:
             dial=self._dial,
         )
         return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Cancels what runs and closes the connection; idempotent."""
@@ -196,7 +188,7 @@ class BatonClient:
                 try:
                     return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
-                    failures.append(errors.from_rpc_error(error, address))
+                    failures.append(errors.of_call(error, address, channel, timeout_s))
                 if failures[-1].code != code_pb2.UNAVAILABLE:
                     break
                 await self._channels.leave(address, channel)

@@ -114,6 +114,10 @@ _BY_CODE: dict[int, type[RemoteError]] = {
 }
 
 
+# How gRPC's own words begin for a connection that breaks under a call.
+_LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
+
+
 def make(code: int, message: str, details: Sequence[any_pb2.Any] = ()) -> RemoteError:
     """The error of a code (google.rpc.Code number)."""
     return _BY_CODE.get(code, RemoteError)(code, message, list(details))
@@ -132,10 +136,36 @@ def from_message(message: common_pb2.RequestError) -> RemoteError:
 def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     """Of a whole call to the coordinator at an address."""
     found = errors.from_rpc_error(error)
-    if found.code == code_pb2.UNAVAILABLE and str(found).startswith("failed to connect"):
-        reason = str(found).rpartition(": ")[2]
+    if found.code == code_pb2.UNAVAILABLE and str(found).startswith(
+        ("failed to connect", "errors resolving")
+    ):
+        reason = str(found).rpartition(": ")[2].rstrip("]")
         return make(found.code, f"cannot reach the coordinator at {address}: {reason}")
+    if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
+        return make(found.code, f"the coordinator at {address} is lost: {found}")
     return from_baton(found)
+
+
+def of_call(
+    error: grpc.RpcError, address: str, channel: grpc.aio.Channel | None, timeout_s: float
+) -> RemoteError:
+    """The same, of a call with a deadline of its own: says what it was that took too long.
+
+    Args:
+        error: of the call.
+        address: of the coordinator.
+        channel: that the call went through; None: it is closed.
+        timeout_s: of the call.
+    """
+    found = from_rpc_error(error, address)
+    if found.code != code_pb2.DEADLINE_EXCEEDED or channel is None:
+        return found
+    if channel.get_state() is grpc.ChannelConnectivity.READY:
+        message = f"the coordinator at {address} has not answered within {timeout_s:g} s"
+        return make(found.code, message)
+    # Where packets are dropped nobody refuses a connection.
+    message = f"cannot reach the coordinator at {address}: no connection within {timeout_s:g} s"
+    return make(code_pb2.UNAVAILABLE, message)
 
 
 def of_all(found: Sequence[RemoteError]) -> RemoteError:

@@ -41,4 +41,6 @@ async def wait_serving(
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         message = f"the coordinator at {address} is {seen} after {timeout_s:g} s"
+        if seen == "NOT_SERVING":
+            message += ": it needs a prefill and a decode worker (`baton pools`), or is stopping"
         raise errors.make(code_pb2.UNAVAILABLE, message) from None

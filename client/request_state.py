@@ -208,8 +208,12 @@ class RequestState:
                 raise
         return self._buffer.popleft()
 
-    async def read(self) -> list[Event]:
-        """All that is there, at least one event; empty after the last. Otherwise as `next`."""
+    async def read(self, reader: object = None) -> list[Event]:
+        """All that is there, at least one event; empty after the last. Otherwise as `next`.
+
+        Args:
+            reader: is kept alive until then.
+        """
         while not self._buffer:
             if (arrival := self._arrival()) is None:
                 return []
@@ -291,7 +295,10 @@ class RequestState:
             self._wake()
 
     def _on_deadline(self, timeout_s: float) -> None:
-        message = f"no end within the request's {timeout_s:g} s"
+        came = f"{len(self.token_ids)} tokens had come" if self.token_ids else "no token had come"
+        if self.accepted is None:
+            came = "no coordinator had accepted it"
+        message = f"no end within the request's {timeout_s:g} s: {came}"
         self._give_up(errors.make(code_pb2.DEADLINE_EXCEEDED, message))
 
     def _on_resume_timeout(self, timeout_s: float) -> None:

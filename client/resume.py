@@ -12,15 +12,15 @@ from baton.runtime.errors import RemoteError
 MAX_UNACCEPTED = 64
 # Sessions that one request may lose in a row without a new token: it may be what ends them.
 MAX_FRUITLESS_LOSSES = 8
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_GROWTH = 0.1, 2.0, 1.5
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_GROWTH = 0.1, 2.0, 1.25
 # The old coordinator has not noticed yet that the old session is gone, or workers are not back.
 _PASSING = (code_pb2.ALREADY_EXISTS, code_pb2.UNAVAILABLE)
 
 
 def backoff_s(num_failures: int, random: float) -> float:
-    """The pause before the next try: grows by half each time, from 0.1 s to 2 s.
+    """The pause before the next try: grows by a quarter each time, from 0.1 s to 2 s.
 
-    So a coordinator that is back is found within half of the time that it was away.
+    So a coordinator that is back is found within a quarter of the time that it was away, about.
 
     Args:
         num_failures: in a row, before the one just seen.

@@ -168,7 +168,7 @@ class Session:
             cause = errors.from_rpc_error(error, self.address)
             if cause.code in _REFUSALS or not reached:
                 return SessionEnd(cause, self._served, cause.code in _REFUSALS)
-            return self._lost(str(cause))
+            return self._lost(error.details() or str(cause))
         return self._lost("ended by the coordinator")  # grpc.aio.EOF
 
     def _hand_out(self, event: inference_pb2.SessionEvent) -> None:
@@ -257,18 +257,21 @@ class Session:
             return
 
     def _next_messages(self) -> list[inference_pb2.SessionRequest]:
-        """Takes out what goes next: submissions first, as many as one message may hold."""
+        """Takes out what goes next: as many as one message may hold, cancels first.
+
+        They make room for what is submitted, and are never of what still waits here.
+        """
         found, num_bytes = list[inference_pb2.SessionRequest](), 0
         most = _MAX_BATCH if self._takes_batches else 1
+        while self._cancels and len(found) < most:
+            number = next(iter(self._cancels))
+            del self._cancels[number]
+            cancel = inference_pb2.Cancel(stream=number)
+            found.append(inference_pb2.SessionRequest(cancel=cancel))
         while self._submits and len(found) < most:
             number = next(iter(self._submits))
             num_bytes += self._submits[number].ByteSize()
             if found and num_bytes > _MAX_BATCH_BYTES:
                 break
             found.append(inference_pb2.SessionRequest(submit=self._submits.pop(number)))
-        while not self._submits and self._cancels and len(found) < most:
-            number = next(iter(self._cancels))
-            del self._cancels[number]
-            cancel = inference_pb2.Cancel(stream=number)
-            found.append(inference_pb2.SessionRequest(cancel=cancel))
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Self
 
 from google.rpc import code_pb2
@@ -12,9 +11,10 @@ from google.rpc import code_pb2
 from baton.client import errors
 from baton.client.events import Completion, Event, Finished, Tokens
 from baton.client.request_state import RequestState
+from baton.runtime.closing import AsyncClosing
 
 
-class TokenStream:
+class TokenStream(AsyncClosing):
     """The events of one request: `async for event in stream`, by one reader.
 
     Leaving is enough to cancel: `aclose`, the end of an `async with`, a cancelled task that reads,
@@ -67,8 +67,9 @@ class TokenStream:
         Raises:
             RemoteError: the request failed.
         """
-        # Not a coroutine around the other one: that would cost again with every token.
-        return self._state.read()
+        # Not a coroutine around the other one: that would cost again with every token. The stream
+        # goes along, or one that nobody else holds would be dropped, and so cancelled.
+        return self._state.read(self)
 
     async def complete(self) -> Completion:
         """Reads to the end and returns the whole answer.
@@ -102,17 +103,6 @@ class TokenStream:
     async def aclose(self) -> None:
         """Cancels the request unless it has ended; idempotent."""
         self._state.abandon()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def __del__(self) -> None:
         # The collector may run in any thread; a closed loop has no session left to tell.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from baton.client import errors
 from baton.client.admin import AdminClient
@@ -14,6 +13,7 @@ from baton.client.call_metadata import interceptors
 from baton.client.credentials import ApiKey, Tls, dial
 from baton.client.doctor import Finding, diagnose
 from baton.client.shared_channels import SharedChannels
+from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import admin_pb2
 
@@ -37,7 +37,7 @@ class View:
     decisions: tuple[admin_pb2.ScalingDecision, ...] | None
 
 
-class Watcher:
+class Watcher(AsyncClosing):
     """Keeps a connection to the coordinator that answered last: `async with Watcher(...)`.
 
     Any number may ask at a time, each with the credential of its own context.
@@ -61,17 +61,6 @@ class Watcher:
         self._addresses, self._timeout_s = list(addresses), timeout_s
         made = dial(tls, api_key)
         self._channels = SharedChannels(made, interceptors(made) if api_key else ())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Closes the connection; idempotent. Looking opens another."""

@@ -8,9 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from baton.coordinator import events as ev
 from baton.coordinator.admin_rollout import RolloutCalls
 from baton.coordinator.admin_scaling import ScalingCalls
@@ -23,7 +20,9 @@ from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.profiles import seconds_of
 from baton.coordinator.request import EndedRequest, Request
 from baton.coordinator.shell import Shell
+from baton.coordinator.stall import StallGuard
 from baton.coordinator.status import MAX_SAMPLES, sample, status
+from baton.coordinator.times import duration, timestamp
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import (
@@ -113,7 +112,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _status(self) -> admin_pb2.GetStatusResponse:
         found = status(*self._now(), self._config)
-        found.uptime.CopyFrom(_duration(time.time() - self._shell.started_at))
+        found.uptime.CopyFrom(duration(time.time() - self._shell.started_at))
         return found
 
     def _now(
@@ -225,7 +224,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:  # type: ignore[override]
         try:
-            await self._scaling.watch(request, context.write)
+            await self._scaling.watch(request, context)
         except BatonError as error:
             await abort(context, error)
 
@@ -236,15 +235,28 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             seconds, worker = seconds_of(request), self._scaling.worker(request.worker_id)
             if not worker.connected:
                 raise Unavailable(f"worker {worker.id} is not connected")
-            async with contextlib.aclosing(self._shell.profiles.of(worker.key, seconds)) as events:
-                async for event in events:
-                    await context.write(event)
+            await self._record(worker, seconds, context)
         except BatonError as error:
             await abort(context, error)
 
+    async def _record(self, worker: Worker, seconds: float, context: Any) -> None:
+        """A profile, for as long as somebody takes it. Raises BatonError."""
+        profiles = self._shell.profiles
+        profile = profiles.begin(worker.key, seconds)
+        guard = StallGuard(context, lambda: profiles.end(profile))
+        try:
+            async with contextlib.aclosing(profiles.events(profile)) as events:
+                async for event in events:
+                    await guard.write(event)
+        finally:
+            guard.close()
+            profiles.end(profile)
+
     def _snapshot(self) -> admin_pb2.WatchEvent:
         return admin_pb2.WatchEvent(
-            pools=self._pools(), workers=self._workers(common_pb2.ROLE_UNSPECIFIED)
+            pools=self._pools(),
+            workers=self._workers(common_pb2.ROLE_UNSPECIFIED),
+            rollout=self._rollout.status(),
         )
 
     def _pools(self) -> admin_pb2.ListPoolsResponse:
@@ -253,7 +265,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             lanes=[self._lane(lane) for lane in LANES],
             model=self._intake.model(),
             generation=self._shell.generation,
-            started_at=_timestamp(self._shell.started_at),
+            started_at=timestamp(self._shell.started_at),
             autoscale=self._core.scaler.active and self._core.scaler.autoscale,
             targets=self._scaling.targets(),
         )
@@ -264,7 +276,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
         workers = [
             _worker_info(
-                worker, names, self._core.latency.describe(WorkerKind.of(worker.hello)), now
+                worker,
+                names,
+                self._core.latency.describe(WorkerKind.of(worker.hello)),
+                now,
+                self._config.coordinator.worker_silent_s,
             )
             for worker in self._core.workers
             if role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
@@ -310,7 +326,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             num_queued=self._core.num_queued(lane),
             num_running=self._core.stats.lanes[lane].num_running,
             max_queued=lane_config(self._config.lanes, lane).max_queued,
-            oldest_wait=_duration(waited_s),
+            oldest_wait=duration(waited_s),
         )
 
 
@@ -323,7 +339,11 @@ async def _answer(context: Any, call: Callable[[Q], A], request: Q) -> A:
 
 
 def _worker_info(
-    worker: Worker, names: Mapping[str, str], latency: KindLatency, now: float
+    worker: Worker,
+    names: Mapping[str, str],
+    latency: KindLatency,
+    now: float,
+    silent_s: float,
 ) -> admin_pb2.WorkerInfo:
     """A worker for operators; `names` are all attached workers' ids by KvTransfer address."""
     hello = worker.hello
@@ -340,14 +360,15 @@ def _worker_info(
         engine=hello.engine,
         engine_version=hello.engine_version,
         pid=hello.pid,
-        attached_at=_timestamp(time.time() - (now - worker.attached_at)),
-        silent_for=_duration(now - worker.heard_at),
+        attached_at=timestamp(time.time() - (now - worker.attached_at)),
+        silent_for=duration(now - worker.heard_at),
         num_requests=len(worker.assigned),
         startup_ms=hello.startup_ms,
         labels=hello.labels,
         revision=worker.revision,
         config_digest=hello.config_digest,
         latency=_latency_info(latency),
+        unresponsive=worker.trouble(now, silent_s),
         flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
     )
     if worker.load is not None:
@@ -393,8 +414,8 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
             attempt=request.attempt,
             prefill_worker_id=request.prefill_worker_id,
             decode_worker_id=request.decode_worker_id,
-            arrived_at=_timestamp(time.time() - (now - request.arrived_at)),
-            age=_duration(request.ended_at - request.arrived_at),
+            arrived_at=timestamp(time.time() - (now - request.arrived_at)),
+            age=duration(request.ended_at - request.arrived_at),
             budget=request.budget,
             error_code=request.error_code,
             error=request.error,
@@ -411,18 +432,6 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
         attempt=request.attempt,
         prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
         decode_worker_id=request.decode[0] if request.decode is not None else "",
-        arrived_at=_timestamp(time.time() - (now - arrived_at)),
-        age=_duration(now - arrived_at),
+        arrived_at=timestamp(time.time() - (now - arrived_at)),
+        age=duration(now - arrived_at),
     )
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromMicroseconds(round(seconds * 1e6))
-    return duration
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    timestamp = Timestamp()
-    timestamp.FromMicroseconds(round(seconds * 1e6))
-    return timestamp

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
 from baton.coordinator import events as ev
 from baton.coordinator.comparison import Side, Verdict, judge
 from baton.coordinator.lanes import LANES
@@ -17,7 +15,8 @@ from baton.coordinator.revision import Revision
 from baton.coordinator.rollout import Rollout, Rollouts
 from baton.coordinator.rollout_errors import serving
 from baton.coordinator.shell import Shell
-from baton.coordinator.status import duration, percentiles
+from baton.coordinator.status import percentiles
+from baton.coordinator.times import drain_s, duration
 from baton.runtime.config import BatonConfig, ConfigError
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import admin_pb2, cluster_pb2
@@ -27,8 +26,6 @@ _VERDICTS = {
     Verdict.NO_WORSE: admin_pb2.ROLLOUT_VERDICT_NO_WORSE,
     Verdict.WORSE: admin_pb2.ROLLOUT_VERDICT_WORSE,
 }
-# A year: any more fits no timer.
-_LONGEST_DRAIN_S = 3.2e7
 
 
 class RolloutCalls:
@@ -73,12 +70,12 @@ class RolloutCalls:
         return admin_pb2.SetRolloutShareResponse(message=message)
 
     def promote(self, request: admin_pb2.PromoteRolloutRequest) -> admin_pb2.PromoteRolloutResponse:
-        drain_s = _drain_s(request.drain_timeout if request.HasField("drain_timeout") else None)
+        within_s = _drain_s(request)
         if (refused := self._rollouts.promote_error()) is not None:
             raise refused
         rollout = self._rollouts.rollout
         assert rollout is not None
-        self._shell.post(ev.PromotionAsked(drain_s))
+        self._shell.post(ev.PromotionAsked(within_s))
         name, old = rollout.revision.name, rollout.stable
         if self._rollouts.rollout is None:
             message = (
@@ -102,12 +99,12 @@ class RolloutCalls:
         return admin_pb2.PromoteRolloutResponse(message=message)
 
     def abort(self, request: admin_pb2.AbortRolloutRequest) -> admin_pb2.AbortRolloutResponse:
-        drain_s = _drain_s(request.drain_timeout if request.HasField("drain_timeout") else None)
+        within_s = _drain_s(request)
         if (refused := self._rollouts.abort_error()) is not None:
             raise refused
         name, stable = self._rollouts.traffic.canary, self._rollouts.traffic.stable
         running = self._running()[name]
-        self._shell.post(ev.AbortAsked("an operator asked for it", drain_s))
+        self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
         message = (
             f"everything new goes to revision {stable}; workers of {name} finish the {running} "
             "requests that they have, and leave"
@@ -230,14 +227,12 @@ def _engine_args(sent: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _drain_s(timeout: Duration | None) -> float | None:
-    if timeout is None:
+def _drain_s(
+    request: admin_pb2.PromoteRolloutRequest | admin_pb2.AbortRolloutRequest,
+) -> float | None:
+    if not request.HasField("drain_timeout"):
         return None
-    drain_s = timeout.ToNanoseconds() / 1e9
-    if not 0 < drain_s <= _LONGEST_DRAIN_S:
-        allowed = f"more than 0 and at most {_LONGEST_DRAIN_S:.0f} s"
-        raise InvalidArgument("drain_timeout", f"{drain_s:g} s", allowed)
-    return drain_s
+    return drain_s("drain_timeout", request.drain_timeout)
 
 
 def _in_configuration(revision: Revision) -> str:

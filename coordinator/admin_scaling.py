@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
-
-from google.protobuf.timestamp_pb2 import Timestamp
+from typing import Any, TypeAlias
 
 from baton.coordinator import events as ev
+from baton.coordinator import times
 from baton.coordinator.autoscale.types import Targets
 from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.scaling import Remembered, Scaler
 from baton.coordinator.shell import Shell
+from baton.coordinator.stall import StallGuard
 from baton.coordinator.workers import Worker
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (
@@ -31,8 +31,8 @@ _Role: TypeAlias = "common_pb2.Role.ValueType"
 _ROLES = "ROLE_PREFILL (1) or ROLE_DECODE (2)"
 _MAX_WATCHERS = 64
 _INTERVAL_S, _SHORTEST_INTERVAL_S = 1.0, 0.1
-# A year: any more fits no timer.
-_LONGEST_DRAIN_S = 3.2e7
+# How old it may be what a watcher is told again: looking takes as long for one as for all of them.
+_SHARED_S = _SHORTEST_INTERVAL_S / 2
 
 
 class ScalingCalls:
@@ -41,7 +41,7 @@ class ScalingCalls:
     Args:
         shell: of the coordinator.
         pool: describes a pool.
-        snapshot: describes pools and workers as they are now.
+        snapshot: describes pools, workers and the rollout as they are now.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class ScalingCalls:
     ) -> None:
         self._shell, self._drain_s = shell, drain_s
         self._pool, self._snapshot = pool, snapshot
-        self._num_watchers = 0
+        self._watchers = set[object]()
+        # What watchers were told last, what of it matters, and when that was so.
+        self._seen, self._matters, self._seen_at = admin_pb2.WatchEvent(), b"", float("-inf")
 
     @property
     def _scaler(self) -> Scaler:
@@ -117,10 +119,7 @@ class ScalingCalls:
     def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
         drain_s = self._drain_s
         if request.HasField("timeout"):
-            drain_s = request.timeout.ToNanoseconds() / 1e9
-            if not 0 < drain_s <= _LONGEST_DRAIN_S:
-                allowed = f"more than 0 and at most {_LONGEST_DRAIN_S:.0f} s"
-                raise InvalidArgument("timeout", f"{drain_s:g} s", allowed)
+            drain_s = times.drain_s("timeout", request.timeout)
         scaler = self._scaler
         if not scaler.launches.is_starting(request.worker_id):
             worker = self._worker(request.worker_id)
@@ -159,43 +158,47 @@ class ScalingCalls:
             decisions=[one for pool in pools for one in self._latest(pool, request.limit)]
         )
 
-    async def watch(
-        self,
-        request: admin_pb2.WatchRequest,
-        write: Callable[[admin_pb2.WatchEvent], Awaitable[None]],
-    ) -> None:
+    async def watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:
         """Writes events until it is cancelled; each is made when the one before has been taken."""
         interval_s = _INTERVAL_S
         if request.HasField("min_interval"):
             interval_s = request.min_interval.ToNanoseconds() / 1e9
-            if not _SHORTEST_INTERVAL_S <= interval_s <= _LONGEST_DRAIN_S:
+            if not _SHORTEST_INTERVAL_S <= interval_s <= times.LONGEST_S:
                 allowed = f"at least {_SHORTEST_INTERVAL_S:g} s"
                 raise InvalidArgument("min_interval", f"{interval_s:g} s", allowed)
-        if self._num_watchers >= _MAX_WATCHERS:
+        if len(self._watchers) >= _MAX_WATCHERS:
             raise ResourceExhausted(
-                f"{self._num_watchers} watch; at most {_MAX_WATCHERS}",
+                f"{len(self._watchers)} watch; at most {_MAX_WATCHERS}",
                 reason="TOO_MANY_WATCHERS",
                 retry_after_s=interval_s,
             )
-        self._num_watchers += 1
+        watcher = object()
+        self._watchers.add(watcher)
+        guard = StallGuard(context, lambda: self._watchers.discard(watcher))
         try:
             told, last = float("-inf"), b""
+            # What the caller has just asked for is to be seen in the first one.
+            self._look()
             while True:
-                event = self._snapshot()
-                event.decisions.extend(
-                    _described(one, self._shell.now())
+                now = self._shell.now()
+                if now - self._seen_at >= _SHARED_S:
+                    self._look()
+                decisions = [
+                    _described(one, now)
                     for pool in Pool
                     for one in list(self._scaler.decisions[pool])[-1:]
                     if one.since > told
-                )
-                told = self._shell.now()
-                matters = _what_matters(event)
-                if matters != last or event.decisions:
-                    last = matters
-                    await write(event)
+                ]
+                told = now
+                if self._matters != last or decisions:
+                    last = self._matters
+                    event = admin_pb2.WatchEvent(decisions=decisions)
+                    event.MergeFrom(self._seen)
+                    await guard.write(event)
                 await asyncio.sleep(interval_s)
         finally:
-            self._num_watchers -= 1
+            guard.close()
+            self._watchers.discard(watcher)
 
     def worker(self, worker_id: str) -> Worker:
         """Of that name. Raises NotFound."""
@@ -213,6 +216,11 @@ class ScalingCalls:
             raise FailedPrecondition(f"worker {worker_id} is draining")
         return worker
 
+    def _look(self) -> None:
+        """For all who watch."""
+        self._seen, self._seen_at = self._snapshot(), self._shell.now()
+        self._matters = _what_matters(self._seen)
+
     def _latest(self, pool: Pool, limit: int) -> list[admin_pb2.ScalingDecision]:
         found = list(reversed(self._scaler.decisions[pool]))
         now = self._shell.now()
@@ -220,9 +228,11 @@ class ScalingCalls:
 
 
 def _described(one: Remembered, now: float) -> admin_pb2.ScalingDecision:
+    # When the core's clock began.
+    epoch = time.time() - now
     return admin_pb2.ScalingDecision(
-        at=_timestamp(one.at, now),
-        since=_timestamp(one.since, now),
+        at=times.timestamp(epoch + one.at),
+        since=times.timestamp(epoch + one.since),
         role=ROLE_OF[one.decision.pool],
         from_workers=one.decision.current,
         to_workers=one.decision.target,
@@ -230,13 +240,6 @@ def _described(one: Remembered, now: float) -> admin_pb2.ScalingDecision:
         reason=one.decision.reason,
         inputs=one.numbers,
     )
-
-
-def _timestamp(at: float, now: float) -> Timestamp:
-    """Of a moment by the core's clock."""
-    timestamp = Timestamp()
-    timestamp.FromMicroseconds(round((time.time() - (now - at)) * 1e6))
-    return timestamp
 
 
 def _pool_of(role: _Role) -> Pool:
@@ -263,7 +266,8 @@ def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targe
 
 def _what_matters(event: admin_pb2.WatchEvent) -> bytes:
     """Of the state, without what changes by itself."""
-    one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers)
+    one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers, rollout=event.rollout)
+    one.rollout.ClearField("compared_for")
     for lane in one.pools.lanes:
         lane.ClearField("oldest_wait")
     for worker in one.workers:

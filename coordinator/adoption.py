@@ -3,13 +3,18 @@
 Workers go on with what they decode while there is no coordinator, and report it to the next one.
 Clients come back by themselves with the tokens they have. Where both meet, nothing is computed
 again: the client is sent what it lacks, and the worker goes on.
+
+Whose worker is not back soon is begun anew, and a worker that is later still gets its output back
+as long as no other one decodes it: waiting and computing go on side by side.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
@@ -27,11 +32,31 @@ from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
-# From the first worker that is back to the last one, who all look for a coordinator three times a
-# second and more: until then those that come back wait for their worker.
-_RETURN_S = 0.4
+# From the first worker that is back to nearly the last one, who all look for a coordinator three
+# times a second and more: until then those that come back wait for their worker.
+_RETURN_S = 0.25
+# From the first worker that is there until nobody waits for a revision that has none.
+_LATE_S = 2.0
 # How long a worker goes on with what nobody has come back for.
 _UNCLAIMED_S = 10.0
+# Requests of which it is remembered which attempt was ended here.
+_MAX_OVER = 4096
+
+
+class _Phase(Enum):
+    """How long this coordinator has had workers.
+
+    Attributes:
+        ALONE: it has had none.
+        RETURNING: who comes back waits for the worker that goes on with it.
+        LATE: only where nobody else may go on with it.
+        SETTLED: nobody does.
+    """
+
+    ALONE = auto()
+    RETURNING = auto()
+    LATE = auto()
+    SETTLED = auto()
 
 
 @dataclass(slots=True)
@@ -110,23 +135,41 @@ class Adoption:
     ) -> None:
         self._book, self._workers, self._timers = book, workers, timers
         self._orphans: dict[RequestKey, _Orphan] = {}
-        # Since the first worker is back; None: none is.
-        self._settling: bool | None = None
+        # The latest attempt that a worker was told to end. One that has not heard its welcome says
+        # Hello again with it, and reads behind the next welcome that it is to end it.
+        self._over: OrderedDict[RequestKey, int] = OrderedDict()
+        self._phase, self._has_returned = _Phase.ALONE, False
 
     @property
     def num_timers(self) -> int:
         """That are set: one of each attempt that no client has come back for, and SETTLED."""
-        return len(self._orphans) + bool(self._settling)
+        return len(self._orphans) + (self._phase in (_Phase.RETURNING, _Phase.LATE))
 
     # ---- Workers.
 
-    def returned(
-        self, worker: Worker, running: Sequence[cluster_pb2.RunningRequest], now: float
+    def attached(
+        self,
+        worker: Worker,
+        running: Sequence[cluster_pb2.RunningRequest],
+        now: float,
+        *,
+        returns: bool,
     ) -> list[cluster_pb2.AdoptedRequest]:
-        """A worker comes from another coordinator; says with what it goes on."""
-        if self._settling is None:
-            self._settling = True
-            self._timers.set(SETTLED, now + _RETURN_S)
+        """A worker is there; says with what it goes on.
+
+        Args:
+            worker: attached.
+            running: by its Hello.
+            now: by the core's clock.
+            returns: it comes from another coordinator.
+        """
+        if self._phase is _Phase.ALONE or (returns and not self._has_returned):
+            # A new worker may be here before the first of those that another coordinator had.
+            self._phase = _Phase.RETURNING if returns else _Phase.LATE
+            self._timers.set(SETTLED, now + (_RETURN_S if returns else _LATE_S))
+        self._has_returned |= returns
+        if not returns:
+            return []
         return [
             cluster_pb2.AdoptedRequest(request_id=one.request_id, attempt=one.attempt)
             for one in running
@@ -158,21 +201,29 @@ class Adoption:
 
     def may_find(self, key: RequestKey) -> bool:
         """Whether a worker goes on with a request of this key, or may still come back with it."""
-        return bool(self._settling) or key in self._orphans
+        return self._phase is not _Phase.SETTLED or key in self._orphans
 
     def admitted(self, request: Request, now: float) -> None:
         """A request has joined its lane: it leaves it again where a worker goes on with it."""
+        # Workers may still speak of those.
+        over = self._over.get(request.key, 0)
+        request.attempts_before = max(request.attempts_before, over)
         orphan = self._orphans.pop(request.key, None)
         if orphan is not None and not self._join(request, orphan, now):
             self._cancel(request.key, orphan)
 
     def may_return(self, request: Request) -> bool:
-        """Whether its worker may still come back with it: it waits for that."""
-        return bool(self._settling) and request.attempt == 0 and len(request.token_ids) > 0
+        """Whether its worker is likely to come back with it soon: it waits for that."""
+        returning = self._phase is _Phase.RETURNING
+        return returning and request.attempt == 0 and len(request.token_ids) > 0
 
-    def settled(self) -> None:
-        """Nobody waits for a worker any longer."""
-        self._settling = False
+    def advance(self, now: float) -> None:
+        """The timer SETTLED went off: fewer wait for a worker, or nobody does any longer."""
+        if self._phase is _Phase.RETURNING:
+            self._phase = _Phase.LATE
+            self._timers.set(SETTLED, now + _LATE_S - _RETURN_S)
+        else:
+            self._phase = _Phase.SETTLED
         self._book.room_made = True
 
     def expire(self, key: RequestKey) -> None:
@@ -184,7 +235,7 @@ class Adoption:
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
         """Whether the worker goes on with it."""
         request = self._book.requests.get(key)
-        if request is not None and request.state is RequestState.QUEUED:
+        if request is not None and self._may_take_back(request, orphan):
             return self._join(request, orphan, now)
         if request is not None:
             # It heard no welcome after its last Hello, and says all that again.
@@ -192,7 +243,11 @@ class Adoption:
             return served and self._deliver(request, orphan, now)
         other = self._orphans.get(key)
         newer = other is not None and other.attempt > orphan.attempt
-        if newer or key in self._book.requests.ended:
+        is_over = orphan.attempt <= self._over.get(key, 0)
+        if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
+            # What is over is another worker's, whose coordinator counted as this one's did.
+            is_over = False
+        if newer or is_over or key in self._book.requests.ended:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
@@ -200,12 +255,30 @@ class Adoption:
         self._timers.set(key, now + _UNCLAIMED_S)
         return True
 
+    @staticmethod
+    def _may_take_back(request: Request, orphan: _Orphan) -> bool:
+        """Whether it waits, or was begun anew and nobody decodes it yet.
+
+        Only its first attempt here: those that follow are numbered after the worker's own. And not
+        on that same worker, who would take the end of the one for the end of the other. Nor an
+        attempt that counts as over: its worker may be about to read that it is to end it.
+        """
+        if request.state is RequestState.QUEUED:
+            return orphan.attempt > request.attempts_before
+        return (
+            request.state
+            in (RequestState.PREFILLING, RequestState.HANDING_OFF, RequestState.RECOVERING)
+            and request.attempt_number == 1
+            and orphan.worker not in (request.prefill, request.decode, *request.avoid)
+        )
+
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Gives a waiting request to the worker that goes on with it; False when it cannot."""
+        """Gives a request to the worker that goes on with it; False when it cannot."""
         worker = self._workers.get(orphan.worker)
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if worker is None or not worker.connected or worker.unresponsive or rest is None:
-            request.attempts_before = max(request.attempts_before, orphan.attempt)
+            if not request.attempt:
+                request.attempts_before = max(request.attempts_before, orphan.attempt)
             return False
         self._book.adopt(request, worker, orphan.attempt, now)
         return self._deliver(request, orphan, now)
@@ -228,9 +301,12 @@ class Adoption:
         self._timers.cancel(key)
 
     def _cancel(self, key: RequestKey, orphan: _Orphan) -> None:
+        self._over[key] = max(orphan.attempt, self._over.pop(key, 0))
+        if len(self._over) > _MAX_OVER:
+            self._over.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
         self._book.out.append(ev.SendCommand(orphan.worker, command))
 
 
 SETTLED: WorkerKey = ("", 0)
-"""The timer at which those that have come back wait no longer; no worker has this key."""
+"""The timer at which those that come back wait no longer; no worker has this key."""

@@ -136,8 +136,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def _apply(self, link: WorkerLink, message: cluster_pb2.WorkerMessage) -> None:
         kind, post, worker = message.WhichOneof("message"), self._shell.post, link.key
         if kind == "step":
-            _check_columns(message.step.tokens)
-            post(ev.WorkerStep(worker, message.step))
+            step = message.step
+            if step.HasField("tokens"):
+                _check_columns(step.tokens)
+            post(ev.WorkerStep(worker, step))
         elif kind == "load":
             post(ev.WorkerLoad(worker, message.load))
         elif kind == "handoff":

@@ -152,13 +152,24 @@ class RequestBook:
         return request
 
     def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
-        """A worker goes on with an attempt of a queued request that another coordinator sent it."""
+        """A worker goes on with an attempt that another coordinator sent it.
+
+        Args:
+            request: waits, or was begun anew meanwhile: that is given up.
+            worker: that goes on.
+            attempt: its number there.
+            now: by the core's clock.
+        """
+        if not request.waits:
+            self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+            request.prefill_timings = request.decode_timings = request.exposed_us = None
         self._advance(request, RequestState.DECODING, now)
         request.attempts_before, request.attempt = attempt - 1, 1
         self.requests.begin_attempt(request)
-        request.dispatched_at = request.decoding_at = now
-        request.decode = worker.key
-        self.stats.dispatched(request, now, after_start=False)
+        request.decode, request.decoding_at = worker.key, now
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+            self.stats.dispatched(request, now, after_start=False)
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
         self._placer.leaves(request)
@@ -286,10 +297,23 @@ class RequestBook:
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.parked(now)
 
+    def strand(self, request: Request, now: float) -> None:
+        """No worker is left that could make room for a parked request: it waits for a new one."""
+        self._advance(request, RequestState.RECOVERING, now)
+
     def move(self, request: Request, now: float) -> None:
         """Its worker is to do something else: it waits for another, and is no worse for that."""
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
+
+    def hand_over_again(self, request: Request, now: float) -> None:
+        """Its decode worker has dropped what the handoff left out: another leaves out nothing.
+
+        Unless the prompt is sooner computed there: it is placed anew. It is nobody's fault.
+        """
+        request.hands_over_all = True
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+        self.stats.num_prefixes_gone += 1
 
     # ---- Out
 

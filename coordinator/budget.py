@@ -32,7 +32,8 @@ class _Ledger:
         self.now_us = 0
 
     def us(self, at: float) -> int:
-        return max(0, round((at - self._arrived_at) * 1e6))
+        since_us = round((at - self._arrived_at) * 1e6)
+        return since_us if since_us > 0 else 0
 
     def span(
         self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
@@ -45,14 +46,12 @@ class _Ledger:
         for stage, duration_us, worker_id in parts:
             cut_us = duration_us if duration_us < left_us else left_us
             if cut_us > 0:
-                self._add(stage, cut_us, worker_id)
+                _append(self.stages, stage, self.now_us, cut_us, worker_id)
+                self.now_us += cut_us
                 left_us -= cut_us
         if left_us > 0:
-            self._add(rest, left_us, worker)
-
-    def _add(self, stage: common_pb2.Stage.ValueType, duration_us: int, worker_id: str) -> None:
-        _append(self.stages, _Span(stage, self.now_us, duration_us, worker_id))
-        self.now_us += duration_us
+            _append(self.stages, rest, self.now_us, left_us, worker)
+            self.now_us = end_us
 
 
 def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
@@ -133,24 +132,22 @@ def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_
             without = next(
                 (kind for kind, begin, end in spans if begin <= start_us and until_us <= end), None
             )
-            _append(
-                found,
-                _Span(
-                    stage.stage if without is None else without,
-                    start_us,
-                    until_us - start_us,
-                    stage.worker_id if without is None else "",
-                ),
-            )
+            kind, worker = (stage.stage, stage.worker_id) if without is None else (without, "")
+            _append(found, kind, start_us, until_us - start_us, worker)
     return found
 
 
-def _append(stages: list[_Span], stage: _Span) -> None:
-    last = stages[-1] if stages else None
-    if last is not None and last.stage == stage.stage and last.worker_id == stage.worker_id:
-        last.duration_us += stage.duration_us
+def _append(
+    stages: list[_Span],
+    stage: common_pb2.Stage.ValueType,
+    start_us: int,
+    duration_us: int,
+    worker_id: str,
+) -> None:
+    if stages and (last := stages[-1]).stage == stage and last.worker_id == worker_id:
+        last.duration_us += duration_us
     else:
-        stages.append(stage)
+        stages.append(_Span(stage, start_us, duration_us, worker_id))
 
 
 def _first_token(ledger: _Ledger, request: Request, prefill: str, decode: str, end_us: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from baton.coordinator import events as ev
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.request import Request, Submission, WorkerKey
+from baton.coordinator.times import duration
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
@@ -44,7 +45,8 @@ class Commands:
     def __init__(
         self, config: CoreConfig, workers: WorkerRegistry, emit: Callable[[ev.Effect], None]
     ) -> None:
-        self._config, self._workers, self._emit = config, workers, emit
+        self._workers, self._emit = workers, emit
+        self._commit_timeout = duration(config.handoff_timeout_s)
 
     def prefill(self, request: Request, worker: WorkerKey, now: float) -> None:
         """Its prompt is computed, with a first token where none is known."""
@@ -131,22 +133,24 @@ class Commands:
         else:
             if request.spec is None:
                 request.spec = _spec(submission)
-                request.spec.prompt_token_ids.extend(submission.prompt_token_ids)
+                # A list of them is read faster than an array.
+                request.spec.prompt_token_ids.extend(list(submission.prompt_token_ids))
             spec.CopyFrom(request.spec)
         spec.attempt, spec.handle = request.attempt_number, request.handle
-        spec.timeout.FromMicroseconds(max(1, round((request.deadline - now) * 1e6)))
+        # FromMicroseconds says the same, at several times the cost.
+        seconds, micros = divmod(max(1, round((request.deadline - now) * 1e6)), 10**6)
+        spec.timeout.seconds, spec.timeout.nanos = seconds, micros * 1000
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
         decoder = self._workers.get(request.decode)
-        plan = cluster_pb2.HandoffPlan(
+        return cluster_pb2.HandoffPlan(
             handoff_id=request.handoff_id,
             epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
             num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
             skip_tokens=request.skip_tokens,
+            commit_timeout=self._commit_timeout,
         )
-        plan.commit_timeout.FromMicroseconds(round(self._config.handoff_timeout_s * 1e6))
-        return plan
 
     @staticmethod
     def _add_known(spec: cluster_pb2.RequestSpec, request: Request) -> None:

@@ -22,6 +22,7 @@ from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.members import Membership
 from baton.coordinator.outputs import apply_step
+from baton.coordinator.patience import Patience
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import EndedRequest, Request, RequestKey, WorkerKey
 from baton.coordinator.retiring import gone_error
@@ -79,6 +80,7 @@ class Core:
             policy,
             Revision(config.revision),
         )
+        self._patience = Patience(config, self.workers, self.scaler)
         self._members = members = Membership(
             config,
             self._book,
@@ -357,12 +359,13 @@ class Core:
             if isinstance(key, str):
                 request = self._book.requests.get(key)
                 if request is not None:
+                    request.waits_until = self._patience.waits_until(request, now)
                     self._book.expire(request, self._dispatcher.queue_error, now)
                 else:
                     self._adoption.expire(key)
                 continue
             if key == SETTLED:
-                self._adoption.settled()
+                self._adoption.advance(now)
                 continue
             if key == SCALING:
                 self._members.scale(now)

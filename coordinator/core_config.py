@@ -32,6 +32,8 @@ class CoreConfig:
     handoff_timeout_s: float
     max_prefill_requests: int
     max_decode_requests: int
+    # Of the workers' streams.
+    heartbeat_s: float = 0.5
     # Whether a decode worker may compute a prompt itself where that is sooner.
     local_prefill: bool = True
     # Of workers that nobody has measured.
@@ -63,6 +65,7 @@ class CoreConfig:
             handoff_timeout_s=coordinator.handoff_timeout_s,
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
+            heartbeat_s=coordinator.heartbeat_s,
             local_prefill=config.decode.local_prefill,
             latency=LatencyModel.from_config(config.latency),
             lanes=config.lanes,

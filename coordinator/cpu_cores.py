@@ -31,12 +31,15 @@ class CoreShares:
     engines: tuple[tuple[tuple[int, ...], ...], ...]
     transfer: tuple[int, ...]
 
-    def environment(self, index: int) -> dict[str, str]:
-        """What binds the engine of the index-th worker."""
-        if index >= len(self.engines):
+    def environment(self, index: int, num_ranks: int) -> dict[str, str]:
+        """What binds the engine of the index-th worker: its cores, dealt to so many ranks."""
+        if index >= len(self.engines) or num_ranks < 1:
             return {}
-        ranks = (",".join(map(str, cores)) for cores in self.engines[index])
-        return {affinity.VLLM_BIND_THREADS: "|".join(ranks)}
+        ranks = self.engines[index]
+        if len(ranks) != num_ranks:
+            ranks = affinity.deal(sorted({core for rank in ranks for core in rank}), num_ranks)
+        bound = (",".join(map(str, cores)) for cores in ranks)
+        return {affinity.VLLM_BIND_THREADS: "|".join(bound)}
 
 
 NO_SHARES = CoreShares((), ())
@@ -71,9 +74,8 @@ def on_this_host(config: BatonConfig) -> CoreShares:
     ):
         return NO_SHARES
     pools = [config.prefill, config.decode]
-    sizes = [config.tensor_parallel_size(pool) for pool in pools]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        # vLLM says what is wrong with it.
+    sizes = [config.num_ranks(pool) for pool in pools]
+    if not all(sizes):
         return NO_SHARES
     prefill, decode = ([size] * pool.workers for size, pool in zip(sizes, pools, strict=True))
     return share(sorted(os.sched_getaffinity(0)), prefill, decode)
@@ -92,12 +94,17 @@ class CorePlaces:
         # With the cores of the workers' transfer services.
         self.config = config
 
-    def take(self, worker_id: str) -> dict[str, str]:
-        """The first free place becomes this worker's; returns what binds its engine to it."""
+    def take(self, worker_id: str, num_ranks: int) -> dict[str, str]:
+        """The first free place becomes this worker's; returns what binds its engine to it.
+
+        Args:
+            worker_id: of the worker.
+            num_ranks: of its engine; a rollout's may have others than the configured number.
+        """
         taken = self._places.values()
         place = next(place for place in itertools.count() if place not in taken)
         self._places[worker_id] = place
-        return self._shares.environment(place)
+        return self._shares.environment(place, num_ranks)
 
     def give_back(self, worker_id: str) -> None:
         """The worker's place is free again; unknown ones are ignored."""

@@ -39,11 +39,12 @@ class Dispatcher:
     def dispatch(self, now: float) -> None:
         """Gives the requests whose turn it is to workers, where these have room."""
         self._book.room_made = False
-        for request in self._book.lanes.candidates():
+        for request in self._book.lanes.candidates() if len(self._book.lanes) else ():
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
             if self._rollouts.is_gone(request.revision):
-                self._book.fail(request, gone_error(request.revision), now)
+                if request.attempt or not self._adoption.may_find(request.key):
+                    self._book.fail(request, gone_error(request.revision), now)
                 continue
             placement = self._placer.place(request)
             if self._made_room(request, placement, now):
@@ -62,9 +63,11 @@ class Dispatcher:
     def queue_error(self, request: Request) -> errors.BatonError:
         """Why a request waited for too long."""
         waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
+        if request.state is RequestState.RECOVERING:
+            waited_s = max(self._config.max_recovery_s, request.waits_until - request.state_since)
         waited = f"waited {waited_s:g} s"
         if request.losses:
-            waited = f"waited {self._config.max_recovery_s:g} s after {request.losses[-1]}"
+            waited = f"{waited} after {request.losses[-1]}"
         revision, members = request.revision, self._workers.of(request.revision)
         if revision != self._workers.stable:
             waited = f"revision {revision!r} began its output, and no other may go on: {waited}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -83,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except BatonError as error:
             await abort(context, error)
         finally:
-            await call.close()
+            call.close()
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
@@ -125,18 +123,16 @@ def _enter(
     request: inference_pb2.GenerateRequest,
     now: float,
 ) -> None:
-    """Takes the caller's place for a request; the call itself counts once to each of its tenants.
+    """Takes the caller's place for a request; the call itself counts to each tenant it serves.
 
     Raises:
         ResourceExhausted: there is none.
     """
-    tenant = caller.grants.tenant if caller.grants is not None else ""
-    # A gateway's is many tenants': one that holds too many is refused there by itself.
-    if (
-        tenant not in session.holders
-        and (let_go := intake.hold_call(caller, request, now)) is not None
-    ):
-        session.holders[tenant] = let_go
+    if caller.grants is not None:
+        # A gateway's is many tenants': one that holds too many is refused there by itself.
+        session.holders.enter(
+            stream, caller.grants.tenant, lambda: intake.hold_call(caller, request, now)
+        )
     if (place := intake.enter(caller, request, now)) is not None:
         session.places[stream] = place
 
@@ -203,12 +199,13 @@ class _SessionCall:
             self._nobodys = self._last_refusal
             reader.cancel()
 
-    async def close(self) -> None:
-        """Cancels whatever has not ended."""
-        tasks = list(self._submitting.values())
-        for task in tasks:
+    def close(self) -> None:
+        """Cancels whatever has not ended.
+
+        Without a wait: gRPC may cancel the call once more while its end waits for something.
+        """
+        for task in self._submitting.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         self._guard.close()
         self._shell.close_session(self._session)
         self._session.release()
@@ -252,16 +249,22 @@ class _SessionCall:
             session.end(stream, error)
             return
         session.live.add(stream)
-        to, arrived_at = StreamKey(session.number, stream), self._shell.now()
-        submission = None
-        with self._refusing(stream):
-            caller = self._caller(stream, submit.request, arrived_at)
-            submission = self._intake.submission_at_once(submit.request, to, arrived_at, caller)
-            if submission is None:
-                admitting = self._admit(to, submit.request, arrived_at, caller)
-                self._submitting[stream] = asyncio.create_task(admitting)
+        to, arrived_at, request = (
+            StreamKey(session.number, stream),
+            self._shell.now(),
+            submit.request,
+        )
+        try:
+            caller = self._caller(stream, request, arrived_at)
+            submission = self._intake.submission_at_once(request, to, arrived_at, caller)
+        except Exception as error:
+            self._refuse(stream, error)
+            return
         if submission is not None:
             self._shell.post(ev.Submitted(submission))
+        else:
+            admitting = self._admit(to, request, arrived_at, caller)
+            self._submitting[stream] = asyncio.create_task(admitting)
 
     def _caller(
         self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
@@ -289,23 +292,21 @@ class _SessionCall:
         """Tokenizes one request off the event loop and hands it to the core."""
         submission = None
         try:
-            with self._refusing(to.stream):
+            try:
                 submission = await self._intake.submission(request, to, arrived_at, caller=caller)
+            except Exception as error:
+                self._refuse(to.stream, error)
             # Given up meanwhile, it has no end at which its requests would be cancelled.
             if submission is not None and self._shell.is_open(self._session):
                 self._shell.post(ev.Submitted(submission))
         finally:
             self._submitting.pop(to.stream, None)
 
-    @contextlib.contextmanager
-    def _refusing(self, stream: int) -> Iterator[None]:
+    def _refuse(self, stream: int, error: Exception) -> None:
         """A wrong request fails alone: one request's trouble must not end the others."""
-        try:
-            yield
-        except BatonError as error:
-            self._session.end(stream, error)
-        except Exception as error:
-            self._session.end(stream, Internal(f"the request could not be prepared: {error!r}"))
+        if not isinstance(error, BatonError):
+            error = Internal(f"the request could not be prepared: {error!r}")
+        self._session.end(stream, error)
 
     def _cancel(self, stream: int) -> None:
         task = self._submitting.pop(stream, None)

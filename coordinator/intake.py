@@ -59,6 +59,7 @@ class Intake:
         self._access = access
         self._model_path = model_path
         self._known: common_pb2.ModelDescription | None = None
+        self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
         # By how they are encoded, and the size of the vocabulary that their tokens are in.
         self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
         self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
@@ -110,10 +111,9 @@ class Intake:
 
     def hold_call(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], None]:
         """Counts the call that the request came with to its caller; see Access.hold_call."""
-        if self._access is None or caller.grants is None:
-            return None
+        assert self._access is not None
         with self._counting(request, now):
             return self._access.hold_call(caller)
 
@@ -147,7 +147,7 @@ class Intake:
             BatonError: it is wrong, or there is no room for it.
         """
         with self._counting(request, arrived_at):
-            lane = self._checked(request)
+            lane, sampling = self._checked(request)
             prompt = array("I", request.resume.prompt_token_ids)
             if not prompt:
                 self._num_pending[lane] += 1
@@ -155,7 +155,7 @@ class Intake:
                     prompt = await self._tokenizer.prompt_token_ids(request)
                 finally:
                     self._num_pending[lane] -= 1
-            return self._submission(request, prompt, to, arrived_at, deadline_s, caller)
+            return self._submission(request, sampling, prompt, to, arrived_at, deadline_s, caller)
 
     def submission_at_once(
         self,
@@ -172,10 +172,13 @@ class Intake:
         known = request.resume.prompt_token_ids
         if not known and not self._tokenizer.is_quick(request):
             return None
-        with self._counting(request, arrived_at):
-            self._checked(request)
-            prompt = array("I", known) or self._tokenizer.prompt_at_once(request)
-            return self._submission(request, prompt, to, arrived_at, None, caller)
+        try:
+            _, sampling = self._checked(request)
+            prompt = array("I", known) if known else self._tokenizer.prompt_at_once(request)
+            return self._submission(request, sampling, prompt, to, arrived_at, None, caller)
+        except BatonError as error:
+            self._count(request, error, arrived_at)
+            raise
 
     @contextlib.contextmanager
     def _counting(
@@ -184,22 +187,36 @@ class Intake:
         """Counts what is refused here: the core never hears of it."""
         try:
             yield
-        except ResourceExhausted as error:
-            lane = common_pb2.LANE_BATCH
-            if request.lane != lane:
-                lane = common_pb2.LANE_INTERACTIVE
-            self._core.stats.shed(lane, error.reason, arrived_at)
-            raise
         except BatonError as error:
-            self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
+            self._count(request, error, arrived_at)
             raise
 
-    def _checked(self, request: inference_pb2.GenerateRequest) -> common_pb2.Lane.ValueType:
-        """The request's lane; raises what is wrong before any work is done for it."""
+    def _count(
+        self, request: inference_pb2.GenerateRequest, error: BatonError, arrived_at: float
+    ) -> None:
+        """It is refused for that."""
+        if not isinstance(error, ResourceExhausted):
+            self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
+            return
+        lane = common_pb2.LANE_BATCH
+        if request.lane != lane:
+            lane = common_pb2.LANE_INTERACTIVE
+        self._core.stats.shed(lane, error.reason, arrived_at)
+
+    def _checked(
+        self, request: inference_pb2.GenerateRequest
+    ) -> tuple[common_pb2.Lane.ValueType, common_pb2.SamplingParams]:
+        """The request's lane, and how it is sampled, as one message for all that say the same.
+
+        Raises what is wrong before any work is done for it.
+        """
         limits = self._limits()
-        known = self._samplings.get((request.sampling.SerializeToString(), limits.vocab_size))
+        encoded = request.sampling.SerializeToString()
+        sampling = self._samplings.get((encoded, limits.vocab_size))
         coordinator = self._config.coordinator
-        check_request(request, coordinator, limits, sampling_is_known=known is not None)
+        check_request(request, coordinator, limits, sampling_is_known=sampling is not None)
+        if sampling is None:
+            sampling = self._remembered(encoded, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         max_queued = lane_config(self._config.lanes, lane).max_queued
         # Asked again when the work is done.
@@ -214,7 +231,7 @@ class Intake:
         if refused is not None:
             raise refused
         if request.HasField("tokens") or request.resume.prompt_token_ids:
-            return lane
+            return lane, sampling
         num_least = self._tokenizer.min_tokens(request)
         if limits.max_model_len is not None and num_least >= limits.max_model_len:
             raise InvalidArgument(
@@ -223,11 +240,12 @@ class Intake:
                 f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
                 "tokens and must leave room for one",
             )
-        return lane
+        return lane, sampling
 
     def _submission(
         self,
         request: inference_pb2.GenerateRequest,
+        sampling: common_pb2.SamplingParams,
         prompt: array[int],
         to: StreamKey,
         arrived_at: float,
@@ -247,7 +265,6 @@ class Intake:
         timeouts = [deadline_s] if deadline_s is not None else []
         if request.HasField("timeout"):
             timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
-        sampling = self._sampling(request.sampling, limits)
         own_limit = grants.max_output_tokens if grants is not None else None
         found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
         if found and not sampling.HasField("max_tokens"):
@@ -285,32 +302,30 @@ class Intake:
             revision=request.resume.revision,
         )
 
-    def _sampling(
-        self, sampling: common_pb2.SamplingParams, limits: ModelLimits
-    ) -> common_pb2.SamplingParams:
+    def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
         """One message for all requests that say the same, which most do; it is never changed.
 
         Not the request's own: the whole of it, prompt and all, would live as long as a part.
 
         Args:
-            sampling: checked.
-            limits: that it was checked by.
+            encoded: sampling parameters that were checked.
+            limits: that they were checked by.
         """
-        encoded = sampling.SerializeToString()
-        found = self._samplings.get((encoded, limits.vocab_size))
-        if found is None:
-            found = common_pb2.SamplingParams.FromString(encoded)
-            if len(encoded) <= _MAX_KNOWN_BYTES:
-                self._samplings[encoded, limits.vocab_size] = found
-                if len(self._samplings) > _MAX_KNOWN:
-                    del self._samplings[next(iter(self._samplings))]
+        found = common_pb2.SamplingParams.FromString(encoded)
+        if len(encoded) <= _MAX_KNOWN_BYTES:
+            self._samplings[encoded, limits.vocab_size] = found
+            if len(self._samplings) > _MAX_KNOWN:
+                del self._samplings[next(iter(self._samplings))]
         return found
 
     def _limits(self) -> ModelLimits:
-        model = self.model()
-        return ModelLimits(
-            model.name,
-            model.max_model_len or None,
-            model.vocab_size or None,
-            frozenset(adapter.name for adapter in model.adapters),
-        )
+        model, known = self.model(), self._known_limits
+        if known is None or known[0] is not model:
+            limits = ModelLimits(
+                model.name,
+                model.max_model_len or None,
+                model.vocab_size or None,
+                frozenset(adapter.name for adapter in model.adapters),
+            )
+            known = self._known_limits = model, limits
+        return known[1]

@@ -175,6 +175,7 @@ class Lanes:
         queue.tenant.num_running += 1
         self._num_running[lane] += 1
         self._orders[ticket.track].took_turn(queue)
+        ticket.num_charged_tokens += num_prompt_tokens
         self._charge(ticket, num_prompt_tokens * self._prompt_weight)
         self._reorder(queue.tenant)
 
@@ -194,10 +195,13 @@ class Lanes:
             self._charge(ticket, num_output_tokens * self._output_weight)
 
     def cached(self, request: Request, num_tokens: int) -> None:
-        """So many of the prompt tokens that it was charged for came from a prefix cache."""
+        """So many of its prompt tokens came from a prefix cache: who was charged gets them back."""
         ticket = self._tickets.get(request.key)
-        if ticket is not None and num_tokens:
-            cost = num_tokens * self._prompt_weight
+        if ticket is None:
+            return
+        num_back, ticket.num_charged_tokens = min(num_tokens, ticket.num_charged_tokens), 0
+        if num_back:
+            cost = num_back * self._prompt_weight
             self._orders[ticket.track].credit(ticket.queue, cost)
             self._trickle(ticket).owed -= cost * ticket.owed_per_token
 
@@ -324,7 +328,8 @@ class Lanes:
 
     def _charge(self, ticket: Ticket, cost: float) -> None:
         self._orders[ticket.track].charge(ticket.queue, cost)
-        self._trickle(ticket).owed += cost * ticket.owed_per_token
+        if ticket.owed_per_token:
+            self._trickle(ticket).owed += cost * ticket.owed_per_token
 
     def _dequeue(self, ticket: Ticket) -> None:
         ticket.is_queued = False

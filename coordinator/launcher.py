@@ -92,10 +92,9 @@ class LocalLauncher:
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         config = self._places.config if revision is None else revision.over(self._places.config)
         pool = config.prefill if role == "prefill" else config.decode
-        num_gpus = config.tensor_parallel_size(pool)
-        environment = self._places.take(worker_id)
-        # What is wrong with another size vLLM says.
-        environment |= self._gpus.take(worker_id, num_gpus if isinstance(num_gpus, int) else 0)
+        num_ranks = config.num_ranks(pool)
+        environment = self._places.take(worker_id, num_ranks)
+        environment |= self._gpus.take(worker_id, num_ranks)
         try:
             self._children[worker_id] = await WorkerProcess.start(
                 worker_id,

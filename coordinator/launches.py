@@ -38,7 +38,7 @@ class _Launch:
     worker_id: str
     pool: Pool
     since: float
-    revision: str
+    revision: Revision
     attached_at: float | None = None
     ends: bool = False
     waits: str = ""
@@ -95,11 +95,16 @@ class Launches:
         """Whether a process was started here and is not known to have ended."""
         return worker_id in self._all
 
+    def revision_of(self, worker_id: str) -> Revision | None:
+        """What a process was started as; None: not here."""
+        one = self._all.get(worker_id)
+        return one.revision if one is not None else None
+
     def num_starting(self, pool: Pool, revision: str = "") -> int:
         """Started and not attached; each counts once. Of the stable revision unless told."""
         revision = revision or self.stable.name
         return sum(
-            one.pool is pool and one.starting and one.revision == revision
+            one.pool is pool and one.starting and one.revision.name == revision
             for one in tuple(self._all.values())
         )
 
@@ -113,7 +118,7 @@ class Launches:
         What starts of a revision that is not the stable one is the rollout's to count.
         """
         for one in self._all.values():
-            if one.starting and one.revision != self.stable.name:
+            if one.starting and one.revision.name != self.stable.name:
                 continue
             if one.starting:
                 yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
@@ -131,7 +136,7 @@ class Launches:
         waiting = [
             one
             for one in self._all.values()
-            if (one.pool, one.revision) == key and one.starting and one.waits
+            if (one.pool, one.revision.name) == key and one.starting and one.waits
         ]
         if not waiting:
             return ""
@@ -167,13 +172,13 @@ class Launches:
                 for name in (f"{prefix}-{count}" for count in self._numbers[prefix])
                 if self._workers.by_id(name) is None
             )
-            self._all[worker_id] = _Launch(worker_id, pool, now, revision.name)
+            self._all[worker_id] = _Launch(worker_id, pool, now, revision)
             self._emit(ev.StartWorker(worker_id, pool, revision))
 
     def give_up_stuck(self, revision: str, before: float) -> None:
         """Those of a revision that start since then, or for longer, are not waited for."""
         for one in tuple(self._all.values()):
-            if one.revision == revision and one.starting and one.since <= before:
+            if one.revision.name == revision and one.starting and one.since <= before:
                 self._end(one)
 
     def give_up(self, worker_id: str) -> None:
@@ -247,7 +252,9 @@ class Launches:
         later = [
             one
             for one in self._all.values()
-            if (one.pool, one.revision) == key and one.since >= starts.failed_at and not one.ends
+            if (one.pool, one.revision.name) == key
+            and one.since >= starts.failed_at
+            and not one.ends
         ]
         stable = any(
             one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
@@ -265,7 +272,7 @@ class Launches:
     def _lost(self, one: _Launch, reason: str, now: float) -> None:
         if one.attached_at is not None and now - one.attached_at >= _STABLE_S:
             return
-        starts = self._starts[one.pool, one.revision]
+        starts = self._starts[one.pool, one.revision.name]
         starts.num_failed += 1
         wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
         starts.failed_at, starts.not_before = now, now + wait_s

@@ -86,7 +86,10 @@ class LoadIndex:
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
             self.by_room.set(worker, -entry.free_tokens)
-            self._by_host.setdefault(entry.traits.host_id, LeastLoaded()).set(worker, itl_s)
+            on_host = self._by_host.get(entry.traits.host_id)
+            if on_host is None:
+                on_host = self._by_host[entry.traits.host_id] = LeastLoaded()
+            on_host.set(worker, itl_s)
         elif self.open_decode & entry.bit:
             self.open_decode ^= entry.bit
             self.by_itl.remove(worker)

@@ -9,7 +9,7 @@ from baton.coordinator.adoption import Adoption
 from baton.coordinator.book import RequestBook
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.placers import Placers
-from baton.coordinator.request import RequestKey, WorkerKey
+from baton.coordinator.request import RequestKey, RequestState, WorkerKey
 from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
@@ -70,6 +70,8 @@ class Losses:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
+        if ended:
+            self._strand(worker, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._emit(ev.FenceWorker(worker.key, fence))
 
@@ -119,3 +121,11 @@ class Losses:
                 continue
             request.suspect |= key in suspects
             self._book.recover(request, worker.key, errors.Unavailable(lost), now)
+
+    def _strand(self, lost: Worker, now: float) -> None:
+        """What is parked waits for room; with the last worker of a pool it is left without any."""
+        if any(one.role == lost.role for one in self._workers.of(lost.revision)):
+            return
+        for request in self._book.requests.all():
+            if request.state is RequestState.PARKED and request.revision == lost.revision:
+                self._book.strand(request, now)

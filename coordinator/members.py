@@ -26,6 +26,15 @@ from baton.v1 import cluster_pb2, common_pb2
 _STUCK_FOR_GOOD = 3
 # A worker whose stream has broken is back within a tenth of this, or it is dead.
 _GONE_S = 0.5
+# A worker that is silent for so many times its longest silence lately stands still, most likely.
+_UNUSUAL = 2.0
+# Of the configured silence: no worker is taken for stopped sooner.
+_LEAST_SHARE = 2 / 3
+# What a silence counts for shrinks by this with every load report: by half in fourteen.
+_FORGETTING = 0.95
+# Of heartbeats: without a word from anybody for so long it is this process that does not listen,
+# and so long it takes to read what came meanwhile.
+_DEAF, _CATCH_UP = 1.2, 0.25
 
 
 class Membership:
@@ -53,6 +62,12 @@ class Membership:
         self._losses = Losses(book, workers, placer, latency, adoption, scaler, timers, emit)
         self._drains = Drains(workers, placer, emit)
         self._flips = Flips(book, workers, placer, scaler, config.scaling.drain_s, emit)
+        # That no worker need explain: it misses a heartbeat, and the next is late.
+        silent_s = config.worker_silent_s
+        self._least_silent_s = min(silent_s, max(_LEAST_SHARE * silent_s, 2 * config.heartbeat_s))
+        # When somebody was heard last, and when last after a time without a word from anybody.
+        self._deaf_s, self._catch_up_s = _DEAF * config.heartbeat_s, _CATCH_UP * config.heartbeat_s
+        self._heard_at = self._deaf_until = float("-inf")
 
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
@@ -85,6 +100,8 @@ class Membership:
             worker = None
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
+            # Not known yet to be punctual.
+            worker.longest_silence_s = self._config.worker_silent_s / _UNUSUAL
             self._workers.add(worker)
             if not hello.generation:
                 # It has served no coordinator before.
@@ -103,7 +120,7 @@ class Membership:
         self._flips.heard(worker)
         self._watch(worker, now)
         self._placer.attach(worker)
-        adopted = self._adoption.returned(worker, hello.running, now) if event.returns else ()
+        adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         self._book.room_made = True
         return worker
@@ -112,7 +129,12 @@ class Membership:
         """A worker gave a sign of life; None where it is not attached."""
         worker = self._workers.get(key)
         if worker is not None:
+            if now - worker.heard_at > worker.longest_silence_s:
+                worker.longest_silence_s = min(now - worker.heard_at, self._config.worker_silent_s)
             worker.heard_at = now
+            if now - self._heard_at > self._deaf_s:
+                self._deaf_until = now
+            self._heard_at = now
             if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
                 self._losses.responds(worker)
         return worker
@@ -125,6 +147,7 @@ class Membership:
         if worker is None:
             return
         load, worker.load = event.load, event.load
+        worker.longest_silence_s *= _FORGETTING
         if worker.flip is not None:
             self._flips.look(worker, now)
         self._latency.observe(worker, load.steps)
@@ -237,7 +260,7 @@ class Membership:
         and what the workers said meanwhile unread.
         """
         due = self._timers.next()
-        if due is None or now - due < self._config.worker_silent_s / 2:
+        if due is None or now - due < self._least_silent_s / 2:
             return
         for worker in self._workers:
             worker.heard_at = now
@@ -256,15 +279,34 @@ class Membership:
             self._losses.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
             return
         if worker.heard_at + self._silent_s(worker) <= now:
+            if worker.connected and self._is_deaf(now):
+                lost_at = worker.heard_at + self._config.worker_timeout_s
+                self._timers.set(key, min(now + self._catch_up_s, lost_at, worker.leaves_by))
+                return
             self._losses.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
         self._watch(worker, now)
 
     # ---- Inside
 
     def _silent_s(self, worker: Worker) -> float:
-        """How long its requests wait for a worker that says nothing."""
+        """How long its requests wait for a worker that says nothing.
+
+        Up to the configured time, and less of one that has been punctual lately: what is a usual
+        silence on this machine is learned, worker by worker (an adaptive failure detector, as in
+        Hayashibara et al., "The phi accrual failure detector", 2004).
+        """
         silent_s = self._config.worker_silent_s
-        return silent_s if worker.connected else min(silent_s, _GONE_S)
+        if not worker.connected:
+            return min(silent_s, _GONE_S)
+        return min(silent_s, max(self._least_silent_s, _UNUSUAL * worker.longest_silence_s))
+
+    def _is_deaf(self, now: float) -> bool:
+        """Whether nobody is heard, or what came meanwhile is just being read.
+
+        So it is this process that was busy or stood still, for less than `excuse` can tell, rather
+        than every worker at once; and if it were every worker, none could take another's requests.
+        """
+        return now - self._heard_at > self._deaf_s or now - self._deaf_until < self._catch_up_s
 
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer of a worker's silence."""

@@ -125,6 +125,11 @@ class CoreCollector(Collector):
                 stats.num_moved,
             ),
             (
+                "baton_prefixes_gone",
+                "Times that a decode worker had dropped what its handoff left out.",
+                stats.num_prefixes_gone,
+            ),
+            (
                 "baton_failed_starts",
                 "Workers that ended before they had served for a while.",
                 stats.num_failed_starts,

@@ -39,10 +39,15 @@ class OutputLengths:
         self._sums[lane] = self._sums.get(lane, 0) + num_tokens
 
     def mean(self, lane: Hashable, max_tokens: int) -> float:
-        """Of the lane's outputs, at most `max_tokens`."""
+        """Of the lane's outputs; until there is one, at most `max_tokens`.
+
+        What requests allow has shortened those outputs already. To cut the mean by it once more
+        expects too few in sum: the fewer, the closer requests keep to what they allow.
+        """
         recent = self._recent.get(lane)
-        mean = self._sums[lane] / len(recent) if recent else self._initial_tokens
-        return min(mean, max_tokens)
+        if not recent:
+            return min(self._initial_tokens, max_tokens)
+        return self._sums[lane] / len(recent)
 
     def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:
         """Output tokens still to come; at least 1, at most what `max_tokens` leaves.

@@ -29,11 +29,8 @@ class _Step:
     """One engine step of a worker; what its outputs have in common is counted once."""
 
     __slots__ = (
-        "_gap",
         "_gaps",
         "_joined",
-        "_lane",
-        "_last_at",
         "_num_tokens",
         "book",
         "now",
@@ -45,30 +42,33 @@ class _Step:
         self._num_tokens = 0
         # Requests whose first outputs from here these are.
         self._joined: list[Request] = []
-        # By lane and time of the last token: the gap in microseconds, and how many there are. Most
-        # requests of a worker share it, so the last one is at hand.
+        # By lane and time of the last token: the gap in microseconds, and how many there are.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
-        self._lane, self._last_at, self._gap = common_pb2.LANE_UNSPECIFIED, -1.0, [0, 0]
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
         """Sends on what is one token each. All that a token costs the core is here."""
-        find, worker = self.book.requests.by_handle.get, self.worker
+        find, worker, now = self.book.requests.by_handle.get, self.worker, self.now
         decoding = RequestState.DECODING
+        # Most of a worker's requests share the gap: the last one's is at hand.
+        last_at, lane, gap = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0]
         deltas: list[tuple[StreamKey, bytes]] = []
+        num_tokens = 0
+        # As lists: a column of a message is slow to walk.
         for handle, offset, token_id, num_chars, encoded in zip(
-            tokens.handles,
-            tokens.offsets,
-            tokens.token_ids,
-            tokens.num_text_chars,
-            tokens.deltas,
+            tokens.handles[:],
+            tokens.offsets[:],
+            tokens.token_ids[:],
+            tokens.num_text_chars[:],
+            tokens.deltas[:],
             strict=True,
         ):
             request = find(handle)
             if request is None:
                 continue
-            known = request.token_ids
+            known, before, submission = request.token_ids, request.last_token_at, request.submission
             if (
                 request.state is not decoding
+                or before is None
                 or request.decode != worker
                 or offset != len(known)
                 or (request.interruptions and request.interruptions[-1].ended_at is None)
@@ -80,8 +80,19 @@ class _Step:
             request.text_chars += num_chars
             if not deltas:
                 deltas = self.book.deltas()
-            deltas.append((request.submission.to, encoded))
-            self._served(request, 1)
+            deltas.append((submission.to, encoded))
+            # As in `_served`, without a call.
+            if before != last_at or submission.lane != lane:
+                last_at, lane = before, submission.lane
+                gap = self._gap_since(lane, last_at)
+            gap[1] += 1
+            request.gaps_us.append(gap[0])
+            request.last_token_at = now
+            num_tokens += 1
+            request.num_uncharged += 1
+            if request.num_uncharged >= _CHARGE_TOKENS:
+                self.book.charge(request)
+        self._num_tokens += num_tokens
 
     def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
         """Sends an output on, each token exactly once; False when the attempt is lost instead."""
@@ -129,9 +140,7 @@ class _Step:
             stages = ttft_stages(request, self.now)
             self.book.stats.first_token(request, self.now, stages)
         else:
-            if last_at != self._last_at or lane != self._lane:
-                self._seek_gap(lane, last_at)
-            gap = self._gap
+            gap = self._gap_since(lane, last_at)
             gap[1] += 1
             request.gaps_us.append(gap[0])
         self._num_tokens += num_tokens
@@ -194,13 +203,12 @@ class _Step:
             )
         )
 
-    def _seek_gap(self, lane: common_pb2.Lane.ValueType, last_at: float) -> None:
-        self._lane, self._last_at = lane, last_at
+    def _gap_since(self, lane: common_pb2.Lane.ValueType, last_at: float) -> list[int]:
         gap = self._gaps.get((lane, last_at))
         if gap is None:
             gap_us = min(round((self.now - last_at) * 1e6), _MAX_GAP_US)
             gap = self._gaps[lane, last_at] = [gap_us, 0]
-        self._gap = gap
+        return gap
 
 
 def apply_step(
@@ -262,6 +270,10 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     end = output.WhichOneof("end")
+    if end == "prefix_gone":
+        step.book.answered(request, step.worker)
+        step.book.hand_over_again(request, step.now)
+        return
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:

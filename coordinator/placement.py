@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
@@ -22,9 +23,9 @@ from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.prefix_index import PrefixMatch
 from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
-from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
+from baton.coordinator.routing import Router, RoutingConfig
 from baton.coordinator.tenants import Lane
-from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.worker_load import Latency, WorkerLoad, WorkerTraits
 from baton.coordinator.workers import AttachedWorkers, Worker
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import LanesConfig
@@ -39,6 +40,10 @@ _MAX_CHUNKS_QUEUED = {common_pb2.LANE_INTERACTIVE: 2.0, _BATCH: 1.0}
 # A prompt is computed by the decode worker when that takes this share of the time at most: what it
 # saves must be worth what it costs the outputs there.
 _LOCAL_SHARE = 0.7
+# Targets are those of nearly all tokens: for a person who waits for a prompt, so many of an
+# output's gaps may be longer, up to so many targets long.
+_LONG_GAPS_SHARE = 0.05
+_LONGEST_GAP = 2.0
 # Batch joins interactive outputs up to this share of their target, and is parked beyond all of it:
 # between the two nothing moves.
 _JOIN_SHARE = 0.9
@@ -137,6 +142,8 @@ class Placer:
         # Seconds of prefill work that wait, by request and lane.
         self._waiting_s: dict[Lane, dict[RequestKey, float]] = {lane: {} for lane in LANES}
         self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
+        # How many workers there are by what prompts cost there and how large their blocks are.
+        self._kinds: Counter[tuple[Latency, int]] = Counter()
         # Batch prompts that are being computed by prefill workers.
         self._batch_prompts: dict[RequestKey, WorkerKey] = {}
         self._num_batch_prompts: Counter[WorkerKey] = Counter()
@@ -158,6 +165,7 @@ class Placer:
                 chunk_tokens=chunk_tokens,
             )
             self.router.add_worker(worker.key, traits, None)
+            self._kinds[traits.latency, block_size] += 1
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
@@ -167,6 +175,12 @@ class Placer:
             self.router.set_pool(worker.key, POOL_OF.get(worker.role) if open_to else None)
 
     def detach(self, worker: Worker) -> None:
+        entry = self.router.load(worker.key)
+        if entry is not None:
+            kind = entry.traits.latency, entry.traits.block_size_tokens
+            self._kinds[kind] -= 1
+            if not self._kinds[kind]:
+                del self._kinds[kind]
         self.router.remove_worker(worker.key)
         self._crowded.pop(worker.key, None)
 
@@ -199,6 +213,8 @@ class Placer:
         A worker that gave the request up before gets it again only where there is no other. A
         suspect gets workers that are at work on nothing but answered requests.
         """
+        if not request.avoid and not request.suspect:
+            return self._place(request)
         shunned = {key for key in request.avoid if self.router.load(key) is not None}
         closed = {one.key for one in self._workers if one.unanswered} if request.suspect else set()
         with self._closed(closed | shunned):
@@ -218,6 +234,8 @@ class Placer:
                 self._batch_prompts[request.key] = placement.prefill.worker
                 self._num_batch_prompts[placement.prefill.worker] += 1
         if placement.decode is not None:
+            if placement.prefill is None:
+                self.router.hold_up(placement.decode, _LONG_GAPS_SHARE)
             self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
             if urgent:
                 self._crowded[placement.decode.worker] = None
@@ -337,7 +355,8 @@ class Placer:
         if submission.lane != _BATCH and entry is not None and self._gives_way(entry, worker):
             wait_s = min(wait_s, entry.step_s)
         wait_s += ahead_s / num_workers
-        # Behind others it waits for whole steps.
+        # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
+        # full cell admitted 1.5 % that came too late.
         return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
 
     def ends_in_s(self, request: Request) -> float:
@@ -400,13 +419,12 @@ class Placer:
 
     def hashes(self, submission: Submission) -> array[int]:
         """Of the prompt's blocks; none while no worker has said how large they are."""
-        for worker in self._workers:
-            return block_hashes(
-                submission.prompt_token_ids,
-                _block_size(worker.hello),
-                root_of(submission.adapter),
-            )
-        return array("Q")
+        worker = self._workers.first
+        if worker is None:
+            return array("Q")
+        return block_hashes(
+            submission.prompt_token_ids, _block_size(worker.hello), root_of(submission.adapter)
+        )
 
     @contextlib.contextmanager
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
@@ -477,6 +495,10 @@ class Placer:
             return self._decode(request, match, most, None) if len(request.token_ids) else None
         if not self._config.local_prefill:
             return None
+        there_s = prefill.predicted_s if prefill is not None else math.inf
+        if self._least_local_s(request, match) > there_s * _LOCAL_SHARE:
+            # As nearly always: nobody need be chosen to know it.
+            return None
         choice = self._decode(request, match, most, None)
         if choice is None:
             return None
@@ -486,11 +508,34 @@ class Placer:
         num_tokens = request.num_prompt_tokens + len(request.token_ids) - choice.num_cached_tokens
         latency, step_s = entry.traits.latency, entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
         here_s = step_s + latency.prefill_s(max(1, num_tokens))
-        there_s = prefill.predicted_s if prefill is not None else self._wait_s(request, match)
+        if prefill is None:
+            there_s = self._wait_s(request, match)
         stalls = step_s + latency.prefill_s(max(1, min(num_tokens, entry.traits.chunk_tokens)))
-        if here_s > there_s * _LOCAL_SHARE or (entry.num_urgent and stalls > self._itl_target_s):
+        if here_s > there_s * _LOCAL_SHARE or not self._bears(
+            entry, stalls, request.submission.lane
+        ):
             return None
         return choice
+
+    def _bears(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
+        """Whether a worker's urgent outputs bear a prompt of a lane that makes a step so long."""
+        target_s = self._itl_target_s
+        if not entry.num_urgent or step_s <= target_s:
+            return True
+        return (
+            lane != _BATCH
+            and step_s <= target_s * _LONGEST_GAP
+            and entry.held_up_until <= self.router.now
+        )
+
+    def _least_local_s(self, request: Request, match: PrefixMatch) -> float:
+        """Sooner than this no decode worker has computed the prompt, whichever is chosen."""
+        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        held = self.router.longest_decode(match)
+        return min(
+            latency.prefill_s(max(1, num_tokens - held * block_size))
+            for latency, block_size in self._kinds
+        )
 
     def _wait_s(self, request: Request, match: PrefixMatch) -> float:
         """Until its first token, could it be queued at a prefill worker now."""
@@ -501,6 +546,8 @@ class Placer:
 
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
         """Of the tokens to be handed over, those there already; never all of them."""
+        if request.hands_over_all:
+            return 0
         worker = self._workers.get(decode.worker)
         assert worker is not None
         block_size = _block_size(worker.hello)

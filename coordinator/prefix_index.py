@@ -196,6 +196,8 @@ class PrefixIndex:
         # By the hashes of blocks 1, 2, 4, 8, ... of prompts: any two that share n blocks share the
         # largest of these that is at most n.
         self._probes: dict[int, _Probe] = {}
+        # One prompt is asked for several times before anything changes: its hashes, the answer.
+        self._latest: tuple[Sequence[int], PrefixMatch] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -205,6 +207,7 @@ class PrefixIndex:
     def add(self, worker: WorkerKey, max_blocks: int) -> None:
         """A worker that holds nothing yet, and never more than `max_blocks`."""
         assert worker not in self._caches
+        self._latest = None
         if self._free_slots:
             slot = self._free_slots.pop()
             self._workers[slot] = worker
@@ -223,6 +226,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None:
             return
+        self._latest = None
         held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
         before, after = 0, bit
         for block in hashes:
@@ -239,6 +243,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None:
             return
+        self._latest = None
         held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
         before, after = bit, 0
         for block in hashes:
@@ -266,6 +271,7 @@ class PrefixIndex:
         self.cleared(worker)
         for request_id in list(cache.expected):
             self.settle(request_id)
+        self._latest = None
         del self._caches[worker]
         self._workers[cache.slot] = None
         self._free_slots.append(cache.slot)
@@ -278,6 +284,7 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         if cache is None or not hashes:
             return
+        self._latest = None
         cache.expected.add(request_id)
         self._expected[request_id] = _Expected(worker, hashes)
         for depth in _depths(len(hashes)):
@@ -291,6 +298,7 @@ class PrefixIndex:
         expected = self._expected.pop(request_id, None)
         if expected is None:
             return
+        self._latest = None
         self._caches[expected.worker].expected.remove(request_id)
         for depth in _depths(len(expected.hashes)):
             block = expected.hashes[depth - 1]
@@ -308,9 +316,14 @@ class PrefixIndex:
         """Who holds how many of a prompt's first blocks.
 
         Asking costs a few look-ups for every doubling of the depth that somebody holds.
+
+        Args:
+            hashes: of the prompt; not to be changed afterwards.
         """
+        if self._latest is not None and self._latest[0] is hashes:
+            return self._latest[1]
         self._turn = (self._turn + 1) % max(1, len(self._workers))
-        return PrefixMatch(
+        found = PrefixMatch(
             hashes,
             self._blocks,
             self._caches,
@@ -319,6 +332,8 @@ class PrefixIndex:
             self._probes_of(hashes),
             self._turn,
         )
+        self._latest = hashes, found
+        return found
 
     def _probes_of(self, hashes: Sequence[int]) -> list[tuple[int, _Probe]]:
         found = list[tuple[int, _Probe]]()
@@ -349,6 +364,9 @@ class PrefixIndex:
         assert len(expected) == len(set(expected))
 
 
-def _depths(num_blocks: int) -> list[int]:
+_POWERS = tuple(1 << power for power in range(64))
+
+
+def _depths(num_blocks: int) -> tuple[int, ...]:
     """1, 2, 4, 8, ... up to `num_blocks`."""
-    return [1 << power for power in range(num_blocks.bit_length())]
+    return _POWERS[: num_blocks.bit_length()]

@@ -33,15 +33,19 @@ _MAX_REPORTS = 1024
 
 
 @dataclass(slots=True)
-class _Profile:
-    """One that a worker has not ended.
+class Profile:
+    """One that somebody asked for.
 
     Attributes:
-        reports: bounded by what the worker is allowed.
+        worker: that is recorded.
+        seconds: for how long.
+        reports: that nobody has taken; bounded by what the worker is allowed.
         num_taken_bytes, num_allowed_bytes, num_received_bytes: of data, in sum.
     """
 
     id: int
+    worker: WorkerKey
+    seconds: float
     reports: asyncio.Queue[cluster_pb2.ProfileReport | BatonError] = field(
         default_factory=asyncio.Queue
     )
@@ -59,48 +63,55 @@ class Profiles:
 
     def __init__(self, send: Callable[[WorkerKey, cluster_pb2.ProfileCommand], None]) -> None:
         self._send = send
-        self._running: dict[WorkerKey, _Profile] = {}
+        self._running: dict[WorkerKey, Profile] = {}
 
-    async def of(
-        self, worker: WorkerKey, seconds: float
-    ) -> AsyncGenerator[admin_pb2.ProfileEvent, None]:
-        """Records a worker, and gives what it says; leaving ends it there.
+    def begin(self, worker: WorkerKey, seconds: float) -> Profile:
+        """Records a worker; whoever calls this ends it, however it goes.
 
         Args:
             worker: attached.
             seconds: for how long.
 
         Raises:
-            BatonError: in the words of admin.proto.
+            FailedPrecondition: it is being recorded.
         """
         if worker in self._running:
             raise FailedPrecondition(f"worker {worker[0]} is being profiled already")
-        profile = self._running[worker] = _Profile(secrets.randbits(63) | 1)
-        try:
-            command = cluster_pb2.ProfileCommand(profile_id=profile.id)
-            command.record.FromMicroseconds(round(seconds * 1e6))
-            self._send(worker, command)
-            limit_s, doing = START_TIMEOUT_S, "begun to record"
-            while True:
-                report = await _next(profile, worker, limit_s, doing)
-                kind = report.WhichOneof("report")
-                if kind == "done":
-                    return
-                limit_s, doing = NEXT_TIMEOUT_S, "sent more of its traces"
-                if kind == "started":
-                    limit_s, doing = seconds + WRITE_TIMEOUT_S, "written its traces"
-                    self._allow(worker, profile)
-                    yield admin_pb2.ProfileEvent(started=report.started)
-                elif kind == "file":
-                    yield admin_pb2.ProfileEvent(file=report.file)
-                elif kind == "data":
-                    yield admin_pb2.ProfileEvent(data=report.data)
-                    profile.num_taken_bytes += len(report.data)
-                    self._allow(worker, profile)
-        finally:
-            # Still there: the worker does not know yet that it is over.
-            if self._end(worker, profile):
-                self._send(worker, cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True))
+        profile = self._running[worker] = Profile(secrets.randbits(63) | 1, worker, seconds)
+        command = cluster_pb2.ProfileCommand(profile_id=profile.id)
+        command.record.FromMicroseconds(round(seconds * 1e6))
+        self._send(worker, command)
+        return profile
+
+    async def events(self, profile: Profile) -> AsyncGenerator[admin_pb2.ProfileEvent, None]:
+        """What the worker says, up to its last word.
+
+        Raises:
+            BatonError: in the words of admin.proto.
+        """
+        limit_s, doing = START_TIMEOUT_S, "begun to record"
+        while True:
+            report = await _next(profile, limit_s, doing)
+            kind = report.WhichOneof("report")
+            if kind == "done":
+                return
+            limit_s, doing = NEXT_TIMEOUT_S, "sent more of its traces"
+            if kind == "started":
+                limit_s, doing = profile.seconds + WRITE_TIMEOUT_S, "written its traces"
+                self._allow(profile)
+                yield admin_pb2.ProfileEvent(started=report.started)
+            elif kind == "file":
+                yield admin_pb2.ProfileEvent(file=report.file)
+            elif kind == "data":
+                yield admin_pb2.ProfileEvent(data=report.data)
+                profile.num_taken_bytes += len(report.data)
+                self._allow(profile)
+
+    def end(self, profile: Profile) -> None:
+        """Nobody wants more of it, and nothing of it is kept; idempotent."""
+        self._cancel(profile)
+        while not profile.reports.empty():
+            profile.reports.get_nowait()
 
     def on_report(self, worker: WorkerKey, report: cluster_pb2.ProfileReport) -> None:
         """What a worker says; of a profile that is over here it is nothing."""
@@ -111,12 +122,11 @@ class Profiles:
         profile.num_received_bytes += len(report.data)
         most = min(profile.num_allowed_bytes, MAX_TRACE_BYTES)
         if profile.num_received_bytes > most or profile.reports.qsize() >= _MAX_REPORTS:
-            self._end(worker, profile)
-            self._send(worker, cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True))
+            self._cancel(profile)
             profile.reports.put_nowait(Internal(f"worker {worker[0]} sends more than it may"))
             return
         if kind in ("done", "failed"):
-            self._end(worker, profile)
+            self._is_over(profile)
         if kind == "failed":
             profile.reports.put_nowait(from_message(report.failed))
         elif kind is not None:
@@ -129,22 +139,29 @@ class Profiles:
             what = f"worker {worker[0]} was lost while it was profiled: {why}"
             profile.reports.put_nowait(Unavailable(what))
 
-    def _end(self, worker: WorkerKey, profile: _Profile) -> bool:
-        """Whether it had not ended before."""
-        if self._running.get(worker) is not profile:
+    def _is_over(self, profile: Profile) -> bool:
+        """Whether the worker had not ended it before."""
+        if self._running.get(profile.worker) is not profile:
             return False
-        del self._running[worker]
+        del self._running[profile.worker]
         return True
 
-    def _allow(self, worker: WorkerKey, profile: _Profile) -> None:
+    def _cancel(self, profile: Profile) -> None:
+        """Tells the worker, which may not know yet that it is over."""
+        if self._is_over(profile):
+            command = cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True)
+            self._send(profile.worker, command)
+
+    def _allow(self, profile: Profile) -> None:
         """Lets the worker send on, in steps that are worth a message."""
         allowed = profile.num_taken_bytes + WINDOW_BYTES
         if allowed - profile.num_allowed_bytes < WINDOW_BYTES // 2:
             return
-        if self._running.get(worker) is not profile:
+        if self._running.get(profile.worker) is not profile:
             return
         profile.num_allowed_bytes = allowed
-        self._send(worker, cluster_pb2.ProfileCommand(profile_id=profile.id, allowed_bytes=allowed))
+        command = cluster_pb2.ProfileCommand(profile_id=profile.id, allowed_bytes=allowed)
+        self._send(profile.worker, command)
 
 
 def seconds_of(request: admin_pb2.ProfileRequest) -> float:
@@ -158,15 +175,13 @@ def seconds_of(request: admin_pb2.ProfileRequest) -> float:
     return seconds
 
 
-async def _next(
-    profile: _Profile, worker: WorkerKey, limit_s: float, doing: str
-) -> cluster_pb2.ProfileReport:
+async def _next(profile: Profile, limit_s: float, doing: str) -> cluster_pb2.ProfileReport:
     """Raises what ended the profile."""
     try:
         async with asyncio.timeout(limit_s):
             report = await profile.reports.get()
     except TimeoutError:
-        late = f"worker {worker[0]} has not {doing} within {limit_s:g} s"
+        late = f"worker {profile.worker[0]} has not {doing} within {limit_s:g} s"
         raise DeadlineExceeded(late) from None
     if isinstance(report, BatonError):
         raise report

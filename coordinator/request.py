@@ -55,13 +55,14 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     },
     RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
     RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
-    # Waits in its lane for another attempt.
-    RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING},
+    # Waits in its lane for another attempt, or its worker is back with the one before.
+    RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
-    # It made room for interactive work, and waits in its lane until there is some for it.
-    RequestState.PARKED: _ENDED | {RequestState.PREFILLING},
+    # It made room for interactive work, and waits in its lane until there is some for it. Once no
+    # worker is left that could have any, it waits no longer than one that was on a lost worker.
+    RequestState.PARKED: _ENDED | {RequestState.PREFILLING, RequestState.RECOVERING},
 }
 
 
@@ -149,6 +150,7 @@ class Request:
 
     Attributes:
         key: by which it is found; `id` is for people.
+        num_prompt_tokens: of its prompt.
         token_ids: the whole output so far, known tokens included.
         text_chars: code points of text sent so far, known ones included.
         deadline: of the whole request, by the core's clock.
@@ -163,6 +165,7 @@ class Request:
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
         skip_tokens: that its handoff leaves out.
+        hands_over_all: a handoff left out what its decode worker no longer had: never again.
         expected: its decode worker was told of this attempt with its prefill worker.
         exposed_us: exposed time of the handoff by its report; None until reported.
         prefill_timings, decode_timings: as the workers reported them.
@@ -171,6 +174,7 @@ class Request:
         losses: why attempts were lost, since the last new token.
         avoid: workers that gave the request up; they get it again only where there is no other.
         suspect: a worker died while it computed nothing but this request and others like it.
+        waits_until: for a worker that is on its way, by the core's clock; patience.py says when.
         num_uncharged: tokens that its tenant has not been charged for yet.
         gaps_us: microseconds between its tokens.
         revision: of the workers that it may run on; while its output has begun it does not change.
@@ -180,6 +184,7 @@ class Request:
     submitted_at: float
     deadline: float
     key: RequestKey = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     state: RequestState = RequestState.QUEUED
     state_since: float = 0.0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -195,6 +200,7 @@ class Request:
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
     skip_tokens: int = 0
+    hands_over_all: bool = False
     expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
@@ -205,6 +211,7 @@ class Request:
     losses: list[BatonError] = field(default_factory=list)
     avoid: set[WorkerKey] = field(default_factory=set)
     suspect: bool = False
+    waits_until: float = -math.inf
     dispatched_at: float | None = None
     first_token_at: float | None = None
     decoding_at: float | None = None
@@ -215,6 +222,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.key = self.submission.key
+        self.num_prompt_tokens = len(self.submission.prompt_token_ids)
 
     @property
     def id(self) -> str:
@@ -225,10 +233,6 @@ class Request:
     def attempt_number(self) -> int:
         """What workers call this attempt: never used twice for one key."""
         return self.attempts_before + self.attempt
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.submission.prompt_token_ids)
 
     def known_prompt(self, num_known: int) -> Sequence[int]:
         """Known tokens that are computed with the prompt, and handed over with it.
@@ -273,7 +277,10 @@ class Request:
         since = self.state_since
         if self.state is RequestState.QUEUED:
             since = self.submission.arrived_at
-        return min(self.deadline, since + limits.of(self.state))
+        due = since + limits.of(self.state)
+        if self.state is RequestState.RECOVERING:
+            due = max(due, self.waits_until)
+        return min(self.deadline, due)
 
 
 @dataclass(frozen=True, slots=True)

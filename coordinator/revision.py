@@ -30,6 +30,12 @@ class Revision:
     model: str = ""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
+    def num_gpus(self, configured: int) -> int:
+        """Of one worker, where one of the configuration has so many."""
+        size = self.engine_args.get("tensor_parallel_size")
+        # What is wrong with another size vLLM says.
+        return size if isinstance(size, int) and size > 0 else configured
+
     def over(self, config: BatonConfig) -> BatonConfig:
         """The configuration of its workers.
 

@@ -9,7 +9,6 @@ Attached workers keep a record of it, and a coordinator that follows this one ta
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from baton.coordinator import events as ev
 from baton.coordinator import rollout_errors as why
 from baton.coordinator.book import RequestBook
 from baton.coordinator.comparison import Side, Verdict, judge
-from baton.coordinator.load_index import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.load_index import ROLE_OF, Pool
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.retiring import Retiring
@@ -147,9 +146,9 @@ class Rollouts:
 
     def promote_error(self) -> errors.BatonError | None:
         """Why the canary cannot be promoted; None when it can."""
-        return self.abort_error() or why.promote_error(
-            self._workers, self._scaler, self.traffic.canary
-        )
+        if self.rollout is None:
+            return why.none_runs()
+        return why.promote_error(self._workers, self._scaler, self.rollout.revision)
 
     def abort_error(self) -> errors.BatonError | None:
         return None if self.rollout is not None else why.none_runs()
@@ -301,12 +300,17 @@ class Rollouts:
         The canary's, and those of workers that stay until what they have has ended: those that
         drain the pools count themselves.
         """
-        held = Counter(self.rollout.sizes if self.rollout is not None else {})
-        for revision in self.retiring:
-            for one in self._workers.of(revision):
-                if one.role in POOL_OF and one.state != _DRAINING:
-                    held[POOL_OF[one.role]] += 1
-        self._scaler.reserve(self._scaler.gpus(held))
+        scaler, rollout = self._scaler, self.rollout
+        held = 0
+        if rollout is not None:
+            held = why.canary_gpus(self._workers, scaler, rollout.revision, rollout.sizes)
+        stay = (
+            one
+            for revision in self.retiring
+            for one in self._workers.of(revision)
+            if one.state != _DRAINING
+        )
+        scaler.reserve(held + scaler.gpus_of(stay))
 
     def _open(self, rollout: Rollout, now: float) -> None:
         """New requests go to the canary while it serves in both pools."""

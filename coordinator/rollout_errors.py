@@ -11,6 +11,9 @@ from baton.coordinator.scaling import Scaler
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition, InvalidArgument
 from baton.runtime.names import REVISION_NAMES, is_revision
+from baton.v1 import cluster_pb2
+
+_DRAINING = cluster_pb2.WORKER_STATE_DRAINING
 
 
 def serving(workers: WorkerRegistry, revision: str) -> Counter[Pool]:
@@ -29,6 +32,16 @@ def promoted_size(workers: WorkerRegistry, scaler: Scaler, pool: Pool) -> int:
     """How many workers a canary must have to take the stable revision's place."""
     there = scaler.desired(pool) if scaler.active else serving(workers, workers.stable)[pool]
     return max(1, there)
+
+
+def canary_gpus(
+    workers: WorkerRegistry, scaler: Scaler, revision: Revision, sizes: Mapping[Pool, int]
+) -> int:
+    """What a canary's workers have, and those that it is to get beside them up to these sizes."""
+    there = [one for one in workers.of(revision.name) if one.state != _DRAINING]
+    counts = Counter(POOL_OF.get(one.role) for one in there)
+    lacking = {pool: max(0, number - counts[pool]) for pool, number in sizes.items()}
+    return scaler.gpus_of(there) + scaler.gpus(lacking, revision)
 
 
 def none_runs() -> BatonError:
@@ -73,12 +86,13 @@ def start_error(
             "they have left, or take another name"
         )
     return _workers_error(workers, scaler, revision, sizes) or _gpus_error(
-        workers, scaler, name, {pool: to_start(workers, pool, name, sizes) for pool in Pool}
+        workers, scaler, revision, {pool: to_start(workers, pool, name, sizes) for pool in Pool}
     )
 
 
-def promote_error(workers: WorkerRegistry, scaler: Scaler, name: str) -> BatonError | None:
+def promote_error(workers: WorkerRegistry, scaler: Scaler, revision: Revision) -> BatonError | None:
     """Why this canary cannot be promoted; None when it can."""
+    name = revision.name
     counts = serving(workers, name)
     for pool in Pool:
         if not counts[pool]:
@@ -97,7 +111,7 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, name: str) -> BatonEr
                 f"{workers.stable!r}"
             )
     sizes = {pool: promoted_size(workers, scaler, pool) for pool in Pool}
-    return _gpus_error(workers, scaler, name, sizes)
+    return _gpus_error(workers, scaler, revision, sizes)
 
 
 def _workers_error(
@@ -130,13 +144,15 @@ def _workers_error(
 
 
 def _gpus_error(
-    workers: WorkerRegistry, scaler: Scaler, name: str, wanted: Mapping[Pool, int]
+    workers: WorkerRegistry, scaler: Scaler, revision: Revision, wanted: Mapping[Pool, int]
 ) -> BatonError | None:
-    """Why there is no room for so many of a canary beside the others."""
-    most, needed = scaler.max_gpus, scaler.gpus(wanted)
+    """Why there is no room for so many of a canary beside the others; those there are have it."""
+    most, needed = scaler.max_gpus, canary_gpus(workers, scaler, revision, wanted)
+    if needed == canary_gpus(workers, scaler, revision, {}):
+        return None
     used = scaler.gpus({pool: scaler.desired(pool) for pool in Pool})
-    others = [one for one in workers if one.revision not in (workers.stable, name)]
-    left = scaler.gpus(Counter(POOL_OF[one.role] for one in others if one.role in POOL_OF))
+    current = (workers.stable, revision.name)
+    left = scaler.gpus_of(one for one in workers if one.revision not in current)
     if not scaler.active or most is None or needed + used + left <= most:
         return None
     return FailedPrecondition(

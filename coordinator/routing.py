@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.load_index import LoadIndex, Pool
 from baton.coordinator.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.request import WorkerKey
@@ -32,6 +33,8 @@ class RoutingConfig:
             delays this request; computing what another worker holds delays those behind it too,
             and pushes other prefixes out of the cache.
         network_bytes_per_s, memory_bytes_per_s: a handoff's speed between hosts and within one.
+        packed_itl: how much longer steps may be where outputs that yield are put together than
+            where they would be spread to, while urgent ones are there too.
         max_sessions: remembered in all; the longest unused are forgotten.
     """
 
@@ -41,83 +44,23 @@ class RoutingConfig:
     work_weight: float = 4.0
     network_bytes_per_s: float = 1e9
     memory_bytes_per_s: float = 5e9
+    packed_itl: float = 1.15
     max_sessions: int = 65536
-
-
-class PrefillChoice(NamedTuple):
-    """Where a prompt is computed.
-
-    Attributes:
-        predicted_s: until its first token: what is queued there, and its own work.
-        work_s: its own work: what `assign_prefill` counts.
-        num_cached_tokens: of the prompt, expected in the worker's cache.
-        num_work_tokens: of the prompt, to be computed.
-        stays: it is its session's last.
-        num_candidates: that it was chosen from.
-    """
-
-    worker: WorkerKey
-    predicted_s: float
-    work_s: float
-    num_work_tokens: int
-    num_cached_tokens: int
-    stays: bool = False
-    num_candidates: int = 1
-
-    @property
-    def reason(self) -> str:
-        """In words."""
-        stays = ", its session's last" if self.stays else ""
-        return (
-            f"{self.num_cached_tokens} of {self.num_work_tokens + self.num_cached_tokens} tokens "
-            f"cached, {self.predicted_s - self.work_s:.3f} s queued, {self.work_s:.3f} s of work"
-            f"{stays}; best of {self.num_candidates} candidates"
-        )
-
-
-class DecodeChoice(NamedTuple):
-    """Where a request is decoded.
-
-    Attributes:
-        predicted_s: one decode step there, with this request.
-        num_kv_tokens: room it needs: what `assign_decode` counts.
-        num_cached_tokens: of the prompt, held there already: they need not be sent.
-        num_tokens: of the prompt, and of known output.
-        num_others: decoded there.
-        num_free_tokens: room there.
-        is_near: on the host of the prefill worker.
-        stays: it is its session's last.
-        num_candidates: that it was chosen from.
-    """
-
-    worker: WorkerKey
-    predicted_s: float
-    num_kv_tokens: int
-    num_cached_tokens: int
-    num_tokens: int
-    num_others: int
-    num_free_tokens: int
-    is_near: bool
-    stays: bool
-    num_candidates: int
-
-    @property
-    def reason(self) -> str:
-        """In words."""
-        near = ", on its host" if self.is_near else ""
-        stays = ", its session's last" if self.stays else ""
-        return (
-            f"{self.predicted_s * 1e3:.1f} ms per step beside {self.num_others} others, "
-            f"{self.num_kv_tokens} of {self.num_free_tokens} free KV tokens, "
-            f"{self.num_cached_tokens} of {self.num_tokens} tokens held"
-            f"{near}{stays}; best of {self.num_candidates} candidates"
-        )
 
 
 @dataclass(slots=True)
 class _Session:
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
+
+
+class _Target(NamedTuple):
+    """A decode worker with room: its step with the request, the KV tokens it needs and has."""
+
+    entry: WorkerLoad
+    itl_s: float
+    num_kv_tokens: int
+    num_cached_tokens: int
 
 
 class Router:
@@ -138,6 +81,10 @@ class Router:
         self._prefilling: dict[str, WorkerKey] = {}
         self._decoding: dict[str, WorkerKey] = {}
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        # Decoded now, and others yield to them.
+        self._urgent: set[str] = set()
+        # Where the last output that yields went.
+        self._packed: WorkerKey | None = None
 
     # ---- Members.
 
@@ -173,6 +120,10 @@ class Router:
     def longest_prefill(self, match: PrefixMatch) -> int:
         """Blocks of a prompt that some prefill worker with room holds, at most."""
         return max(match.longest(1, self._loads.open_prefill).values(), default=0)
+
+    def longest_decode(self, match: PrefixMatch) -> int:
+        """The same of decode workers."""
+        return max(match.longest(1, self._loads.open_decode).values(), default=0)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """What a worker's load report says that its requests hold."""
@@ -216,9 +167,18 @@ class Router:
         entry = self._loads.entries[choice.worker]
         entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent)
         self._decoding[request_id] = choice.worker
+        if urgent:
+            self._urgent.add(request_id)
+        else:
+            self._packed = choice.worker
         self._loads.file(entry)
         if session:
             self._session(session).decode = choice.worker
+
+    def hold_up(self, choice: DecodeChoice, share: float) -> None:
+        """The prompt is computed where its output will be; see WorkerLoad."""
+        num_tokens = max(1, choice.num_tokens - choice.num_cached_tokens)
+        self._loads.entries[choice.worker].hold_up(num_tokens, share, self.now)
 
     def first_token(self, request_id: str) -> None:
         """The prompt is computed. Its worker's cache events came before this. Idempotent."""
@@ -229,6 +189,7 @@ class Router:
     def release(self, request_id: str) -> None:
         """The request has ended, or leaves its workers. Idempotent."""
         self._end_prefill(request_id)
+        self._urgent.discard(request_id)
         if (entry := self._loads.get(self._decoding.pop(request_id, None))) is not None:
             entry.end_decode(request_id)
             self._loads.file(entry)
@@ -324,7 +285,8 @@ class Router:
             prefill: where the prompt is computed; None: on the decode worker itself.
             session: "" for none.
             max_itl_s: what a step with this request may take at most, where others run.
-            yields: that counts only beside urgent ones, and for the second that yields there.
+            yields: that counts only beside urgent ones, and for the second that yields there; and
+                it goes where others that yield are, rather than where it would be fastest.
 
         Returns:
             None when no worker has room for prompt and expected output.
@@ -341,36 +303,72 @@ class Router:
         for idle in (loads.by_itl.least(), loads.by_room.least(), near):
             if idle is not None and idle not in candidates:
                 candidates[idle] = match.blocks_of(idle)
-        best: tuple[WorkerLoad, float, int, int] | None = None
+        best: _Target | None = None
         least = math.inf
         for worker, num_blocks in candidates.items():
-            entry = loads.entries[worker]
-            block_size = entry.traits.block_size_tokens
-            needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
-            # One that needs more than a worker has is the engine's to refuse.
-            if needed > entry.free_tokens and entry.num_decodes:
+            found = self._target(loads.entries[worker], num_blocks, num_tokens, num_output_tokens)
+            if found is None:
                 continue
-            cached = min(num_blocks * block_size, num_tokens)
-            itl_s = entry.itl_with_s(1, needed)
+            entry, itl_s = found.entry, found.itl_s
             if itl_s > max_itl_s and entry.num_decodes and not (yields and entry.may_yield):
                 continue
-            cost = itl_s * num_output_tokens + self._begin_s(source, entry, num_tokens - cached)
+            rest = num_tokens - found.num_cached_tokens
+            cost = itl_s * num_output_tokens + self._begin_s(source, entry, rest)
             if cost < least:
-                least, best = cost, (entry, itl_s, needed, cached)
+                least, best = cost, found
+        packed = loads.get(self._packed) if yields and self._urgent else None
+        if best is not None and packed is not None and packed.key in loads.by_itl:
+            num_blocks = match.blocks_of(packed.key)
+            found = self._target(packed, num_blocks, num_tokens, num_output_tokens)
+            if found is not None and self._joins(found, best, source, max_itl_s):
+                best = found
         if best is None:
             return None
-        entry, itl_s, needed, cached = best
+        entry = best.entry
         return DecodeChoice(
             entry.key,
-            itl_s,
-            needed,
-            cached,
+            best.itl_s,
+            best.num_kv_tokens,
+            best.num_cached_tokens,
             num_tokens,
             num_others=entry.num_decodes,
             num_free_tokens=entry.free_tokens,
             is_near=source is not None and source.traits.host_id == entry.traits.host_id,
             stays=entry.key == sticky,
             num_candidates=len(candidates),
+        )
+
+    @staticmethod
+    def _target(
+        entry: WorkerLoad, num_blocks: int, num_tokens: int, num_output_tokens: int
+    ) -> _Target | None:
+        """A worker that holds so many blocks of the prompt; None when it has no room."""
+        block_size = entry.traits.block_size_tokens
+        needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
+        # One that needs more than a worker has is the engine's to refuse.
+        if needed > entry.free_tokens and entry.num_decodes:
+            return None
+        cached = min(num_blocks * block_size, num_tokens)
+        return _Target(entry, entry.itl_with_s(1, needed), needed, cached)
+
+    def _joins(
+        self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
+    ) -> bool:
+        """Whether an output that yields goes where the last one went, and not to the fastest.
+
+        An output that joins a worker waits for the step that runs there: half of one on average,
+        the longest gap that it has. Outputs that yield keep a worker busy all the time; put
+        together they leave others idle for the urgent ones to begin on. Not at the price of a
+        prefix that is held elsewhere, or of a way to another host.
+        """
+        entry, other = packed.entry, best.entry
+        if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
+            return False
+        if entry.num_urgent and packed.itl_s > self._config.packed_itl * best.itl_s:
+            return False
+        is_near = source is not None and source.traits.host_id == other.traits.host_id
+        return packed.num_cached_tokens >= best.num_cached_tokens and (
+            not is_near or entry.traits.host_id == other.traits.host_id
         )
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
@@ -383,5 +381,6 @@ class Router:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        assert self._urgent <= self._decoding.keys()
         self.index.check_integrity()
         self._loads.check_integrity()

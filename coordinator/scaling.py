@@ -7,7 +7,7 @@ to the core; processes it starts and gives up by itself.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from baton.coordinator import events as ev
@@ -26,12 +26,12 @@ from baton.coordinator.autoscale.types import (
     Want,
 )
 from baton.coordinator.launches import Launches
-from baton.coordinator.load_index import Pool
+from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.request import RequestKey, WorkerKey
 from baton.coordinator.revision import Revision
 from baton.coordinator.stats import CoreStats
 from baton.coordinator.timers import Timers
-from baton.coordinator.workers import WorkerRegistry
+from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition
 
 SCALING: WorkerKey = ("", 1)
@@ -83,7 +83,7 @@ class Scaler:
         policy: Policy | None = None,
         stable: Revision | None = None,
     ) -> None:
-        self._observer, self._stats = observer, stats
+        self._workers, self._observer, self._stats = workers, observer, stats
         self._timers, self._emit = timers, emit
         self._policy = policy or Autoscaler(settings.config)
         # Without the sizes that are held.
@@ -146,13 +146,27 @@ class Scaler:
         return self._config.start_timeout_s
 
     @property
+    def cold_start_s(self) -> float:
+        return self._config.cold_start_s
+
+    @property
     def max_gpus(self) -> int | None:
         """Of all workers together; None: no limit."""
         return self._config.max_gpus
 
-    def gpus(self, sizes: Mapping[Pool, int]) -> int:
-        """What so many workers have."""
-        return sum(self._config.limits(pool).gpus * number for pool, number in sizes.items())
+    def gpus(self, sizes: Mapping[Pool, int], revision: Revision | None = None) -> int:
+        """What so many workers have; of the stable revision unless told."""
+        revision = revision or self.launches.stable
+        return sum(
+            revision.num_gpus(self._config.limits(pool).gpus) * number
+            for pool, number in sizes.items()
+        )
+
+    def gpus_of(self, workers: Iterable[Worker]) -> int:
+        """What these have, of whatever revision they are."""
+        return sum(
+            self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
+        )
 
     def error(self) -> BatonError | None:
         """Why pools have no sizes here; None when they have."""
@@ -244,6 +258,8 @@ class Scaler:
     def promoted(self, revision: Revision, now: float) -> None:
         """The pools are of this revision from now on, and of the sizes that they were to have."""
         self.launches.stable = revision
+        # Its workers may have other numbers of GPUs.
+        self._hold()
         self.soon(now)
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
@@ -329,6 +345,7 @@ class Scaler:
         limits = {}
         for pool in POOLS:
             held, one = self._held(pool), self._config.limits(pool)
+            one = replace(one, gpus=self.launches.stable.num_gpus(one.gpus))
             limits[pool] = one if held is None else replace(one, floor=held, ceiling=held)
         self._policy.config = replace(
             self._config,
@@ -351,11 +368,23 @@ class Scaler:
         """
         observation = self._observer.observe(self._policy.config, now, self.launches.views())
         found = tuple(
-            view if self._is_ours(view.worker_id) else replace(view, stays=True)
+            replace(
+                view,
+                stays=not self._is_ours(view.worker_id),
+                gpus=self._gpus_of(view.worker_id, view.pool),
+            )
             for view in observation.workers
             if self._counts(view.worker_id, view.pool)
         )
         return replace(observation, workers=found)
+
+    def _gpus_of(self, worker_id: str, pool: Pool) -> int:
+        """By what it was started as; of one that was started elsewhere by what it says."""
+        configured, revision = self._config.limits(pool).gpus, self.launches.revision_of(worker_id)
+        if revision is not None:
+            return revision.num_gpus(configured)
+        worker = self._workers.by_id(worker_id)
+        return (worker.hello.fingerprint.tp_size if worker is not None else 0) or configured
 
     def _is_ours(self, worker_id: str) -> bool:
         return self.launches.has(worker_id)

@@ -93,7 +93,13 @@ class Coordinator:
         try:
             registry = metrics.registry(self.shell.core, self._config)
             registry.register(refusals)
-            self._metrics = MetricsServer(coordinator.metrics_listen, registry, security, refusals)
+            self._metrics = MetricsServer(
+                coordinator.metrics_listen,
+                "coordinator.metrics_listen",
+                registry,
+                security,
+                refusals,
+            )
             try:
                 await self._start_server(model)
             except BaseException:

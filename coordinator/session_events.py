@@ -21,7 +21,10 @@ Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError
 
 _EVENTS = length_tag(inference_pb2.SessionEvents.DESCRIPTOR, "events")
 _STREAM = varint_tag(inference_pb2.SessionEvent.DESCRIPTOR, "stream")
-_DELTA = length_tag(inference_pb2.SessionEvent.DESCRIPTOR, "delta")
+_DELTA, _ACCEPTED, _FINISHED, _FAILED = (
+    length_tag(inference_pb2.SessionEvent.DESCRIPTOR, name)
+    for name in ("delta", "accepted", "finished", "failed")
+)
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
 # Goes before a session's first events.
 TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
@@ -30,25 +33,23 @@ TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToStrin
 def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
     """Encoded tokens as a SessionEvents message for each session, by its number."""
     found: dict[int, list[bytes]] = {}
+    number, parts = -1, list[bytes]()
     for to, data in deltas:
-        parts = found.get(to.session)
-        if parts is None:
-            parts = found[to.session] = []
-        parts.append(_head(to.stream, len(data)))
-        parts.append(data)
+        if to.session != number:
+            number = to.session
+            parts = found.setdefault(number, [])
+        parts += (_delta_head(to.stream, len(data)), data)
     return {session: b"".join(parts) for session, parts in found.items()}
 
 
 def encoded_event(stream: int, event: Event) -> bytes:
     """A SessionEvents message with one event that is no tokens."""
     if isinstance(event, BatonError):
-        wrapped = inference_pb2.SessionEvent(stream=stream, failed=to_message(event))
-    elif isinstance(event, inference_pb2.Accepted):
-        wrapped = inference_pb2.SessionEvent(stream=stream, accepted=event)
+        tag, data = _FAILED, to_message(event).SerializeToString()
     else:
-        wrapped = inference_pb2.SessionEvent(stream=stream, finished=event)
-    data = wrapped.SerializeToString()
-    return field(_EVENTS, len(data)) + data
+        tag = _ACCEPTED if isinstance(event, inference_pb2.Accepted) else _FINISHED
+        data = event.SerializeToString()
+    return _head(stream, tag, len(data)) + data
 
 
 def split(batch: bytes) -> list[bytes]:
@@ -106,8 +107,12 @@ def _extend(delta: common_pb2.TokenDelta, more: list[common_pb2.TokenDelta]) -> 
     delta.text += "".join(one.text for one in more)
 
 
-@functools.lru_cache(maxsize=2**14)
-def _head(stream: int, num_bytes: int) -> bytes:
-    """What comes before the delta of so many bytes in a SessionEvents message."""
-    head = field(_STREAM, stream) + field(_DELTA, num_bytes)
+def _head(stream: int, tag: int, num_bytes: int) -> bytes:
+    """What comes before so many bytes of an event, under its tag, in a SessionEvents message."""
+    head = field(_STREAM, stream) + field(tag, num_bytes)
     return field(_EVENTS, len(head) + num_bytes) + head
+
+
+@functools.lru_cache(maxsize=2**14)
+def _delta_head(stream: int, num_bytes: int) -> bytes:
+    return _head(stream, _DELTA, num_bytes)

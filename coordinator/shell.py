@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
+from baton.coordinator.call_holders import CallHolders
 from baton.coordinator.core import Core
 from baton.coordinator.crew import Crew
 from baton.coordinator.link import WorkerLink
@@ -40,7 +41,7 @@ class ClientSession:
         slow: it was given up, since more waited for its reader than may.
         left: why it ends once its reader has what waits, while its requests go on; None: it stays.
         places: what gives back a stream's place among its caller's requests, where one is counted.
-        holders: what gives the call back to each tenant that it is counted to.
+        holders: tenants that the call is counted to.
     """
 
     def __init__(self, number: int) -> None:
@@ -50,20 +51,22 @@ class ClientSession:
         self.slow = False
         self.left: BatonError | None = None
         self.places: dict[int, Callable[[], None]] = {}
-        self.holders: dict[str, Callable[[], None]] = {}
+        self.holders = CallHolders()
 
     def release(self) -> None:
         """Gives back every place and the call: nothing of it runs any more."""
-        taken = *self.places.values(), *self.holders.values()
-        self.places, self.holders = {}, {}
-        for give_back in taken:
+        places, self.places = self.places, {}
+        for give_back in places.values():
             give_back()
+        self.holders.release()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
         """The stream's last event."""
         self.live.discard(stream)
         if self.places and (give_back := self.places.pop(stream, None)) is not None:
             give_back()
+        if self.holders:
+            self.holders.leave(stream)
         self.outbox.push(stream, last)
 
 
@@ -129,7 +132,7 @@ class Shell:
                 event = self._follow_ups[0]
                 for effect in self.core.handle(event, self.now()):
                     self._appliers[type(effect)](effect)
-                members_changed |= isinstance(event, _MEMBERSHIP)
+                members_changed |= type(event) in _MEMBERSHIP
                 self._follow_ups.popleft()
         finally:
             self._follow_ups.clear()
@@ -373,7 +376,7 @@ class Shell:
         self._arm()
 
 
-_MEMBERSHIP = (
+_MEMBERSHIP = {
     ev.WorkerAttached,
     ev.WorkerDetached,
     ev.WorkerChanged,
@@ -389,4 +392,4 @@ _MEMBERSHIP = (
     ev.PromotionAsked,
     ev.AbortAsked,
     ev.Tick,
-)
+}

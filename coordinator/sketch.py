@@ -35,7 +35,9 @@ class Sketch:
 
     def observe(self, value_s: float, count: int = 1) -> None:
         """Adds a value, so many times."""
-        bounded_s = min(max(value_s, _LEAST_S), _MOST_S)
+        bounded_s = value_s
+        if not _LEAST_S <= value_s <= _MOST_S:
+            bounded_s = min(max(value_s, _LEAST_S), _MOST_S)
         bucket = math.ceil(math.log(bounded_s) * _SCALE)
         self.counts[bucket] = self.counts.get(bucket, 0) + count
         self.num += count

@@ -110,6 +110,7 @@ class CoreStats:
         latest_cold_starts: oldest first.
         num_adopted: requests that a worker went on with after another coordinator's end.
         num_moved: times that a request went on elsewhere so that its worker could change roles.
+        num_prefixes_gone: times that a decode worker had dropped what its handoff left out.
         cold_starts: workers that came up, by pool.
         cold_start_s: how long they took, by stage.
         num_failed_starts: workers that ended before they had served for a while.
@@ -138,6 +139,7 @@ class CoreStats:
         self.num_adopted = 0
         self.latest_cold_starts: deque[ColdStart] = deque(maxlen=_NUM_COLD_STARTS)
         self.num_moved = 0
+        self.num_prefixes_gone = 0
         self.cold_starts: Counter[str] = Counter()
         self.cold_start_s = {stage: Histogram(_START_S) for stage in _START_STAGES}
         self.num_failed_starts = 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from google.protobuf.duration_pb2 import Duration
-
 from baton.coordinator.core import Core
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.recent import LASTS_S, LaneWindow, Recent, Window
 from baton.coordinator.sketch import Sketch
+from baton.coordinator.times import duration
 from baton.coordinator.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.v1 import admin_pb2, common_pb2
@@ -47,7 +46,7 @@ def status(
         pools=pools,
         lanes=[_lane(info, config, recent, window.lanes[info.lane]) for info in lanes],
         workers=sorted(
-            (_worker(worker, now) for worker in core.workers),
+            (_worker(worker, now, config) for worker in core.workers),
             key=lambda one: (one.role, one.worker_id),
         ),
         decode=_decode(window, recent),
@@ -118,12 +117,6 @@ def percentiles(sketch: Sketch) -> admin_pb2.Percentiles:
     )
 
 
-def duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromMicroseconds(round(seconds * 1e6))
-    return found
-
-
 def _lane(
     info: admin_pb2.LaneInfo, config: BatonConfig, recent: Recent, window: LaneWindow
 ) -> admin_pb2.LaneStatus:
@@ -190,13 +183,13 @@ def _sums(
     ]
 
 
-def _worker(worker: Worker, now: float) -> admin_pb2.WorkerStatus:
+def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.WorkerStatus:
     load = worker.load
     return admin_pb2.WorkerStatus(
         worker_id=worker.id,
         role=worker.role,
         state=worker.state,
-        unresponsive=worker.unresponsive,
+        unresponsive=worker.trouble(now, config.coordinator.worker_silent_s),
         num_requests=len(worker.assigned),
         num_running=load.num_running if load is not None else 0,
         num_waiting=load.num_waiting if load is not None else 0,

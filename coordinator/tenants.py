@@ -29,6 +29,7 @@ class Ticket:
         track: the same, and its request's revision.
         order: sorts those that came back: arrival, then a number that tells equals apart.
         num_reserved_tokens: what was taken from its tenant's rate.
+        num_charged_tokens: of its prompt, until it is known how many of them were cached.
         has_returned: goes before new ones.
         is_queued: waits; else it was dispatched.
         owed_per_token: what each of its weighted tokens adds to what the batch lane is owed.
@@ -38,6 +39,7 @@ class Ticket:
         "has_returned",
         "is_queued",
         "lane",
+        "num_charged_tokens",
         "num_reserved_tokens",
         "order",
         "owed_per_token",
@@ -52,7 +54,7 @@ class Ticket:
         self.request, self.lane, self.queue = request, lane, queue
         self.track = lane, request.revision
         self.order = request.submission.arrived_at, number
-        self.num_reserved_tokens = num_tokens
+        self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
         self.is_queued = self.has_returned = False
         self.owed_per_token = 0.0
 

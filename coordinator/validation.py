@@ -235,7 +235,8 @@ def _check_resume(
 def check_token_ids(field: str, ids: Sequence[int], model: ModelLimits) -> None:
     """Raises InvalidArgument when an id is outside the vocabulary."""
     vocab_size = model.vocab_size
-    if vocab_size is None or not ids or max(ids) < vocab_size:
+    # As a list: a message's field is slow to walk.
+    if vocab_size is None or not ids or max(ids[:]) < vocab_size:
         return
     index, bad = next((i, one) for i, one in enumerate(ids) if one >= vocab_size)
     raise InvalidArgument(

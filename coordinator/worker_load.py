@@ -65,6 +65,8 @@ class WorkerLoad:
         free_at: when the prefill work assigned here is expected to be done.
         queued_tokens: of prompts assigned here whose first token has not come.
         num_urgent: decodes that others yield to.
+        held_up_until: prompts computed here have made as many of the outputs' steps longer as may
+            be by then.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
         free_tokens: KV room that nothing here is expected to need.
@@ -76,6 +78,7 @@ class WorkerLoad:
     free_at: float = -math.inf
     queued_tokens: int = 0
     num_urgent: int = 0
+    held_up_until: float = -math.inf
     reserved_tokens: int = 0
     free_tokens: int = field(init=False)
     _prefills: dict[str, _Prefill] = field(default_factory=dict)
@@ -139,6 +142,18 @@ class WorkerLoad:
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
             # What is left begins now: whatever was predicted wrongly of this one is over.
             self.free_at = now + self._queued_s
+
+    def hold_up(self, num_tokens: int, share: float, now: float) -> None:
+        """A prompt is computed beside the outputs, whose steps it makes longer.
+
+        Args:
+            num_tokens: of the prompt, to be computed.
+            share: of an output's steps that may be longer.
+            now: by the core's clock.
+        """
+        num_steps = -(-num_tokens // self.traits.chunk_tokens)
+        until = now + num_steps * self.itl_with_s(0, 0) / share
+        self.held_up_until = max(self.held_up_until, until)
 
     def assign_decode(self, request_id: str, num_kv_tokens: int, *, urgent: bool = False) -> None:
         assert request_id not in self._decodes

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from baton.runtime import worker_directory
 
@@ -243,8 +244,7 @@ class WorkerProcess:
         """Passes output on as it comes, and remembers what tells why the worker ended."""
         tail: deque[bytes] = deque([b""], maxlen=2)
         while chunk := await pipe.read(_READ_BYTES):
-            sys.stderr.write(chunk.decode(errors="replace"))
-            sys.stderr.flush()
+            _pass_on(chunk.decode(errors="replace"))
             for number, part in enumerate(chunk.split(b"\n")):
                 if number:
                     self._remember(tail[-1], remember)
@@ -278,3 +278,16 @@ class WorkerProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _pass_on(text: str) -> None:
+    """To this process's stderr, for as long as there is one: `baton up 2>&1 | tee` loses it first.
+
+    What nobody reads any more must not end the watch over the worker.
+    """
+    # Typed as always there, and None where it was closed before the start.
+    stderr: TextIO | None = sys.stderr
+    if stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            stderr.write(text)
+            stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Worker:
         key: one object, which requests and the shell refer to.
         connected: whether its stream is up.
         heard_at: when it last gave a sign of life, by the core's clock.
+        longest_silence_s: between two signs of life lately.
         assigned: tokens by request that the coordinator has there: its own count of the load,
             which is ahead of what the worker reports.
         unanswered: of these, in the order they were sent here, those it has said nothing of yet.
@@ -75,6 +76,7 @@ class Worker:
     heard_at: float
     key: WorkerKey = field(init=False)
     connected: bool = True
+    longest_silence_s: float = 0.0
     load: cluster_pb2.LoadReport | None = None
     assigned: dict[RequestKey, int] = field(default_factory=dict)
     assigned_tokens: int = 0
@@ -110,6 +112,15 @@ class Worker:
             and not self.unresponsive
             and self.flip is None
         )
+
+    def trouble(self, now: float, silent_s: float) -> str:
+        """For operators: why it does nothing for anybody now, in words as `unresponsive`.
+
+        Of the last one of its role, too, whose requests could go nowhere else and wait for it.
+        """
+        if self.unresponsive or now - self.heard_at <= silent_s:
+            return self.unresponsive
+        return "is silent; its requests wait for it, since no other worker can have them"
 
     def assign(self, key: RequestKey, num_tokens: int) -> None:
         assert key not in self.assigned
@@ -158,34 +169,41 @@ class AttachedWorkers:
     """Workers that are there now: all of them, or those of one revision.
 
     Args:
-        workers: by id; whoever owns them changes them.
+        workers: whoever owns them changes them.
+
+    Attributes:
+        get: the worker; None when this incarnation of it is not among them. Asked for some twenty
+            times per request, it is the dictionary's own.
     """
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
-        self._workers = workers
+    get: Callable[[WorkerKey | None], Worker | None]
+
+    def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
+        self._attached, self.get = workers, workers.get
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(tuple(self._workers.values()))
+        return iter(tuple(self._attached.values()))
 
     def __len__(self) -> int:
-        return len(self._workers)
-
-    def get(self, key: WorkerKey | None) -> Worker | None:
-        """The worker; None when this incarnation of it is not among them."""
-        worker = self._workers.get(key[0]) if key is not None else None
-        return worker if worker is not None and worker.key == key else None
+        return len(self._attached)
 
     def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
         return [
-            worker for worker in self._workers.values() if worker.role == role and worker.serving
+            worker for worker in self._attached.values() if worker.role == role and worker.serving
         ]
+
+    @property
+    def first(self) -> Worker | None:
+        """Any of them; None without workers."""
+        for worker in self._attached.values():
+            return worker
+        return None
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
         """What they serve; None without workers."""
-        for worker in self._workers.values():
-            return worker.hello.model
-        return None
+        worker = self.first
+        return worker.hello.model if worker is not None else None
 
 
 _NOBODY = AttachedWorkers({})
@@ -205,8 +223,9 @@ class WorkerRegistry(AttachedWorkers):
     def __init__(self, model_name: str, stable: str = FIRST_REVISION) -> None:
         self._model_name, self.stable = model_name, stable
         self._workers: dict[str, Worker] = {}
-        super().__init__(self._workers)
-        self._by_revision: dict[str, dict[str, Worker]] = {}
+        self._by_key: dict[WorkerKey | None, Worker] = {}
+        super().__init__(self._by_key)
+        self._by_revision: dict[str, dict[WorkerKey | None, Worker]] = {}
         self._members: dict[str, AttachedWorkers] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
@@ -295,9 +314,9 @@ class WorkerRegistry(AttachedWorkers):
 
     def add(self, worker: Worker) -> None:
         assert worker.id not in self._workers
-        self._workers[worker.id] = worker
+        self._workers[worker.id] = self._by_key[worker.key] = worker
         self.follow(worker.revision)
-        self._by_revision[worker.revision][worker.id] = worker
+        self._by_revision[worker.revision][worker.key] = worker
 
     def remove(self, worker: Worker, reason: str) -> None:
         """Takes out a worker that must not come back.
@@ -306,8 +325,8 @@ class WorkerRegistry(AttachedWorkers):
             worker: attached.
             reason: in words, continuing "this incarnation ...".
         """
-        del self._workers[worker.id]
-        del self._by_revision[worker.revision][worker.id]
+        del self._workers[worker.id], self._by_key[worker.key]
+        del self._by_revision[worker.revision][worker.key]
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

@@ -114,6 +114,9 @@ class Attempt:
             return self.failed(Internal(output.error or "the engine failed this request"))
         if output.finish is Finish.ABORTED:
             return self.failed(Unavailable(output.error or "the engine gave this request up"))
+        if output.finish is Finish.PREFIX_GONE:
+            message.prefix_gone.SetInParent()
+            return message
         # They may come before the end, which is where the contract has them.
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
         if output.finish is not None:

@@ -37,6 +37,8 @@ class Finish(Enum):
     CUT = "cut"
     ABORTED = "aborted"
     ERROR = "error"
+    # The handoff leaves out what the prefix cache no longer has: nothing was computed.
+    PREFIX_GONE = "prefix gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class ReceiveHandoff:
         handoff_id: 16 bytes.
         num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
         timeout_s: how long to wait for the commit before computing the prompt here.
-        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. It
-            is of use only where the prefix cache has them.
+        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. Where
+            the prefix cache does not have them the request ends with Finish.PREFIX_GONE.
     """
 
     handoff_id: bytes
@@ -127,7 +129,7 @@ class EngineOutput:
         handoff_wait_s: with the first output: how much of queue_s passed waiting for the commit.
         num_cached_tokens: with the first output: prompt tokens from this engine's prefix cache.
         num_handoff_tokens: with the first output: prompt tokens loaded from the handoff.
-        num_early_tokens: with the first output: of those, the ones loaded before it was submitted.
+        num_early_tokens: with the first output: of those, the ones loaded before it first ran.
         error: with Finish.ERROR: why.
     """
 

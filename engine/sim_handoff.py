@@ -60,30 +60,23 @@ class HandoffPort:
         """Whether waiting is over: committed, or never to be."""
         return self._states.get(handoff_id) in _SETTLED
 
-    def load(
-        self, receive: ReceiveHandoff, tokens: Sequence[int], num_cached_tokens: int, adapter: str
-    ) -> int:
+    def load(self, receive: ReceiveHandoff, tokens: Sequence[int], adapter: str) -> int:
         """Loads a committed handoff, once, and gives its staging back in any case.
 
         Args:
             receive: what is expected.
             tokens: of the prompt, and the known ones after it.
-            num_cached_tokens: of these, that the prefix cache has.
             adapter: with which they are computed; empty for none.
 
         Returns:
-            How many of these tokens are there with it; 0 when it is not there, damaged, or leaves
-            out more than is cached.
+            How many of these tokens are there with it; 0 when it is not there, or damaged.
 
         Raises:
             WrongBaton: intact, but of another prompt or adapter.
         """
         state = self._states.pop(receive.handoff_id, None)
         try:
-            if (
-                state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED
-                or num_cached_tokens < receive.skip_tokens
-            ):
+            if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
                 return 0
             claim = self._port.claim(receive.handoff_id, 0)
             if claim is None:

@@ -486,16 +486,24 @@ class SimulatedEngine:
         if live.receive_deadline is None or receive is None or self._port is None:
             return
         live.receive_deadline = None
+        if live.num_computed < receive.skip_tokens:
+            self._port.release(receive.handoff_id)
+            self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
+            return
         try:
-            loaded = self._port.load(receive, live.tokens, live.num_computed, live.request.adapter)
+            loaded = self._port.load(receive, live.tokens, live.request.adapter)
         except WrongBaton as error:
-            live.live = False
-            del self._requests[live.id]
-            self._early.append(EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
+            self._give_up(live, EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
             return
         # The last token is always computed here: its logits are what the next one comes from.
         live.num_computed = max(live.num_computed, min(loaded, len(live.tokens) - 1))
         live.num_handoff_tokens = max(0, loaded - live.num_cached_tokens)
+
+    def _give_up(self, live: LiveRequest, output: EngineOutput) -> None:
+        """Ends a request that was about to run; the scheduler frees its blocks."""
+        live.live = False
+        del self._requests[live.id]
+        self._early.append(output)
 
 
 async def _sleep_until(at: float) -> None:

@@ -6,10 +6,12 @@ import dataclasses
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from vllm.config import ProfilerConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -136,13 +138,19 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
 
 
 def keep_sockets_in(directory: Path) -> None:
-    """Has vLLM's processes put their Unix sockets there, where they are removed with the directory.
+    """Has vLLM put its Unix sockets and temporary files there: they are removed with the directory.
 
-    vLLM makes two for each engine in the temporary directory, and leaves them when it is killed. It
-    reads where from the environment only. Where their paths would be too long, nothing changes.
+    vLLM makes two sockets for each engine in the temporary directory, and a file by which ranks
+    find each other (`get_file_store_init_method`), and leaves them when it is killed. It reads
+    where from the environment only; of a process that it forks Python has read it before. Where the
+    sockets' paths would be too long, nothing changes.
     """
-    if worker_directory.fits(directory):
-        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    if not worker_directory.fits(directory):
+        return
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    # Compiled kernels stay where other workers find them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
 
 def bind_threads(config: Any) -> list[int]:

@@ -63,8 +63,8 @@ from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
-from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS
+from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.notes import NoteWriter
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -91,7 +91,7 @@ class _Live:
         num_dropped: forced tokens that vLLM will still report, known to everyone already.
         num_swallowed: characters of text that vLLM will still report, known likewise.
         pending_text: text that became final with the known tokens but was not sent with them.
-        num_early_tokens: of the prompt, loaded from the handoff into the prefix cache.
+        num_early_tokens: of the prompt, loaded from the handoff before it ran.
         cut: the prompt is computed, the first token is out, and the request would go on.
     """
 
@@ -109,18 +109,20 @@ class _Live:
     retried: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Announced:
     """A request inside vLLM that waits for its last known tokens.
 
     Attributes:
         shown, run: see VllmEngine._engine_core_requests.
+        is_over: vLLM has ended it by itself: nobody waits for anything any more.
     """
 
     live: _Live
     num_coming_tokens: int
     shown: EngineCoreRequest
     run: EngineCoreRequest
+    is_over: bool = False
 
 
 class VllmEngine:
@@ -157,7 +159,7 @@ class VllmEngine:
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
         self._core: Any = None
-        self._port: EnginePort | None = None
+        self._notes: NoteWriter | None = None
 
     async def start(self) -> EngineInfo:
         try:
@@ -201,15 +203,17 @@ class VllmEngine:
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
-        self._port = EnginePort(self._transfer_socket)
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
+        # The scheduler has made it by now.
+        self._notes = NoteWriter(self._transfer_socket)
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
         affinity.keep_off(rank_cpus)
         ended_at = engine_stages.ended_at(self._transfer_socket)
         weights_at = ended_at.get(engine_stages.WEIGHTS, begun_at)
-        blocks = config.cache_config.num_gpu_blocks or 0
+        # One block is vLLM's placeholder: no request gets it.
+        blocks = max(0, (config.cache_config.num_gpu_blocks or 0) - 1)
         self._kv_tokens = blocks * config.cache_config.block_size
         return EngineInfo(
             engine="vllm",
@@ -235,7 +239,7 @@ class VllmEngine:
         )
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        told = self._port is not None and self._port.alive
+        told = self._notes is not None and self._notes.alive
         if request.receive is None or needs_exact_state(request.sampling) or not told:
             return
         live = self._new_live(request)
@@ -257,7 +261,8 @@ class VllmEngine:
         live, num_announced = announced.live, len(announced.live.request.known_token_ids)
         coming = request.known_token_ids[num_announced:]
         if (
-            request.receive is None
+            announced.is_over
+            or request.receive is None
             or len(coming) != announced.num_coming_tokens
             or not self._note(request.receive.handoff_id, coming)
         ):
@@ -265,6 +270,8 @@ class VllmEngine:
             await self._core.abort_requests_async([live.internal_id])
             await self._submit(self._new_live(dataclasses.replace(request, receive=None)))
             return
+        # The scheduler wakes: where both share a core, it goes first.
+        os.sched_yield()
         live.request, live.submitted_at = request, time.monotonic()
         self._output.add_request(announced.shown, prompt=None)
         self._replay(live, announced.run)
@@ -298,9 +305,9 @@ class VllmEngine:
             self._note()
 
     def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
-        """Tells the scheduler; False when it can no longer be told."""
-        assert self._port is not None, "submit before start"
-        return self._port.note(self._num_submitted, handoff_id, token_ids)
+        """Tells the scheduler; False when it cannot be told."""
+        assert self._notes is not None, "submit before start"
+        return self._notes.note(self._num_submitted, handoff_id, token_ids)
 
     def _engine_core_requests(
         self, live: _Live, num_coming_tokens: int | None = None
@@ -326,8 +333,9 @@ class VllmEngine:
         shown.external_req_id = live.internal_id
         known, sampling = list(request.known_token_ids), shown.sampling_params
         params = sampling.clone()
-        num_known, announced = len(known) + (num_coming_tokens or 0), num_coming_tokens is not None
-        params.extra_args = {"kv_transfer_params": transfer_params(request, announced=announced)}
+        num_known = len(known) + (num_coming_tokens or 0)
+        transfer = transfer_params(request, num_coming=num_coming_tokens)
+        params.extra_args = {"kv_transfer_params": transfer}
         prompt = list(request.prompt_token_ids)
         if request.prefill_only:
             params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
@@ -406,9 +414,17 @@ class VllmEngine:
             for internal_id, num_tokens in told.get(EARLY_TOKENS, {}).items():
                 if (live := self._by_internal_id.get(internal_id)) is not None:
                     live.num_early_tokens = num_tokens
+            for internal_id in told.get(PREFIX_GONE, ()):
+                # It waits until it is taken back, and may be told of again until then.
+                if (live := self._by_internal_id.get(internal_id)) is not None:
+                    name = live.request.request_id
+                    await self.abort([name])
+                    step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
+            if output.finish_reason == FinishReason.ERROR:
+                self._on_error(output)
             self._before_processing(output)
         for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
             outputs.outputs.remove(output)
@@ -448,6 +464,22 @@ class VllmEngine:
         request = dataclasses.replace(live.request, receive=None)
         again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
         await self._submit(again)
+
+    def _on_error(self, output: EngineCoreOutput) -> None:
+        """A request that vLLM has ended by itself; it may be one that was only announced.
+
+        What fails before the scheduler sees it comes back without a word of what was done with it
+        (EngineCoreProc._handle_request_preproc_error of vllm/v1/engine/core.py).
+        """
+        live = self._by_internal_id.get(output.request_id)
+        for announced in self._announced.values():
+            if announced.live.internal_id == output.request_id:
+                announced.is_over, live = True, announced.live
+        if not output.events and (live is None or live.scheduled_at is None):
+            # The scheduler need not wait for it.
+            self._num_submitted -= 1
+            if self._announced:
+                self._note()
 
     def _before_processing(self, output: EngineCoreOutput) -> None:
         live = self._by_internal_id.get(output.request_id)
@@ -498,11 +530,9 @@ class VllmEngine:
             output.queue_s = max(0.0, scheduled_at - live.submitted_at)
             output.run_s = max(0.0, timestamp - scheduled_at)
             if (stats := live.prefill_stats) is not None:
-                # Some may have been reused before the request ran.
-                num_early = min(live.num_early_tokens, stats.num_local_cached_tokens)
-                output.num_cached_tokens = stats.num_local_cached_tokens - num_early
-                output.num_handoff_tokens = stats.num_external_cached_tokens + num_early
-                output.num_early_tokens = num_early
+                output.num_cached_tokens = stats.num_local_cached_tokens
+                output.num_handoff_tokens = stats.num_external_cached_tokens
+                output.num_early_tokens = live.num_early_tokens
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output
@@ -571,8 +601,8 @@ class VllmEngine:
 
     async def stop(self) -> None:
         core, self._core = self._core, None
-        if self._port is not None:
-            self._port.close()
+        if self._notes is not None:
+            self._notes.close()
         children = psutil.Process().children(recursive=True)
         segments = await asyncio.to_thread(_rank_segments, children)
         if core is not None:

@@ -60,12 +60,13 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
     return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
 
 
-def transfer_params(request: EngineRequest, *, announced: bool = False) -> dict[str, Any]:
+def transfer_params(request: EngineRequest, *, num_coming: int | None = None) -> dict[str, Any]:
     """What the connector reads as request.kv_transfer_params.
 
     Args:
         request: as the engine core gets it.
-        announced: it is to wait for a note that says with which tokens it goes on.
+        num_coming: it is to wait for a note that says with which tokens, so many, it goes on; None:
+            it is not.
     """
     params: dict[str, Any] = {}
     if request.send is not None:
@@ -81,7 +82,7 @@ def transfer_params(request: EngineRequest, *, announced: bool = False) -> dict[
             "num_tokens": request.receive.num_tokens,
             "skip_tokens": request.receive.skip_tokens,
             "timeout_s": request.receive.timeout_s,
-            "announced": announced,
+            "num_coming": num_coming,
         }
     return params
 

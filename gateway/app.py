@@ -10,11 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton.client import BatonClient
+from baton.client.errors import NotFoundError
 from baton.client.watcher import Watcher
 from baton.gateway import dashboard, problems
 from baton.gateway.dashboard.data import overview
@@ -188,7 +189,13 @@ class Gateway:
             Route(f"{_DASHBOARD}/{path}".rstrip("/"), self._counted(_DASHBOARD, page(body, kind)))
             for path, (body, kind) in dashboard.files().items()
         ]
+
+        async def to_page(request: Request) -> Response:
+            return RedirectResponse(_DASHBOARD)
+
         return [
+            # Where `baton up` says that it is; people open it in a browser.
+            Route("/", self._counted(_DASHBOARD, to_page)),
             *routes,
             Route(f"{_DASHBOARD}/data", self._counted(_DASHBOARD, self._data)),
             Route(
@@ -212,6 +219,9 @@ class Gateway:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
                 found = await self._turns.take(lambda: self._watcher.request(request_id, tenant))
+            except NotFoundError as error:
+                kind = _KINDS[404]
+                raise Problem(404, str(error), kind=kind, code="request_not_found") from None
             except RemoteError as error:
                 raise problems.of(error) from None
         return JSONResponse(described(found), headers=_DATA_HEADERS)

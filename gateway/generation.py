@@ -101,12 +101,13 @@ class Exchange:
             _log.exception("request failed", extra={"request_id": self._id})
             await self._fail(Problem(500, "internal error", kind="server_error", code="internal"))
         finally:
-            for stream in self._streams:
-                await stream.aclose()
-            if watch is not None:
-                watch.cancel()
+            # What must be done comes before what can be cancelled.
             stats.num_running -= running
             stats.requests[self._to.route, status] += 1
+            if watch is not None:
+                watch.cancel()
+            for stream in self._streams:
+                await stream.aclose()
 
     def _ask(self, body: bytes) -> Ask:
         if self._to.route == CHAT:

@@ -123,6 +123,11 @@ class PagedCache:
             # [blocks, words]: the faster to copy.
             self.layers = [layer.flatten(1) for layer in self.layers]
 
+    def clear(self, block_ids: torch.Tensor) -> None:
+        """Fills blocks of every layer with zeros."""
+        for layer in self.layers:
+            layer.index_fill_(0, block_ids, 0)
+
     @property
     def block_words(self) -> int:
         return self.block_bytes // int(self.word.itemsize)
@@ -178,6 +183,10 @@ class BlockCopies(ABC):
         What the stream of the caller does before is over when the blocks change; for what it does
         afterwards it must `join` first.
         """
+
+    @abstractmethod
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Fills blocks of every layer with zeros, on the caller's stream, after earlier copies."""
 
     @abstractmethod
     def join(self) -> None:
@@ -269,6 +278,9 @@ class HostCopies(BlockCopies):
         for at, block_id, count in _neighbours(blocks, run):
             self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
 
     def join(self) -> None:
         return
@@ -481,6 +493,11 @@ class CudaCopies(BlockCopies):
                 slot.used = self._touched = self._kernels.record_event()
             slot.read = copied
         return _Arriving(copied)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        self.join()
+        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        self._cache.clear(ids.to(self._device, non_blocking=True))
 
     def join(self) -> None:
         if self._touched is not None:

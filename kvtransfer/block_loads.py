@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.kvtransfer.block_copies import BlockCopies, Run
 from baton.kvtransfer.control import Claim, EnginePort, checksum
-from baton.kvtransfer.early_loads import EarlyLoad, EarlyReport, EarlyWork
+from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
+from baton.kvtransfer.handoff_step import Load
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Copy
+from baton.v1 import kv_transfer_pb2
+
+
+class FrameKey(NamedTuple):
+    """Which bytes a frame of a handoff holds, as its sender says."""
+
+    epoch: int
+    layer: int
+    first_block: int
+    num_blocks: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +35,21 @@ class Check:
     """
 
     copy: Copy
+    frame: FrameKey
     offset: int
     num_bytes: int
-    checksum: int
     block_ids: Sequence[int]
+
+
+def frame_key(claimed: Claim, frame: kv_transfer_pb2.LocalFrame) -> FrameKey:
+    """Of a frame of a claim, or of a peek."""
+    return FrameKey(claimed.epoch, frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
+
+
+def wanted_blocks(frame: kv_transfer_pb2.LocalFrame, first_block: int, num_blocks: int) -> range:
+    """Those of a frame that are among so many, as indices within the handoff."""
+    first = max(frame.first_block, first_block)
+    return range(first, min(frame.first_block + frame.num_blocks, first_block + num_blocks))
 
 
 def copy_in(
@@ -44,21 +68,19 @@ def copy_in(
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache.
     """
-    blocks = copies.prepare(block_ids)
-    last, block_bytes = first_block + len(block_ids), layout.block_bytes
+    blocks, block_bytes = copies.prepare(block_ids), layout.block_bytes
     for frame in claimed.frames:
-        first = max(frame.first_block, first_block)
-        end = min(frame.first_block + frame.num_blocks, last)
-        if end <= first:
+        wanted = wanted_blocks(frame, first_block, len(block_ids))
+        if not wanted:
             continue
-        at, begin = frame.layer * claimed.num_blocks, first - first_block
-        run = Run(begin, end - first, claimed.offset + (at + first) * block_bytes)
+        at, begin = frame.layer * claimed.num_blocks, wanted.start - first_block
+        run = Run(begin, len(wanted), claimed.offset + (at + wanted.start) * block_bytes)
         yield Check(
             copies.scatter(frame.layer, blocks, run),
+            frame_key(claimed, frame),
             claimed.offset + (at + frame.first_block) * block_bytes,
             frame.num_blocks * block_bytes,
-            frame.checksum,
-            block_ids[begin : begin + end - first],
+            block_ids[begin : begin + len(wanted)],
         )
 
 
@@ -69,7 +91,7 @@ def holds(check: Check, port: EnginePort) -> bool:
     """
     check.copy.wait()
     data = port.memory[check.offset : check.offset + check.num_bytes]
-    return checksum(data) == check.checksum
+    return checksum(data) == check.frame.checksum
 
 
 @dataclass(slots=True)
@@ -79,17 +101,17 @@ class _Arriving:
     Attributes:
         epoch: of the frames counted; 0 before the first.
         num_seen: frames of that epoch.
-        num_missing: blocks of all layers that are not loaded and verified.
+        loaded: frames that were verified after their copies.
     """
 
     load: EarlyLoad
-    num_missing: int
     epoch: int = 0
     num_seen: int = 0
+    loaded: set[FrameKey] = field(default_factory=set)
 
 
 class EarlyCopies:
-    """A rank's half of early loads (early_loads.py): copies what has come, says when all has.
+    """A rank's half of early loads (early_loads.py): copies what has come, and knows what it has.
 
     Args:
         port: of this rank's thread.
@@ -103,15 +125,13 @@ class EarlyCopies:
         self._arriving: dict[bytes, _Arriving] = {}
         # Copies of the step under way that may not have ended.
         self._unchecked: list[tuple[_Arriving, Check]] = []
-        self._report = EarlyReport()
 
     def step(self, work: EarlyWork) -> None:
-        """Begins what the step's metadata asks for."""
+        """Begins the copies of what has come, as the step's metadata says."""
         for handoff_id in work.over:
             self._arriving.pop(handoff_id, None)
         for load in work.begun:
-            num_blocks = self._layout.num_layers * len(load.block_ids)
-            self._arriving[load.handoff_id] = _Arriving(load, num_blocks)
+            self._arriving[load.handoff_id] = _Arriving(load)
         for handoff_id in work.arrived:
             if (arriving := self._arriving.get(handoff_id)) is not None:
                 self._advance(arriving)
@@ -120,14 +140,11 @@ class EarlyCopies:
         load = arriving.load
         seen = self._port.peek(load.handoff_id, self._rank, arriving.epoch, arriving.num_seen)
         if seen is None or seen.num_tokens != load.num_tokens:
-            # It is over, or begins anew, or is another one than was meant: the load comes whole.
-            self._report.spoiled.add(load.handoff_id)
-            self._arriving.pop(load.handoff_id, None)
+            # It is over, or begins anew, or is another one than was meant.
             return
         if seen.epoch != arriving.epoch:
-            # What was loaded of another epoch may not be what this one sends.
             arriving.epoch, arriving.num_seen = seen.epoch, 0
-            arriving.num_missing = self._layout.num_layers * len(load.block_ids)
+            arriving.loaded.clear()
         arriving.num_seen += len(seen.frames)
         for check in copy_in(self._copies, self._layout, seen, load.first_block, load.block_ids):
             if self._copies.finishes_at_once:
@@ -138,19 +155,22 @@ class EarlyCopies:
         self._copies.join()
 
     def _check(self, arriving: _Arriving, check: Check) -> None:
-        load = arriving.load
-        if not holds(check, self._port):
-            self._report.spoiled.add(load.handoff_id)
-            self._arriving.pop(load.handoff_id, None)
-            return
-        arriving.num_missing -= len(check.block_ids)
-        if not arriving.num_missing and load.handoff_id in self._arriving:
-            self._report.loaded[load.handoff_id, arriving.epoch] += 1
+        if holds(check, self._port):
+            arriving.loaded.add(check.frame)
 
-    def take_report(self) -> EarlyReport:
-        """What the step under way, whose model has been launched, and those before it have done."""
+    def take(self, load: Load) -> frozenset[FrameKey]:
+        """What an ordinary load takes over, of any epoch: frames whose wanted blocks it has."""
+        arriving = self._arriving.pop(load.handoff_id, None)
+        if arriving is None or not load.is_early:
+            return frozenset()
+        begin = load.first_block - arriving.load.first_block
+        filled = arriving.load.block_ids[begin : begin + len(load.block_ids)]
+        if begin < 0 or filled != load.block_ids:
+            return frozenset()
+        return frozenset(arriving.loaded)
+
+    def end_step(self) -> None:
+        """The step's model has been launched: waits for what it began to copy, and verifies it."""
         for arriving, check in self._unchecked:
             self._check(arriving, check)
         self._unchecked.clear()
-        report, self._report = self._report, EarlyReport()
-        return report

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer import receiver as receiving
+from baton.kvtransfer import local_wire, receiving
 from baton.kvtransfer import sender as sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
@@ -153,14 +153,18 @@ class TransferCore:
             return pb.LocalReply(configured=self._configured)
         if kind == "open_send":
             return self._open_send(connection, request, now)
+        if kind == "claim" and request.claim.ahead:
+            self._carry_out(self._receiver.claim_ahead(request.claim.handoff_id, now))
+            return pb.LocalReply()
         if kind == "claim":
-            grant, effects = self._receiver.claim(request.claim.handoff_id, request.claim.rank, now)
+            claim = request.claim
+            grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
             self._carry_out(effects)
-            return pb.LocalReply(claimed=_claimed(grant, request.claim.rank))
+            return pb.LocalReply(claimed=_part(grant, claim.rank, claim.num_seen))
         if kind == "peek":
             peek = request.peek
             seen = self._receiver.peek(peek.handoff_id, peek.rank, peek.epoch, peek.num_seen)
-            return pb.LocalReply(claimed=_claimed(seen, peek.rank))
+            return pb.LocalReply(claimed=_part(seen, peek.rank, 0))
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "restart_send":
@@ -177,8 +181,6 @@ class TransferCore:
             )
         elif kind == "drop":
             self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
-        elif kind == "note":
-            self._forward(request.note)
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main
@@ -376,11 +378,6 @@ class TransferCore:
             if connection.subscribed:
                 _notify(connection, changed)
 
-    def _forward(self, note: pb.LocalNote) -> None:
-        for connection in self._connections:
-            if connection.subscribed and not connection.is_main:
-                connection.reply(pb.LocalReply(note=note))
-
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
@@ -488,12 +485,20 @@ class TransferCore:
             self._timer.cancel()
 
 
-def _claimed(grant: receiving.Grant, rank: int) -> pb.LocalClaimed:
+def _part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
+    """With as many frames, from this one on, as an answer may list."""
+    return _claimed(grant, rank, first, first + local_wire.MAX_LISTED_FRAMES)
+
+
+def _claimed(
+    grant: receiving.Grant, rank: int, first: int = 0, last: int | None = None
+) -> pb.LocalClaimed:
     return pb.LocalClaimed(
         offset=grant.offset,
         num_blocks=grant.num_blocks,
         num_tokens=grant.num_tokens,
         epoch=grant.epoch,
+        num_frames=len(grant.frames),
         frames=[
             pb.LocalFrame(
                 handoff_id=grant.handoff_id,
@@ -504,7 +509,7 @@ def _claimed(grant: receiving.Grant, rank: int) -> pb.LocalClaimed:
                 num_blocks=frame.num_blocks,
                 checksum=frame.checksum,
             )
-            for frame in grant.frames
+            for frame in grant.frames[first:last]
         ],
     )
 
@@ -522,4 +527,6 @@ def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
         transport=changed.transport,
         num_bytes_received=changed.num_bytes_received,
     )
+    if not connection.is_main:
+        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
     connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

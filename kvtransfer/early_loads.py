@@ -1,20 +1,25 @@
-"""Loading a handoff while it still arrives, into blocks of the engine's prefix cache.
+"""Loading a handoff while it still arrives, into blocks that its request is given later.
 
 A request whose prompt is computed elsewhere is given to the decode engine before its first token is
 known. What has arrived of its handoff is copied, frame by frame, into free blocks that the
-scheduler's half takes from the engine's pool for this alone. Once the handoff is committed and
-every rank has verified every frame, the blocks enter the prefix cache under the prompt's hashes and
-are given back: the request finds them as it would find any prefix, and loads only the rest, less
-than a block. Nobody else knows of them before; and if something else takes them first, or the
-handoff fails, the request loads or computes as if none of this had been tried.
+scheduler's half takes from the engine's pool for this alone. When the request is to run, they go
+back to the head of the pool's queue, a moment before the engine takes the request's blocks from
+there: it gets these, and the load in its first step has only to bring what is missing.
+
+So the engine knows of nothing but an ordinary load, and nothing enters its prefix cache in any
+other way. A rank leaves a frame out of the load only if it has copied this very frame, of the same
+epoch and with the checksum that was committed, to the same blocks, and found it right after the
+copy. Where the request gets other blocks, or anything else comes between, the load comes whole.
+What then goes to somebody else is cleared first: until the commit nobody knows what was copied, and
+attention may read, and multiply by nothing, what is in a block behind its last token.
 
 No copy can outlive its blocks: ranks copy within engine steps, as the steps' metadata says, in the
-order of the steps, and the scheduler's half gives blocks back between steps.
+order of the steps, and the scheduler's half gives blocks back only between steps.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +27,8 @@ from baton.kvtransfer.layout import KvLayout
 
 # Of SchedulerStats.kv_connector_stats: by request, tokens of its prompt that were loaded early.
 EARLY_TOKENS = "baton_early"
+# Likewise: requests whose handoff leaves out what the prefix cache no longer has.
+PREFIX_GONE = "baton_gone"
 # An early load must leave so much of the pool free, as a share, and is given up below the second.
 _FREE_SHARE, _LEAST_FREE_SHARE = 0.1, 0.02
 
@@ -49,15 +56,17 @@ class EarlyWork:
     Attributes:
         begun: to be remembered by the ranks.
         arrived: more has come of these, which were begun.
-        over: to be forgotten.
+        over: to be forgotten; likewise what an ordinary load of this step takes over.
+        cleared: blocks to be cleared before anything else is done in this step.
     """
 
     begun: list[EarlyLoad] = field(default_factory=list)
     arrived: list[bytes] = field(default_factory=list)
     over: list[bytes] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.arrived or self.over)
+        return bool(self.begun or self.arrived or self.over or self.cleared)
 
 
 @dataclass(slots=True)
@@ -65,19 +74,19 @@ class EarlyReport:
     """What ranks say after a step.
 
     Attributes:
-        loaded: how many ranks have all of a (handoff, epoch), verified.
-        spoiled: handoffs that cannot be loaded early any more.
+        num_blocks: of the handoffs that were taken over, how many blocks were there already, in the
+            rank that had the fewest.
     """
 
-    loaded: Counter[tuple[bytes, int]] = field(default_factory=Counter)
-    spoiled: set[bytes] = field(default_factory=set)
+    num_blocks: dict[bytes, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.spoiled)
+        return bool(self.num_blocks)
 
     def add(self, other: EarlyReport) -> None:
-        self.loaded += other.loaded
-        self.spoiled |= other.spoiled
+        """Another rank's, of the same step."""
+        for handoff_id, count in other.num_blocks.items():
+            self.num_blocks[handoff_id] = min(count, self.num_blocks.get(handoff_id, count))
 
 
 @dataclass(slots=True)
@@ -85,18 +94,18 @@ class _Load:
     """What is known of one.
 
     Attributes:
-        first_block: index within the prompt of blocks[0].
-        blocks: of the engine's pool, held for this load.
-        kept: of its prefix cache, likewise, which the handoff leaves out.
-        loaded: ranks that have an epoch.
+        first_block: index within the prompt of the first block to fill.
+        blocks: of the engine's pool, held for this load; none once they were offered.
+        kept: those before them, in the prefix cache, likewise held.
+        offered: ids of the blocks that its request gets if nothing comes between.
+        told: what the ranks know of it.
     """
 
-    request: Any
     first_block: int
     blocks: list[Any]
     kept: list[Any]
-    loaded: Counter[int] = field(default_factory=Counter)
-    committed_epoch: int = 0
+    told: EarlyLoad
+    offered: list[int] = field(default_factory=list)
 
 
 class EarlyLoads:
@@ -110,20 +119,27 @@ class EarlyLoads:
     def __init__(self, layout: KvLayout, pool: Any) -> None:
         self._layout, self._pool = layout, pool
         self._loads: dict[bytes, _Load] = {}
+        # What handoffs leave out, held until more of them comes.
+        self._kept: dict[bytes, list[Any]] = {}
+        # Blocks of wrong content that somebody holds.
+        self._spoilt: set[int] = set()
         self._work = EarlyWork()
-
-    @property
-    def possible(self) -> bool:
-        """Whether the engine keeps prefixes at all."""
-        return bool(self._pool.enable_caching)
 
     @property
     def has_work(self) -> bool:
         """For the next step."""
         return bool(self._work)
 
-    def loading(self, handoff_id: bytes) -> bool:
-        return handoff_id in self._loads
+    def keep(self, handoff_id: bytes, request: Any, num_tokens: int) -> None:
+        """Holds what a handoff leaves out of its prompt: first tokens, in the prefix cache.
+
+        As far as they are there, and enough is free beside them.
+        """
+        num_blocks = num_tokens // self._layout.block_size_tokens
+        least = int(_FREE_SHARE * self._pool.num_gpu_blocks)
+        if num_blocks and self._pool.get_num_free_blocks() - num_blocks >= least:
+            self._kept[handoff_id] = self._cached_blocks(request, num_blocks)
+            self._pool.touch(self._kept[handoff_id])
 
     def begin(
         self,
@@ -132,105 +148,128 @@ class EarlyLoads:
         num_tokens: int,
         skip_tokens: int,
         num_cached_tokens: int,
-        epoch: int,
-        *,
-        committed: bool,
     ) -> None:
         """Takes blocks for a handoff of which something has come, if there are enough.
 
+        What its prompt has in the prefix cache is held with them: what follows is of use after it
+        only.
+
         Args:
             handoff_id: not being loaded.
-            request: the engine's, which will find the blocks.
+            request: the engine's.
             num_tokens: of the prompt, from the first, that it will have with the handoff.
             skip_tokens: of them, that the handoff leaves out; at most those cached.
             num_cached_tokens: of the prompt, found in the prefix cache; whole blocks.
-            epoch: of what has come.
-            committed: whether it is all.
         """
         size = self._layout.block_size_tokens
         first, skip = num_cached_tokens // size, skip_tokens // size
-        count = num_tokens // size - first
+        count = self._layout.num_blocks(num_tokens) - first
         least = int(_FREE_SHARE * self._pool.num_gpu_blocks)
-        room = self._pool.get_num_free_blocks() - count - skip
-        if not self.possible or count <= 0 or room < least:
+        if count <= 0 or self._pool.get_num_free_blocks() - count - first < least:
             return
-        # Nothing brings these again: without them the rest is of no use.
-        kept = self._cached_blocks(request, skip)
+        kept = self._cached_blocks(request, first)
         self._pool.touch(kept)
+        self._give_back(self._kept.pop(handoff_id, []))
         blocks = self._pool.get_new_blocks(count)
-        self._loads[handoff_id] = _Load(request, first, blocks, kept)
         block_ids = [block.block_id for block in blocks]
-        load = EarlyLoad(handoff_id, num_tokens - skip_tokens, first - skip, block_ids)
-        self._work.begun.append(load)
-        self.arrived(handoff_id, epoch, committed=committed)
+        told = EarlyLoad(handoff_id, num_tokens - skip_tokens, first - skip, block_ids)
+        self._loads[handoff_id] = _Load(first, blocks, kept, told)
+        self._work.begun.append(told)
+        self.arrived(handoff_id)
 
-    def arrived(self, handoff_id: bytes, epoch: int, *, committed: bool) -> None:
-        """More has come of a handoff; `committed`: all of it, verified by the transfer service."""
-        load = self._loads.get(handoff_id)
-        if load is None:
-            return
-        load.committed_epoch = epoch if committed else 0
-        if handoff_id not in self._work.arrived:
+    def arrived(self, handoff_id: bytes) -> None:
+        """More has come of a handoff."""
+        if handoff_id in self._loads and handoff_id not in self._work.arrived:
             self._work.arrived.append(handoff_id)
+
+    def offer(self, handoff_id: bytes, num_cached_tokens: int) -> None:
+        """Its request is about to get blocks: those that were filled for it are the next to go.
+
+        Unless `take` follows before the step is made, the load is given up.
+
+        Args:
+            handoff_id: of the request; ignored where nothing is being loaded.
+            num_cached_tokens: that the request finds in the prefix cache now; whole blocks.
+        """
+        if (load := self._loads.get(handoff_id)) is None:
+            return
+        begin = num_cached_tokens // self._layout.block_size_tokens - load.first_block
+        if not 0 <= begin < len(load.blocks):
+            self.drop(handoff_id)
+            return
+        load.offered = [block.block_id for block in load.blocks[begin:]]
+        # The pool hands out first what comes first here: such blocks are in no prefix cache.
+        self._pool.free_blocks([*load.blocks[begin:], *load.blocks[:begin]])
+        load.blocks = []
+
+    def take(self, handoff_id: bytes, block_ids: Sequence[int]) -> bool:
+        """Its request has got blocks, and an ordinary load into these follows.
+
+        Returns:
+            Whether they are the ones that were offered, and hold what has come.
+        """
+        load = self._loads.get(handoff_id)
+        is_same = load is not None and load.offered[: len(block_ids)] == list(block_ids)
+        self._end(handoff_id, block_ids if is_same else ())
+        return is_same
 
     def drop(self, handoff_id: bytes) -> None:
         """Not wanted any more, or never to be complete; unknown ones are ignored."""
+        self._end(handoff_id)
+
+    def _end(self, handoff_id: bytes, taken_ids: Sequence[int] = ()) -> None:
+        self._give_back(self._kept.pop(handoff_id, []))
         load = self._loads.pop(handoff_id, None)
         if load is None:
             return
-        self._work.begun = [one for one in self._work.begun if one.handoff_id != handoff_id]
         self._work.arrived = [one for one in self._work.arrived if one != handoff_id]
-        self._work.over.append(handoff_id)
-        self._give_back(load)
+        if load.told in self._work.begun:
+            self._work.begun.remove(load.told)
+        else:
+            self._work.over.append(handoff_id)
+            self._work.cleared += [one for one in load.told.block_ids if one not in taken_ids]
+        self._give_back([*load.kept, *load.blocks])
 
     def yield_blocks(self) -> None:
         """Somebody else may need them: gives all loads up."""
-        for handoff_id in list(self._loads):
+        for handoff_id in [*self._kept, *self._loads]:
             self.drop(handoff_id)
 
     def take_work(self) -> EarlyWork:
-        """For the step that is being scheduled. Where blocks have run short, gives up first."""
+        """For the step that is being made. Where blocks have run short, gives up first."""
+        for handoff_id in [key for key, load in self._loads.items() if load.offered]:
+            # Its request has not got any: from now on they are anybody's.
+            self.drop(handoff_id)
         least = max(1, int(_LEAST_FREE_SHARE * self._pool.num_gpu_blocks))
         if self._pool.get_num_free_blocks() < least:
             self.yield_blocks()
         work, self._work = self._work, EarlyWork()
         return work
 
-    def reported(self, report: EarlyReport) -> None:
-        """What the ranks said after a step."""
-        for handoff_id in report.spoiled:
-            self.drop(handoff_id)
-        for (handoff_id, epoch), num_ranks in report.loaded.items():
-            if (load := self._loads.get(handoff_id)) is not None:
-                load.loaded[epoch] += num_ranks
+    def spoil(self, block_ids: Collection[int]) -> None:
+        """Their content is wrong, and they are in no prefix cache: `clear_spoilt` looks at them."""
+        self._spoilt.update(block_ids)
 
-    def take_complete(self) -> list[tuple[Any, int]]:
-        """Ends the loads that are committed and that every rank has, whichever came last.
+    def clear_spoilt(self) -> None:
+        """Has the next step clear what is wrong and free; after each step's output is processed.
 
-        Returns:
-            Their requests, and the tokens that the prefix cache has of them now.
+        It is there that the engine gives back the blocks of those whose load has failed (never
+        while a step of theirs runs: Scheduler.defer_block_free of vllm/v1/core/sched/scheduler.py),
+        so that none is handed out before. What another request still holds, which has nothing
+        wrong, is let alone until it is free, or in the prefix cache: then somebody has filled it.
         """
-        done = []
-        for handoff_id, load in list(self._loads.items()):
-            if load.loaded[load.committed_epoch] == self._layout.tp_size:
-                del self._loads[handoff_id]
-                self._work.over.append(handoff_id)
-                done.append((load.request, self._enter(load)))
-        return done
-
-    def _enter(self, load: _Load) -> int:
-        size, end = self._layout.block_size_tokens, load.first_block + len(load.blocks)
-        # vLLM passes all blocks of a request and looks at these.
-        every = [None] * load.first_block + load.blocks
-        self._pool.cache_full_blocks(load.request, every, load.first_block, end, size, 0)
-        self._give_back(load)
-        return len(load.blocks) * size
+        for block_id in tuple(self._spoilt):
+            block = self._pool.blocks[block_id]
+            if block.ref_cnt == 0:
+                self._spoilt.remove(block_id)
+                if block.block_hash is None:
+                    self._work.cleared.append(block_id)
 
     def _cached_blocks(self, request: Any, num_blocks: int) -> list[Any]:
         """The first of a request's prompt, in the prefix cache."""
         found = (self._pool.get_cached_block(one, [0]) for one in request.block_hashes[:num_blocks])
         return [blocks[0] for blocks in found if blocks]
 
-    def _give_back(self, load: _Load) -> None:
+    def _give_back(self, blocks: list[Any]) -> None:
         # In the order in which they are to be reused: the end of a prefix is worth the least.
-        self._pool.free_blocks(reversed([*load.kept, *load.blocks]))
+        self._pool.free_blocks(reversed(blocks))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
@@ -38,6 +38,22 @@ class Claim:
     num_tokens: int
     epoch: int
     frames: tuple[kv_transfer_pb2.LocalFrame, ...]
+
+    @classmethod
+    def of(cls, claimed: kv_transfer_pb2.LocalClaimed) -> Claim:
+        """As the contract has it."""
+        return cls(
+            claimed.offset,
+            claimed.num_blocks,
+            claimed.num_tokens,
+            claimed.epoch,
+            tuple(claimed.frames),
+        )
+
+    @classmethod
+    def parse(cls, claimed: bytes) -> Claim:
+        """A LocalClaimed as it was serialized, to pass from process to process."""
+        return cls.of(kv_transfer_pb2.LocalClaimed.FromString(claimed))
 
 
 def split_blocks(
@@ -101,7 +117,6 @@ class EnginePort:
         self._call_id = 0
         # The latest state of each handoff since the last poll.
         self._states: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
-        self._notes: list[kv_transfer_pb2.LocalNote] = []
         self._alive = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -183,20 +198,45 @@ class EnginePort:
     def claim(self, handoff_id: bytes, rank: int, *, timeout_s: float = 2.0) -> Claim | None:
         """Takes committed staging to load it; None when it is not committed (any more).
 
-        Each rank claims once and releases once.
+        Each rank claims once; what it has claimed is released for all ranks, by `release`.
+
+        Args:
+            handoff_id: of 16 bytes.
+            rank: whose part.
+            timeout_s: for each answer; one lists so many frames at most.
         """
-        claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, rank=rank)
-        reply = self._call(kv_transfer_pb2.LocalRequest(claim=claim), timeout_s)
-        if reply is None:
-            # The answer may still come: nobody would release what it claims.
-            self.release(handoff_id, rank)
-            return None
-        return _claim(reply)
+        frames: list[kv_transfer_pb2.LocalFrame] = []
+        while True:
+            claim = kv_transfer_pb2.LocalClaim(
+                handoff_id=handoff_id, rank=rank, num_seen=len(frames)
+            )
+            reply = self._call(kv_transfer_pb2.LocalRequest(claim=claim), timeout_s)
+            if reply is None:
+                # The answer may still come: nobody would release what it claims.
+                self.release(handoff_id, rank)
+                return None
+            claimed = _claim(reply)
+            if claimed is None:
+                return None
+            frames += claimed.frames
+            if not claimed.frames or len(frames) >= reply.claimed.num_frames:
+                return replace(claimed, frames=tuple(frames))
+
+    def claim_ahead(self, handoff_id: bytes) -> bool:
+        """Claims staging for every rank as soon as it is committed, also before the handoff comes.
+
+        The state that says so has the claims. From then on it is held until it is released, for as
+        long as a commit lasts.
+        """
+        claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, ahead=True)
+        return self._send(kv_transfer_pb2.LocalRequest(claim=claim))
 
     def peek(
         self, handoff_id: bytes, rank: int, epoch: int, num_seen: int, *, timeout_s: float = 2.0
     ) -> Claim | None:
         """What has come of a handoff; None when nothing can be read of it now.
+
+        Of more than a message may list it is the beginning.
 
         Args:
             handoff_id: of 16 bytes.
@@ -211,24 +251,10 @@ class EnginePort:
         reply = self._call(kv_transfer_pb2.LocalRequest(peek=peek), timeout_s)
         return None if reply is None else _claim(reply)
 
-    def note(
-        self, num_submitted: int, handoff_id: bytes = b"", token_ids: Iterable[int] = ()
-    ) -> bool:
-        """Tells the engine's scheduler something; see LocalNote in the contract."""
-        note = kv_transfer_pb2.LocalNote(
-            num_submitted=num_submitted, handoff_id=handoff_id, token_ids=token_ids
-        )
-        return self._send(kv_transfer_pb2.LocalRequest(note=note))
-
-    def take_notes(self) -> list[kv_transfer_pb2.LocalNote]:
-        """Those that `poll` and `wait` have received since the last call, in order."""
-        notes, self._notes = self._notes, []
-        return notes
-
-    def wait(self, timeout_s: float) -> None:
-        """Until there is something to poll, at most so long."""
-        if self._alive and not self._states and not self._notes:
-            select.select([self._socket], [], [], timeout_s)
+    def wait(self, timeout_s: float, beside: Sequence[socket.socket] = ()) -> None:
+        """Until there is something to poll, or to read from another socket; at most so long."""
+        if self._alive and not self._states:
+            select.select([self._socket, *beside], [], [], timeout_s)
 
     def release(self, handoff_id: bytes, rank: int = 0, *, all_ranks: bool = False) -> bool:
         """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored."""
@@ -306,20 +332,9 @@ class EnginePort:
             # Again at the end: in the order of the latest changes.
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state
-        elif reply.HasField("note"):
-            self._notes.append(reply.note)
         elif reply.call_id == self._awaited != 0:
             self._replies[reply.call_id] = reply
 
 
 def _claim(reply: kv_transfer_pb2.LocalReply) -> Claim | None:
-    if not reply.HasField("claimed"):
-        return None
-    claimed = reply.claimed
-    return Claim(
-        claimed.offset,
-        claimed.num_blocks,
-        claimed.num_tokens,
-        claimed.epoch,
-        tuple(claimed.frames),
-    )
+    return Claim.of(reply.claimed) if reply.HasField("claimed") else None

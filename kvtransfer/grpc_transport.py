@@ -213,11 +213,11 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             # and the last reply is lost: let it read that, and say itself that it is done.
             await asyncio.wait([reader], timeout=END_GRACE_S)
         finally:
+            # Without a wait: gRPC may cancel this task a second time while it waits here, when the
+            # peer's death ends the stream and the call at once.
+            push.end()
             reader.cancel()
-            await asyncio.wait([reader])
             self._handler.push_ended(stream)
-            if not reader.cancelled() and (error := reader.exception()) is not None:
-                logger.error("push stream failed", exc_info=error)
 
     async def _read(
         self, stream: int, messages: AsyncIterator[bytes], push: GrpcIncomingPush
@@ -231,5 +231,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                         self._handler.push_frame(stream, frame)
                 except MalformedFrame as error:
                     self._handler.push_malformed(stream, error)
+        except Exception:
+            logger.exception("push stream failed")
         finally:
             push.end()

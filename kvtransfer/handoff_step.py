@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.kvtransfer.early_loads import EarlyWork
@@ -35,12 +36,16 @@ class Load:
         num_tokens: that the handoff must hold.
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache.
+        claims: what each rank may read, by rank, as Claim.parse takes it; empty: each asks itself.
+        is_early: the blocks are those of its early load (early_loads.py), which ends with this one.
     """
 
     handoff_id: bytes
     num_tokens: int
     first_block: int
     block_ids: list[int]
+    claims: Sequence[bytes] = ()
+    is_early: bool = False
 
 
 @dataclass(slots=True)

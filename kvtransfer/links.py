@@ -300,9 +300,11 @@ class Links:
         finally:
             reader.cancel()
             link.fail("the stream of the link has ended")
-            await asyncio.wait([reader])
-            await link.close()
-            del self._incoming[link_id]
+            try:
+                await link.close()
+            finally:
+                # Also when gRPC cancels this task a second time.
+                del self._incoming[link_id]
 
     def _refusal(self, hello: pb.LinkHello) -> str:
         """Why a link cannot be; empty when it can."""

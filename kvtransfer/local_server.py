@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
-import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer import engine_stages, local_wire
+from baton.kvtransfer import engine_stages, local_wire, notes
 from baton.kvtransfer.errors import TransferError
 from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
@@ -25,6 +22,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 _HIGH_WATER_BYTES = 2**18
 _MAX_UNREAD_BYTES = 4 * local_wire.MAX_LOCAL_MESSAGE_BYTES
 _MAX_MERGED = 65_536
+# Of the file's name (vllm/utils/network_utils.py, get_file_store_init_method).
+_RENDEZVOUS = "vllm_dist_"
 
 logger = logging.getLogger(__name__)
 
@@ -108,50 +107,20 @@ class LocalConnection(asyncio.Protocol):
         self._transport.write(local_wire.encode(message))
 
 
-def bind(path: str) -> socket.socket:
-    """A listening socket that only this user can connect to; replaces a dead one's file.
-
-    Raises:
-        TransferError: naming the path when it cannot be.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise OSError("exists and is not a socket")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(1.0)
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:
-                    Path(path).unlink(missing_ok=True)
-                else:
-                    raise OSError("another service listens on it")
-        mask = os.umask(0o177)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(mask)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise TransferError(f"control socket {path}: {error}") from None
-    listener.setblocking(False)
-    return listener
-
-
 def remove(path: str) -> None:
-    """Removes a socket's file, and a worker's directory with its engine's sockets; idempotent.
+    """Removes a socket's file, and a worker's directory with what its engine leaves; idempotent.
 
-    The worker removes its directory itself, unless it was killed. A directory with anything else in
-    it stays.
+    The worker removes its directory itself, unless it was killed. A directory with anything in it
+    but sockets and the file by which ranks find each other stays.
     """
     Path(path).unlink(missing_ok=True)
+    # Of an engine that was killed.
+    Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):
         engine_stages.forget(path)
         with contextlib.suppress(OSError):
             for one in directory.iterdir():
-                if one.is_socket():
+                if one.is_socket() or one.name.startswith(_RENDEZVOUS):
                     one.unlink(missing_ok=True)
             directory.rmdir()

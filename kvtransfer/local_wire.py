@@ -1,22 +1,62 @@
-"""Messages on the control socket: a 4-byte little-endian length and a protobuf message."""
+"""The Unix sockets within a worker: each message is a 4-byte little-endian length and protobuf."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
 import struct
 from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.message import Message
 
 from baton.kvtransfer.errors import TransferError
-from baton.v1 import kv_transfer_pb2
 
 _LENGTH = struct.Struct("<I")
-# A claim of a long prompt lists every frame that was received: 40 bytes each.
 MAX_LOCAL_MESSAGE_BYTES = 16 * 2**20
+# Of what was received, in one answer to a claim or a peek, of 40 to 60 bytes each: a fraction of a
+# second's work for the service.
+MAX_LISTED_FRAMES = 2**15
 
 
-def encode(message: kv_transfer_pb2.LocalRequest | kv_transfer_pb2.LocalReply) -> bytes:
+def encode(message: Message) -> bytes:
     """One message, ready to be written to the socket."""
     data = message.SerializeToString()
     return _LENGTH.pack(len(data)) + data
+
+
+def bind(path: str) -> socket.socket:
+    """A listening socket that only this user can connect to; replaces a dead one's file.
+
+    Raises:
+        TransferError: naming the path when it cannot be.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise OSError("exists and is not a socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    Path(path).unlink(missing_ok=True)
+                else:
+                    raise OSError("another service listens on it")
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise TransferError(f"control socket {path}: {error}") from None
+    listener.setblocking(False)
+    return listener
 
 
 class Unpacker:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
-from baton.kvtransfer.block_loads import Check, EarlyCopies, copy_in, holds
-from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.block_loads import (
+    Check,
+    EarlyCopies,
+    FrameKey,
+    copy_in,
+    frame_key,
+    holds,
+    wanted_blocks,
+)
+from baton.kvtransfer.control import Claim, EnginePort, split_blocks
 from baton.kvtransfer.early_loads import EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep, Push
+from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
 
@@ -52,9 +60,10 @@ class RankHalf:
         # of a layer, those together that one gather takes.
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
-        # Loads of the step under way whose copies may not have ended.
-        self._unchecked: list[tuple[bytes, list[Check]]] = []
+        # Of loads of the step under way, whose copies may not have ended.
+        self._unchecked: list[Check] = []
         self._invalid_block_ids: set[int] = set()
+        self._report = EarlyReport()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the cache is not laid out as the worker announced."""
@@ -74,6 +83,8 @@ class RankHalf:
             self._notifier = NotifierThread(Notifier(port, self._rank), port)
 
     def begin_step(self, step: HandoffStep) -> None:
+        if step.early.cleared:
+            self._copies.clear(step.early.cleared)
         for handoff_id in step.ended:
             self._notifier.ended(handoff_id)
         self._groups = list(self._grouped(step.pushes)) if self._notifier.alive else []
@@ -141,27 +152,16 @@ class RankHalf:
 
     def load(self, step: HandoffStep) -> None:
         for load in step.loads:
-            claimed = self._port.claim(load.handoff_id, self._rank)
+            there = self._early.take(load)
+            claimed = (
+                Claim.parse(load.claims[self._rank])
+                if load.claims
+                else self._port.claim(load.handoff_id, self._rank)
+            )
             if claimed is None or claimed.num_tokens != load.num_tokens:
-                self._invalid_block_ids.update(load.block_ids)
-                self._port.release(load.handoff_id, self._rank)
+                self._fail(load.block_ids)
                 continue
-            checks, num_copied = [], 0
-            for check in copy_in(
-                self._copies, self._layout, claimed, load.first_block, load.block_ids
-            ):
-                num_copied += len(check.block_ids)
-                if self._copies.finishes_at_once:
-                    # The bytes are still in the core's own cache.
-                    self._verify(check)
-                else:
-                    checks.append(check)
-            if num_copied != self._layout.num_layers * len(load.block_ids):
-                self._invalid_block_ids.update(load.block_ids)
-            if self._copies.finishes_at_once:
-                self._port.release(load.handoff_id, self._rank)
-            else:
-                self._unchecked.append((load.handoff_id, checks))
+            self._load(load, claimed, there)
         if step.loads:
             # All layers before the first: a layer's new keys are written to the blocks before the
             # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
@@ -170,13 +170,41 @@ class RankHalf:
         if step.early:
             self._early.step(step.early)
 
+    def _load(self, load: Load, claimed: Claim, there: Collection[FrameKey]) -> None:
+        """Begins to copy what is wanted and not there."""
+        missing, num_early = [], 0
+        for frame in claimed.frames:
+            if frame_key(claimed, frame) in there:
+                num_early += len(wanted_blocks(frame, load.first_block, len(load.block_ids)))
+            else:
+                missing.append(frame)
+        rest, num_copied = replace(claimed, frames=tuple(missing)), 0
+        for check in copy_in(self._copies, self._layout, rest, load.first_block, load.block_ids):
+            num_copied += len(check.block_ids)
+            if self._copies.finishes_at_once:
+                # The bytes are still in the core's own cache.
+                self._verify(check)
+            else:
+                self._unchecked.append(check)
+        if num_early + num_copied != self._layout.num_layers * len(load.block_ids):
+            self._fail(load.block_ids)
+        if load.is_early:
+            self._report.num_blocks[load.handoff_id] = num_early // self._layout.num_layers
+
     def _verify(self, check: Check) -> None:
         if not holds(check, self._port):
-            self._invalid_block_ids.update(check.block_ids)
+            self._fail(check.block_ids)
+
+    def _fail(self, block_ids: Sequence[int]) -> None:
+        """Blocks that are not what they should be: whoever gets them next finds nothing there."""
+        self._invalid_block_ids.update(block_ids)
+        self._copies.clear(block_ids)
 
     def take_early_report(self) -> EarlyReport:
-        """Of early loads, after the step's model has been launched."""
-        return self._early.take_report()
+        """Of early loads, once the step's model has been launched."""
+        self._early.end_step()
+        report, self._report = self._report, EarlyReport()
+        return report
 
     def take_invalid_block_ids(self) -> set[int]:
         """Of the step under way, whose model has been launched and computes meanwhile.
@@ -184,10 +212,8 @@ class RankHalf:
         One frame is verified while the next is copied. What was computed from wrong bytes is thrown
         away by the engine, which hears of them together with the step's output.
         """
-        for handoff_id, checks in self._unchecked:
-            for check in checks:
-                self._verify(check)
-            self._port.release(handoff_id, self._rank)
+        for check in self._unchecked:
+            self._verify(check)
         self._unchecked.clear()
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid

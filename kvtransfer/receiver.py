@@ -10,195 +10,35 @@ time, and its sender may send everything again as the next epoch, on another tra
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
-from google.protobuf.message import DecodeError
-
-from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
+from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, NoRoom, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, copy, position_digest, verify
 from baton.kvtransfer.layout import KvLayout, mismatch
+from baton.kvtransfer.receiving import (
+    SENDER_AT_WORK,
+    TRANSITIONS,
+    Changed,
+    Choice,
+    Effect,
+    Grant,
+    Handoff,
+    RankPart,
+    ReceivedFrame,
+    ReceiverLimits,
+    ReceiverStatistics,
+    ReceiveState,
+    Reply,
+    changed,
+    first_choice,
+    parse_open,
+)
 from baton.v1 import kv_transfer_pb2 as pb
 
-
-class ReceiveState(Enum):
-    """States of a handoff at its receiver; the values are the contract's."""
-
-    QUEUED = pb.HANDOFF_STATE_QUEUED
-    RECEIVING = pb.HANDOFF_STATE_RECEIVING
-    COMMITTED = pb.HANDOFF_STATE_COMMITTED
-    CLAIMED = pb.HANDOFF_STATE_CLAIMED
-    RELEASED = pb.HANDOFF_STATE_RELEASED
-    FAILED = pb.HANDOFF_STATE_FAILED
-    INTERRUPTED = pb.HANDOFF_STATE_INTERRUPTED
-
-
 _S = ReceiveState
-# To the same state, or back: a newer epoch.
-TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
-    _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    _S.RECEIVING: frozenset(
-        {_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED, _S.COMMITTED, _S.RELEASED, _S.FAILED}
-    ),
-    _S.INTERRUPTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    _S.COMMITTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.CLAIMED, _S.RELEASED, _S.FAILED}),
-    _S.CLAIMED: frozenset({_S.CLAIMED, _S.RELEASED, _S.FAILED}),
-    _S.RELEASED: frozenset(),
-    _S.FAILED: frozenset(),
-}
-_NO_TOTALS = Totals()
-_SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which of the offered transports an epoch takes.
-
-    Attributes:
-        transport: its name.
-        reason: why none of the better ones; empty when it is the best.
-        link_id: of the link whose frames belong to the epoch; empty: its stream carries them.
-    """
-
-    transport: str
-    reason: str = ""
-    link_id: str = ""
-
-
-def first_choice(stream: int, opened: pb.PushOpen) -> Choice:
-    """The first offer, whatever it is."""
-    del stream
-    return Choice(opened.offers[0].name) if opened.offers else Choice("grpc")
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverLimits:
-    """How long each state may last, and how much is remembered.
-
-    Attributes:
-        max_wait_s: for room, whatever a sender is willing to wait.
-        idle_timeout_s: RECEIVING without a frame.
-        commit_ttl_s: COMMITTED without a claim.
-        claim_timeout_s: CLAIMED, from each rank's claim.
-        retry_timeout_s: INTERRUPTED, until the next epoch is opened.
-        progress_bytes: subscribers are told again of a handoff after so many bytes of it.
-        max_queued: handoffs that wait for room.
-        max_tombstones: ended handoffs that are remembered.
-    """
-
-    max_wait_s: float
-    idle_timeout_s: float
-    commit_ttl_s: float
-    claim_timeout_s: float
-    retry_timeout_s: float
-    progress_bytes: int = 4 * 2**20
-    max_queued: int = 1024
-    max_tombstones: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Effect: write this to a stream. A refusal of what the stream carries also ends it."""
-
-    stream: int
-    kind: pb.PushReply.Kind.ValueType
-    handoff_id: bytes
-    epoch: int
-    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
-    detail: str = ""
-    transport: str = ""
-    transport_reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Effect: tell subscribers of a handoff's new state."""
-
-    handoff_id: bytes
-    epoch: int
-    state: ReceiveState
-    num_blocks: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
-    detail: str = ""
-    transport: str = ""
-    num_bytes_received: int = 0
-
-
-Effect = Reply | Changed
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedFrame:
-    """Place and checksum of a frame in staging."""
-
-    layer: int
-    first_block: int
-    num_blocks: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What a claim gives one rank; offset is of this rank's bytes in the segment."""
-
-    handoff_id: bytes
-    epoch: int
-    offset: int
-    num_blocks: int
-    num_tokens: int
-    frames: tuple[ReceivedFrame, ...]
-
-
-@dataclass(slots=True)
-class ReceiverStatistics:
-    """Counts since the start; bytes and frames by transport."""
-
-    num_bytes: Counter[str] = field(default_factory=Counter)
-    num_frames: Counter[str] = field(default_factory=Counter)
-    num_committed: int = 0
-    num_failed: int = 0
-    num_expired: int = 0
-    refusals: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What arrived of one rank in the current epoch; `seen` has a byte per layer and block."""
-
-    seen: bytearray
-    num_seen: int = 0
-    frames: list[ReceivedFrame] = field(default_factory=list)
-    totals: Totals = _NO_TOTALS
-    committed: bool = False
-    claimed: bool = False
-    released: bool = False
-
-
-@dataclass(slots=True)
-class _Handoff:
-    """One live handoff. It owns its extent from RECEIVING on; `stream` is None once that ended."""
-
-    handoff_id: bytes
-    epoch: int
-    stream: int | None
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-    state: ReceiveState
-    deadline: float
-    ranks: list[_Rank]
-    choice: Choice
-    extent: Extent | None = None
-    # Of this epoch; and how much of it when subscribers were last told of the progress.
-    num_bytes_received: int = 0
-    num_bytes_told: int = 0
-    # Why the epoch was interrupted.
-    problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
 
 class Receiver:
@@ -223,10 +63,12 @@ class Receiver:
         self._arena, self._memory, self._limits = arena, memory, limits
         self._choose = choose
         self._layout: KvLayout | None = None
-        self._live: dict[bytes, _Handoff] = {}
+        self._live: dict[bytes, Handoff] = {}
         # First come, first served; the value is not used.
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
+        # To be claimed for every rank as soon as they are committed; the value is not used.
+        self._ahead: OrderedDict[bytes, None] = OrderedDict()
         self._streams: dict[int, bytes] = {}
         self._effects: list[Effect] = []
         self.statistics = ReceiverStatistics()
@@ -272,7 +114,7 @@ class Receiver:
         altered = error.reason == pb.REFUSAL_REASON_CHECKSUM
         if handoff is not None and altered and handoff.state is _S.RECEIVING:
             self._interrupt(handoff, error.reason, str(error), now)
-        elif handoff is not None and handoff.state in _SENDER_AT_WORK:
+        elif handoff is not None and handoff.state in SENDER_AT_WORK:
             self._fail(handoff, error.reason, str(error), now)
         else:
             self._refuse(stream, b"", 0, error.reason, str(error))
@@ -283,7 +125,7 @@ class Receiver:
         handoff = self._live.get(self._streams.pop(stream, b""))
         if handoff is not None:
             handoff.stream = None
-            if handoff.state in _SENDER_AT_WORK:
+            if handoff.state in SENDER_AT_WORK:
                 detail = "the sender's stream ended before the commit"
                 incomplete = (pb.REFUSAL_REASON_INCOMPLETE, detail)
                 self._fail(handoff, *(handoff.problem or incomplete), now)
@@ -292,7 +134,7 @@ class Receiver:
     def serves(self, stream: int) -> bool:
         """Whether a stream carries a handoff that still wants its frames."""
         handoff = self._live.get(self._streams.get(stream, b""))
-        return handoff is not None and handoff.state in _SENDER_AT_WORK
+        return handoff is not None and handoff.state in SENDER_AT_WORK
 
     def claim(self, handoff_id: bytes, rank: int, now: float) -> tuple[Grant, list[Effect]]:
         """Lets one rank read its part of a committed handoff until it releases it.
@@ -311,12 +153,28 @@ class Receiver:
             raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
         part = handoff.ranks[rank]
         if not part.claimed:
-            part.claimed = True
+            part.claimed, part.in_order = True, _in_order(part.frames)
             handoff.deadline = now + self._limits.claim_timeout_s
         if handoff.state is _S.COMMITTED:
             self._advance(handoff, _S.CLAIMED)
-        frames = sorted(part.frames, key=lambda frame: (frame.layer, frame.first_block))
-        return self._grant(handoff, rank, frames), self._taken()
+        return self._grant(handoff, rank, part.in_order), self._taken()
+
+    def claim_ahead(self, handoff_id: bytes, now: float) -> list[Effect]:
+        """Lets every rank read its part as soon as the handoff is committed, also before its open.
+
+        From the commit on it is claimed, for as long as a commit lasts: nobody but its reader takes
+        the staging away. One that has ended stays as it is, and so does one of too many frames.
+        Idempotent.
+        """
+        handoff = self._live.get(handoff_id)
+        if handoff is not None and handoff.state is _S.COMMITTED:
+            if self._can_grant_all(handoff):
+                self._grant_all(handoff, now)
+        elif handoff_id not in self._ended and (handoff is None or handoff.state is not _S.CLAIMED):
+            self._ahead[handoff_id] = None
+            if len(self._ahead) > self._limits.max_tombstones:
+                self._ahead.popitem(last=False)
+        return self._taken()
 
     def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
         """What has come of one rank's part; frames in the order in which they came.
@@ -392,7 +250,7 @@ class Receiver:
         """The state of every handoff that is live or remembered."""
         yield from self._ended.values()
         for handoff in self._live.values():
-            yield _changed(handoff)
+            yield changed(handoff)
 
     def arena_statistics(self) -> ArenaStatistics:
         """Of this side's staging."""
@@ -422,8 +280,10 @@ class Receiver:
         for stream, handoff_id in self._streams.items():
             assert self._live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
+        assert len(self._ahead) <= self._limits.max_tombstones
+        assert self._ahead.keys().isdisjoint(self._ended)
 
-    def _grant(self, handoff: _Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
+    def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
         begin = self._known_layout().offset(rank, 0, 0, handoff.num_blocks)
         return Grant(
@@ -454,13 +314,13 @@ class Receiver:
                 return
             if epoch <= live.epoch:
                 detail = f"epoch is {epoch}; epoch {live.epoch} is open"
-                if live.stream == stream and epoch == live.epoch and live.state in _SENDER_AT_WORK:
+                if live.stream == stream and epoch == live.epoch and live.state in SENDER_AT_WORK:
                     self._fail(live, pb.REFUSAL_REASON_MALFORMED, detail, now)
                 else:
                     self._refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail)
                 return
         try:
-            opened = _parse_open(frame)
+            opened = parse_open(frame)
         except MalformedFrame as error:
             self._reject(stream, frame, live, error.reason, str(error), now)
             return
@@ -495,19 +355,20 @@ class Receiver:
         opened: pb.PushOpen,
         choice: Choice,
         num_bytes: int,
-        live: _Handoff | None,
+        live: Handoff | None,
         now: float,
     ) -> None:
         """Starts an epoch of a handoff: a new one, or one that voids what came before it."""
         layout = self._known_layout()
         ranks = [
-            _Rank(bytearray(layout.num_layers * opened.num_blocks)) for _ in range(layout.tp_size)
+            RankPart(bytearray(layout.num_layers * opened.num_blocks))
+            for _ in range(layout.tp_size)
         ]
         if live is None:
-            live = _Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
+            live = Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
             self._live[live.handoff_id] = live
         elif live.stream is not None and live.stream != stream:
-            if live.state in _SENDER_AT_WORK:
+            if live.state in SENDER_AT_WORK:
                 detail = f"superseded by epoch {opened.epoch}"
                 self._refuse(
                     live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
@@ -543,12 +404,12 @@ class Receiver:
             del self._queue[handoff.handoff_id]
             self._receive(handoff, now)
 
-    def _receive(self, handoff: _Handoff, now: float) -> None:
+    def _receive(self, handoff: Handoff, now: float) -> None:
         handoff.deadline = now + self._limits.idle_timeout_s
         self._advance(handoff, _S.RECEIVING)
         self._reply(handoff, pb.PushReply.KIND_OPENED)
 
-    def _take(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+    def _take(self, handoff: Handoff, frame: Frame, now: float) -> None:
         """A frame of a handoff's current epoch."""
         if frame.kind is FrameKind.ABORT:
             if handoff.state is not _S.CLAIMED:
@@ -564,7 +425,7 @@ class Receiver:
         else:
             raise AssertionError(f"{frame.kind.name} is resolved before it comes here")
 
-    def _addressed(self, stream: int, frame: Frame) -> _Handoff | None:
+    def _addressed(self, stream: int, frame: Frame) -> Handoff | None:
         """The live handoff that a frame may act on; otherwise the frame is refused.
 
         A frame for somebody else's handoff, or for an older epoch, must not harm what it names.
@@ -587,7 +448,7 @@ class Receiver:
             return live
         return None
 
-    def _data(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+    def _data(self, handoff: Handoff, frame: Frame, now: float) -> None:
         layout = self._known_layout()
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a data frame after the commit"
@@ -625,9 +486,9 @@ class Receiver:
         handoff.num_bytes_received += len(frame.payload)
         if handoff.num_bytes_received - handoff.num_bytes_told >= self._limits.progress_bytes:
             handoff.num_bytes_told = handoff.num_bytes_received
-            self._effects.append(_changed(handoff))
+            self._effects.append(changed(handoff))
 
-    def _problem(self, handoff: _Handoff, frame: Frame) -> str | None:
+    def _problem(self, handoff: Handoff, frame: Frame) -> str | None:
         """What is wrong with a data frame's place or size, in words."""
         layout = self._known_layout()
         if handoff.state is not _S.RECEIVING:
@@ -652,7 +513,7 @@ class Receiver:
             return f"layer {frame.layer}, blocks {frame.first_block} to {end}: came twice"
         return None
 
-    def _commit(self, handoff: _Handoff, frame: Frame, now: float) -> None:
+    def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
         layout = self._known_layout()
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a second commit"
@@ -687,11 +548,28 @@ class Receiver:
         if all(each.committed for each in handoff.ranks):
             handoff.deadline = now + self._limits.commit_ttl_s
             self.statistics.num_committed += 1
-            self._advance(handoff, _S.COMMITTED)
+            if handoff.handoff_id in self._ahead and self._can_grant_all(handoff):
+                self._grant_all(handoff, now)
+            else:
+                self._advance(handoff, _S.COMMITTED)
             self._reply(handoff, pb.PushReply.KIND_COMMITTED)
 
+    def _can_grant_all(self, handoff: Handoff) -> bool:
+        """Otherwise it stays committed, and each rank claims its part when it loads."""
+        num_frames = sum(len(part.frames) for part in handoff.ranks)
+        return num_frames <= self._limits.max_frames_ahead
+
+    def _grant_all(self, handoff: Handoff, now: float) -> None:
+        handoff.deadline = now + self._limits.commit_ttl_s
+        self._advance(handoff, _S.CLAIMED, quiet=True)
+        grants = tuple(
+            self._grant(handoff, rank, _in_order(part.frames))
+            for rank, part in enumerate(handoff.ranks)
+        )
+        self._effects.append(replace(changed(handoff), grants=grants))
+
     def _interrupt(
-        self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
+        self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
         """The epoch is over; the sender may open the next one in the same room."""
         self._refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
@@ -700,21 +578,21 @@ class Receiver:
         self._advance(handoff, _S.INTERRUPTED)
 
     def _fail(
-        self, handoff: _Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
+        self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
         self.statistics.num_failed += 1
         self._end(handoff, _S.FAILED, reason, detail, now)
 
     def _end(
         self,
-        handoff: _Handoff,
+        handoff: Handoff,
         state: ReceiveState,
         reason: pb.RefusalReason.ValueType,
         detail: str,
         now: float,
     ) -> None:
         """The one way out: gives back everything, tells everybody, lets the next ones in."""
-        if handoff.state in _SENDER_AT_WORK and handoff.stream is not None:
+        if handoff.state in SENDER_AT_WORK and handoff.stream is not None:
             self._refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
         if handoff.stream is not None:
             del self._streams[handoff.stream]
@@ -726,14 +604,14 @@ class Receiver:
         del self._live[handoff.handoff_id]
         if state is _S.RELEASED:
             reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, ""
-        self._bury(_changed(handoff, reason, detail))
+        self._bury(changed(handoff, reason, detail))
         self._admit(now)
 
     def _reject(
         self,
         stream: int,
         frame: Frame,
-        live: _Handoff | None,
+        live: Handoff | None,
         reason: pb.RefusalReason.ValueType,
         detail: str,
         now: float,
@@ -752,19 +630,20 @@ class Receiver:
             )
 
     def _bury(self, ended: Changed) -> None:
+        self._ahead.pop(ended.handoff_id, None)
         self._ended[ended.handoff_id] = ended
         if len(self._ended) > self._limits.max_tombstones:
             self._ended.popitem(last=False)
         self._effects.append(ended)
 
-    def _advance(self, handoff: _Handoff, state: ReceiveState, *, quiet: bool = False) -> None:
+    def _advance(self, handoff: Handoff, state: ReceiveState, *, quiet: bool = False) -> None:
         if state not in TRANSITIONS[handoff.state]:
             raise AssertionError(f"{handoff.state.name} to {state.name} is not in the table")
         handoff.state = state
         if not quiet:
-            self._effects.append(_changed(handoff))
+            self._effects.append(changed(handoff))
 
-    def _reply(self, handoff: _Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
+    def _reply(self, handoff: Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
         if handoff.stream is not None:
             reply = Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch)
             if kind == pb.PushReply.KIND_OPENED:
@@ -801,41 +680,11 @@ class Receiver:
         return effects
 
 
-def _changed(
-    handoff: _Handoff,
-    reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
-    detail: str = "",
-) -> Changed:
-    return Changed(
-        handoff.handoff_id,
-        handoff.epoch,
-        handoff.state,
-        handoff.num_blocks,
-        handoff.num_tokens,
-        handoff.num_bytes,
-        reason,
-        detail,
-        handoff.choice.transport,
-        handoff.num_bytes_received,
-    )
+def _in_order(frames: Sequence[ReceivedFrame]) -> list[ReceivedFrame]:
+    return sorted(frames, key=lambda frame: (frame.layer, frame.first_block))
 
 
 def _why_ended(ended: Changed) -> tuple[pb.RefusalReason.ValueType, str]:
     if ended.state is _S.RELEASED:
         return pb.REFUSAL_REASON_UNKNOWN_HANDOFF, "it was loaded or released already"
     return ended.reason, f"it has failed already: {ended.detail}"
-
-
-def _parse_open(frame: Frame) -> pb.PushOpen:
-    """Raises MalformedFrame."""
-    if not verify(frame):
-        raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
-    try:
-        opened = pb.PushOpen.FromString(bytes(frame.payload))
-    except DecodeError as error:
-        raise MalformedFrame(f"the open's payload is no PushOpen: {error}") from None
-    if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
-        raise MalformedFrame("the open's payload names another handoff than its header")
-    if opened.num_blocks < 1:
-        raise MalformedFrame("num_blocks is 0; must be at least 1")
-    return opened

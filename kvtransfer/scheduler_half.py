@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS, EarlyLoads, EarlyReport
+from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads, EarlyReport
 from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.v1 import kv_transfer_pb2
 
@@ -28,6 +29,8 @@ _MAX_AHEAD = 4096
 _IDLE_WAIT_S = 0.05
 _RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+# In place of tokens that are not known yet.
+_NO_TOKEN = 0
 _Value = TypeVar("_Value")
 _OVER = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_FAILED)
 
@@ -57,9 +60,8 @@ class _Receive:
         num_tokens: of its prompt, from the first, that it has with the handoff.
         skip_tokens: of them, that the handoff leaves out.
         deadline: when to give it up; it counts from when the first token is known.
-        announced: it waits to be told with which tokens it goes on.
+        num_coming: it waits to be told with which tokens it goes on, so many; None: it does not.
         early_tried: something had come of it, and was loaded early or never will be.
-        num_early_tokens: of its prompt, that an early load has put into the prefix cache.
         over: loaded, given up, or nothing to load; the connector has no more to say.
     """
 
@@ -69,10 +71,25 @@ class _Receive:
     skip_tokens: int
     timeout_s: float
     deadline: float
-    announced: bool
+    num_coming: int | None
     early_tried: bool = False
-    num_early_tokens: int = 0
     over: bool = False
+
+    @property
+    def announced(self) -> bool:
+        return self.num_coming is not None
+
+
+class _Loading(NamedTuple):
+    """What a step loads.
+
+    Attributes:
+        block_ids: that are filled.
+        affected: every block whose content is wrong if one of those is.
+    """
+
+    block_ids: Collection[int]
+    affected: Collection[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +98,16 @@ class _Unfinished:
 
     Attributes:
         work: what it computes, as the latency model counts; None when it computes nothing.
-        loading: its loads, each with every block the request has from there on.
+        loads: handoffs that it loads.
+        releases: handoffs of which nothing is read once it has finished.
+        takers: whose loads take over early ones, and how many tokens they load; by handoff.
     """
 
     work: list[float] | None
-    loading: list[tuple[Load, list[int]]]
+    loads: list[bytes]
+    loading: list[_Loading]
+    releases: list[bytes]
+    takers: dict[bytes, tuple[str, int]]
 
 
 class SchedulerHalf:
@@ -93,37 +115,46 @@ class SchedulerHalf:
 
     Args:
         port: this thread's, to the transfer service.
+        notes: from the worker's main process.
         layout: of the cache.
     """
 
-    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
-        self._port, self._layout = port, layout
+    def __init__(self, port: EnginePort, notes: NoteReader, layout: KvLayout) -> None:
+        self._port, self._notes, self._layout = port, notes, layout
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
-        self._committed: set[bytes] = set()
-        # Of those some bytes are here: the epoch.
-        self._arrived: dict[bytes, int] = {}
+        # The claims of each rank, where they were claimed ahead.
+        self._committed: dict[bytes, list[bytes]] = {}
+        # Of those some bytes are here.
+        self._arrived: set[bytes] = set()
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
         # First tokens of requests that are not here yet, by handoff.
         self._tokens_ahead: OrderedDict[bytes, list[int]] = OrderedDict()
         self._early: EarlyLoads | None = None
         self._early_tokens: dict[str, int] = {}
+        # Requests that wait to be taken back.
+        self._gone: set[str] = set()
         # Requests given to the engine, as it has seen them and as their giver has counted.
         self._num_added = self._num_submitted = 0
         # The last step computed nothing and none is under way: the engine has nothing to do but
         # wait for handoffs, which it does once per step.
-        self._idle = self._may_wait = False
-        # Since the last step was scheduled, some request was asked about that awaits a handoff.
-        self._asked = False
+        self._may_wait = False
+        # The request that was asked about last may run, and has not got blocks.
+        self._wants_blocks = False
+        # Of the step that is made next.
         self._loads: list[Load] = []
+        self._takers: dict[bytes, tuple[str, int]] = {}
         self._ended_sends: list[bytes] = []
-        # Of the step being scheduled.
-        self._loading: list[tuple[Load, list[int]]] = []
+        self._releases: list[bytes] = []
+        self._loading: list[_Loading] = []
         # vLLM may schedule a step while another runs, and finishes them in order.
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
         port.subscribe()
+
+    def close(self) -> None:
+        self._notes.close()
 
     def bind(self, pool: BlockPool) -> None:
         """Before the first request."""
@@ -149,42 +180,44 @@ class SchedulerHalf:
                 told["skip_tokens"],
                 told["timeout_s"],
                 time.monotonic() + told["timeout_s"],
-                told["announced"],
+                told["num_coming"],
             )
+            if receive.num_coming is not None:
+                # Without block hashes: whole blocks of the prompt can be found before they come.
+                self._extend(request, [_NO_TOKEN] * receive.num_coming)
+                self._port.claim_ahead(receive.handoff_id)
+                self._early_loads.keep(receive.handoff_id, request, receive.skip_tokens)
             if (tokens := self._tokens_ahead.pop(receive.handoff_id, None)) is not None:
                 self._continue(receive, tokens)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond those computed here; None while that is not known."""
+        num_tokens = self._num_loadable_tokens(request, num_computed_tokens)
+        self._wants_blocks = num_tokens is not None
+        return num_tokens
+
+    def _num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return 0
-        num_early_tokens, self._asked = receive.num_early_tokens, True
         self._poll()
         if self._may_wait and receive.announced and not self._early_loads.has_work:
             self._may_wait = False
             if self._num_added >= self._num_submitted:
-                self._port.wait(_IDLE_WAIT_S)
+                self._port.wait(_IDLE_WAIT_S, self._notes.sockets)
                 self._poll()
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
             return None
-        loading = self._early_loads.loading(receive.handoff_id)
-        if receive.handoff_id in self._committed and (
-            loading or receive.num_early_tokens > num_early_tokens
-        ):
-            if self._idle and time.monotonic() < receive.deadline:
-                # Found in the prefix cache after the next step, which takes no time.
-                return None
-            # Sooner loaded at once than with the step after the next.
-            self._early_loads.drop(receive.handoff_id)
-        # What it leaves out is not in the prefix cache, or not any more.
-        useless = num_computed_tokens < receive.skip_tokens
-        if receive.handoff_id in self._committed and not useless:
+        if num_computed_tokens < receive.skip_tokens:
+            # What it leaves out is not in the prefix cache any more: it is to be given back.
+            self._gone.add(request.request_id)
+            return None
+        if receive.handoff_id in self._committed:
+            self._early_loads.offer(receive.handoff_id, num_computed_tokens)
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         if not (
-            useless
-            or receive.handoff_id in self._ended_early
+            receive.handoff_id in self._ended_early
             or not self._port.alive
             or time.monotonic() >= receive.deadline
         ):
@@ -204,8 +237,6 @@ class SchedulerHalf:
                 receive.num_tokens,
                 receive.skip_tokens,
                 num_computed_tokens,
-                self._arrived[receive.handoff_id],
-                committed=receive.handoff_id in self._committed,
             )
 
     def _continue(self, receive: _Receive, token_ids: Sequence[int]) -> None:
@@ -213,13 +244,21 @@ class SchedulerHalf:
 
         (Scheduler._update_request_as_session of vllm/v1/core/sched/scheduler.py.)
         """
-        request, receive.announced = receive.request, False
-        receive.deadline = time.monotonic() + receive.timeout_s
+        request = receive.request
+        assert request.prompt_token_ids is not None
+        assert len(token_ids) == receive.num_coming, "the engine tells what it announced"
+        receive.num_coming, receive.deadline = None, time.monotonic() + receive.timeout_s
+        num_known = request.num_tokens - len(token_ids)
+        del request._all_token_ids[num_known:], request.prompt_token_ids[num_known:]
+        self._extend(request, token_ids)
+        request.update_block_hashes()
+
+    @staticmethod
+    def _extend(request: Request, token_ids: Sequence[int]) -> None:
         assert request.prompt_token_ids is not None
         request._all_token_ids.extend(token_ids)
         request.prompt_token_ids.extend(token_ids)
         request.num_prompt_tokens = len(request.prompt_token_ids)
-        request.update_block_hashes()
 
     @property
     def _early_loads(self) -> EarlyLoads:
@@ -233,56 +272,83 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, block_ids: list[int], num_loaded_tokens: int) -> None:
         """The request runs in this step; it loads so many tokens."""
+        self._wants_blocks = False
+        self._follow(block_ids)
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return
-        if receive.num_early_tokens:
-            self._early_tokens[request.request_id] = receive.num_early_tokens
         if num_loaded_tokens == 0:
             self._end(receive)
             return
-        self._early_loads.drop(receive.handoff_id)
+        usable, size = self._usable_tokens(receive, request), self._layout.block_size_tokens
+        first = (usable - num_loaded_tokens) // size
+        wanted = block_ids[first : self._layout.num_blocks(usable)]
+        is_early = self._early_loads.take(receive.handoff_id, wanted)
+        if is_early:
+            self._takers[receive.handoff_id] = request.request_id, num_loaded_tokens
         receive.over = True
-        self._committed.discard(receive.handoff_id)
-        usable = self._usable_tokens(receive, request)
-        first = (usable - num_loaded_tokens) // self._layout.block_size_tokens
-        last = self._layout.num_blocks(usable)
         load = Load(
             receive.handoff_id,
             receive.num_tokens - receive.skip_tokens,
-            first - receive.skip_tokens // self._layout.block_size_tokens,
-            block_ids[first:last],
+            first - receive.skip_tokens // size,
+            wanted,
+            self._committed.pop(receive.handoff_id, []),
+            is_early,
         )
         self._loads.append(load)
-        self._loading.append((load, block_ids[first:]))
+        self._loading.append(_Loading(load.block_ids, block_ids[first:]))
 
-    def untrusted_block_ids(self, invalid_block_ids: set[int]) -> set[int]:
+    def distrust(self, invalid_block_ids: set[int]) -> set[int]:
         """After the oldest step: blocks whose content must not be found through the prefix cache.
 
         vLLM enters blocks into its prefix cache when it allocates them, before a load has filled
-        them, and takes out only those of requests that still exist when the load has failed.
+        them, and takes out only those of requests that still run when the load has failed. Whoever
+        gets them next finds nothing in them either: what was computed from wrong bytes may be no
+        numbers, and kernels multiply what is behind a block's last token by nothing.
         """
         untrusted: set[int] = set()
-        for load, block_ids in self._unfinished[0].loading if self._unfinished else ():
-            if not invalid_block_ids.isdisjoint(load.block_ids):
-                untrusted.update(block_ids)
+        for step in self._unfinished:
+            for loading in step.loading:
+                if not (invalid_block_ids | untrusted).isdisjoint(loading.block_ids):
+                    untrusted.update(loading.affected)
+        if untrusted:
+            self._early_loads.spoil(untrusted)
         return untrusted
 
+    def _follow(self, block_ids: Sequence[int]) -> None:
+        """What a request computes after blocks that are being filled is wrong if they are."""
+        steps = [self._loading, *(step.loading for step in self._unfinished)]
+        for loading in filter(None, steps):
+            filled = set[int]().union(*(one.affected for one in loading))
+            found = [at for at, block_id in enumerate(block_ids) if block_id in filled]
+            if found:
+                loading.append(_Loading([block_ids[at] for at in found], block_ids[found[0] :]))
+
     def step(self, output: SchedulerOutput) -> HandoffStep:
-        if not self._asked and not output.num_scheduled_tokens:
-            # The queue's head does not fit, and nobody else is asked: not for these blocks.
+        if self._wants_blocks or output.preempted_req_ids:
+            # Whoever may run goes before what may come of a handoff. (While the queue's head does
+            # not fit nobody behind it is asked, so none of these would get to run either.)
             self._early_loads.yield_blocks()
-        self._asked = False
+        self._wants_blocks = False
         step = HandoffStep(
             list(self._pushes(output)),
             self._loads,
             self._ended_sends,
             self._early_loads.take_work(),
         )
-        self._loads, self._ended_sends = [], []
-        self._unfinished.append(_Unfinished(self._counter.count(output), self._loading))
-        self._loading = []
-        self._idle = self._may_wait = all(one.work is None for one in self._unfinished)
+        work = self._counter.count(output)
+        self._unfinished.append(
+            _Unfinished(
+                work,
+                [load.handoff_id for load in step.loads],
+                self._loading,
+                self._releases,
+                self._takers,
+            )
+        )
+        self._loads, self._takers, self._ended_sends = [], {}, []
+        self._loading, self._releases = [], []
+        self._may_wait = all(one.work is None for one in self._unfinished)
         return step
 
     def finish_step(self) -> dict[str, Any]:
@@ -294,10 +360,24 @@ class SchedulerHalf:
         told: dict[str, Any] = {}
         if self._unfinished:
             step = self._unfinished.popleft()
-            if step.work is not None and not step.loading:
+            if step.work is not None and not step.loads:
                 told[STEP_WORK] = step.work
+            # With the next step, and vLLM makes one: what follows from the end of a handoff, in
+            # four processes, would hold up the tokens of this one. It may be under way already, and
+            # the last: made for a request that was taken back while this one ran.
+            following = self._unfinished[0].releases if self._unfinished else self._releases
+            following += step.loads
+            for handoff_id in step.releases:
+                self._port.release(handoff_id, all_ranks=True)
+        if self._early is not None:
+            self._early.clear_spoilt()
         if self._early_tokens:
             told[EARLY_TOKENS], self._early_tokens = self._early_tokens, {}
+        if self._gone:
+            told[PREFIX_GONE], self._gone = list(self._gone), set()
+        if self._receives:
+            # What came while the step ran is copied by the next, whoever that asks about.
+            self._poll()
         return told
 
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
@@ -330,14 +410,15 @@ class SchedulerHalf:
                 last=num_ready == num_blocks,
             )
 
-    def finished(self, request: Request) -> None:
-        """The ranks get nothing more of the request.
+    def finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The ranks get nothing more of the request, whose blocks are these.
 
         What they were given before may still be under way: a step that runs ahead, copies that
         follow a step. So they say themselves when they have stopped writing, from the next step on
         (vLLM makes one after every end of a request).
         """
         self._counter.forget(request.request_id)
+        self._follow(block_ids)
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.next_block < self._layout.num_blocks(send.num_tokens)
         ):
@@ -348,43 +429,43 @@ class SchedulerHalf:
             self._end(receive)
 
     def reported(self, report: EarlyReport) -> None:
-        """What the ranks have done of early loads."""
-        self._early_loads.reported(report)
-        self._end_early_loads()
-
-    def _end_early_loads(self) -> None:
-        for request, num_tokens in self._early_loads.take_complete():
-            if (receive := self._receives.get(request.request_id)) is not None:
-                receive.num_early_tokens = num_tokens
+        """What the ranks did of early loads in the oldest unfinished step."""
+        takers = self._unfinished[0].takers if self._unfinished else {}
+        for handoff_id, num_blocks in report.num_blocks.items():
+            if (taker := takers.get(handoff_id)) is not None and num_blocks:
+                request_id, num_tokens = taker
+                num_early = num_blocks * self._layout.block_size_tokens
+                self._early_tokens[request_id] = min(num_tokens, num_early)
 
     def _end(self, receive: _Receive) -> None:
+        """Nothing more is loaded of it after the step that is made next."""
         receive.over = True
         self._early_loads.drop(receive.handoff_id)
-        self._committed.discard(receive.handoff_id)
-        self._arrived.pop(receive.handoff_id, None)
+        self._committed.pop(receive.handoff_id, None)
+        self._arrived.discard(receive.handoff_id)
         self._ended_early.pop(receive.handoff_id, None)
-        self._port.release(receive.handoff_id, all_ranks=True)
+        self._releases.append(receive.handoff_id)
 
     def _poll(self) -> None:
         for state in self._port.poll():
-            handoff_id, committed = state.handoff_id, state.state == _COMMITTED
-            if committed:
-                self._committed.add(handoff_id)
+            handoff_id, claims = state.handoff_id, state.claims
+            if committed := state.state == _COMMITTED or bool(claims):
+                self._committed[handoff_id] = [claim.SerializeToString() for claim in claims]
             else:
-                self._committed.discard(handoff_id)
+                self._committed.pop(handoff_id, None)
             if committed or (state.state == _RECEIVING and state.num_bytes_received):
-                self._arrived[handoff_id] = state.epoch
-                self._early_loads.arrived(handoff_id, state.epoch, committed=committed)
+                self._arrived.add(handoff_id)
+                self._early_loads.arrived(handoff_id)
             elif state.state in _OVER:
-                self._arrived.pop(handoff_id, None)
+                self._arrived.discard(handoff_id)
                 self._early_loads.drop(handoff_id)
             if state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED:
                 _remember(self._ended_early, handoff_id, None)
-        for note in self._port.take_notes():
-            self._num_submitted = max(self._num_submitted, note.num_submitted)
+        for note in self._notes.take():
+            # Less than before where one has failed before it came here.
+            self._num_submitted = note.num_submitted
             if note.handoff_id:
                 self._take_tokens(note.handoff_id, list(note.token_ids))
-        self._end_early_loads()
 
     def _take_tokens(self, handoff_id: bytes, token_ids: list[int]) -> None:
         for receive in self._receives.values():

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from pydantic import Field, ValidationError
 
-from baton.kvtransfer import local_server
+from baton.kvtransfer import local_server, local_wire
 from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.core import TransferCore
@@ -34,7 +34,8 @@ from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferSe
 from baton.kvtransfer.link_store import may_have_gpu
 from baton.kvtransfer.local_server import LocalConnection
 from baton.kvtransfer.negotiation import LINKED, Negotiator
-from baton.kvtransfer.receiver import Receiver, ReceiverLimits
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.receiving import ReceiverLimits
 from baton.kvtransfer.sender import Sender, SenderLimits
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.access import Access
@@ -57,6 +58,7 @@ class ServiceArguments(Section):
     """What the process is started with, as JSON in its one argument."""
 
     socket_path: str
+    parent_pid: int = Field(default_factory=os.getppid, description="ends with it")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
@@ -134,7 +136,7 @@ async def serve(arguments: ServiceArguments) -> int:
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
     transport = GrpcTransport(config.grpc_connections, dial)
     address = advertised(bind(server, config, protection), config.advertise_host)
-    listener = local_server.bind(arguments.socket_path)
+    listener = local_wire.bind(arguments.socket_path)
     segment: Segment | None = None
     try:
         segment = Segment.create(config.send_bytes + config.receive_bytes)
@@ -169,7 +171,7 @@ async def serve(arguments: ServiceArguments) -> int:
             links.add_to(server)
             core.use(links)
         health = rpc.add_health_and_reflection(server, [SERVICE])
-        with _watched_parent(stop):
+        with _watched_parent(stop, arguments.parent_pid):
             await _run(core, server, health, listener, stop, arguments.socket_path)
     finally:
         listener.close()
@@ -214,11 +216,18 @@ async def _run(
 
 
 @contextlib.contextmanager
-def _watched_parent(stop: asyncio.Event) -> Iterator[None]:
-    """A parent that was killed leaves no orphan, whoever else holds its end of the socket."""
-    loop, parent = asyncio.get_running_loop(), os.getppid()
+def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
+    """A parent that was killed leaves no orphan, whoever else holds its end of the socket.
+
+    It may have been killed before this process came to look: who the parent is now says nothing.
+    """
+    loop = asyncio.get_running_loop()
     try:
         watch = os.pidfd_open(parent)
+    except ProcessLookupError:
+        stop.set()
+        yield
+        return
     except OSError:
         # Without such descriptors the main process's connection alone has to tell.
         yield

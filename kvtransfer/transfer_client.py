@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections import OrderedDict, deque
-from types import TracebackType
 
 from google.protobuf.message import DecodeError
 
@@ -105,6 +104,7 @@ class TransferClient:
         """
         arguments = {
             "socket_path": socket_path,
+            "parent_pid": os.getpid(),
             "log_level": log_level,
             "kv_transfer": config.model_dump(mode="json"),
             "security": (security or SecurityConfig()).model_dump(mode="json"),
@@ -258,17 +258,6 @@ class TransferClient:
             await asyncio.wait(self._tasks)
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
-
-    async def __aenter__(self) -> TransferClient:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def _call(
         self, request: pb.LocalRequest, *, timeout_s: float = CALL_TIMEOUT_S

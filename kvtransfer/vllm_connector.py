@@ -11,10 +11,10 @@ bytes into a handoff. What was gathered stays right when the request is preempte
 again, so it is never sent twice.
 
 Receiving. While the handoff is not committed, or the first token not known, the scheduler is told
-to ask again later (the request waits without blocks). Meanwhile what arrives is loaded into the
-prefix cache (early_loads.py). Then the rest is loaded synchronously by the step that first runs the
-request, into blocks the scheduler gave to it. Whatever fails (refused, expired, bytes changed) ends
-in the engine computing the prompt itself.
+to ask again later (the request waits without blocks). Meanwhile what arrives is copied to blocks
+that the request will be given (early_loads.py). Then the rest is loaded synchronously by the step
+that first runs the request, into blocks the scheduler gave to it. Whatever fails (refused, expired,
+bytes changed) ends in the engine computing the prompt itself.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.early_loads import EarlyReport
 from baton.kvtransfer.handoff_step import HandoffStep
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.runtime import affinity
@@ -135,7 +136,8 @@ class BatonConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(self._port, self._layout)
+            notes = NoteReader(extra["socket"])
+            self._scheduler = SchedulerHalf(self._port, notes, self._layout)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
@@ -156,6 +158,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._port.close()
 
     # ---- ranks
@@ -272,7 +276,7 @@ class BatonConnector(KVConnectorBase_V1):
         if isinstance(told, RankReport):
             self._scheduler_half.reported(told.early)
         invalid = connector_output.invalid_block_ids
-        if untrusted := self._scheduler_half.untrusted_block_ids(invalid):
+        if untrusted := self._scheduler_half.distrust(invalid):
             self._known_cache_manager.evict_blocks(untrusted)
 
     @property
@@ -283,5 +287,5 @@ class BatonConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_half.finished(request)
+        self._scheduler_half.finished(request, block_ids)
         return False, None

@@ -67,9 +67,16 @@ class ApiKey(Grants):
     """
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
+    name: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     expires: datetime | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if not is_tenant(name):
+            raise ValueError(f"must be {TENANT_NAMES}")
+        return name
 
     @field_validator("expires")
     @classmethod
@@ -186,7 +193,12 @@ def write(path: str, keys: list[ApiKey]) -> None:
 
 def _explain(error: ValidationError) -> list[str]:
     """What is wrong where, without the values."""
-    return [
-        f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}"
-        for one in error.errors()
-    ]
+    found = []
+    for one in error.errors():
+        said = one["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if one["type"] == "model_type":
+            said = "must be a mapping of keys"
+        elif one["type"] == "string_pattern_mismatch":
+            said = f"must match {one['ctx']['pattern']}"
+        found.append(": ".join(filter(None, (".".join(map(str, one["loc"])), said))))
+    return found

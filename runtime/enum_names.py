@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from google.protobuf.descriptor import EnumDescriptor
 
 from baton.v1 import common_pb2
 
 
+@functools.lru_cache(maxsize=256)
 def enum_name(enum: EnumDescriptor, number: int) -> str:
     """The short name of an enum's value: "prefill" for ROLE_PREFILL.
 

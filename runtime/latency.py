@@ -56,11 +56,21 @@ class LatencyModel:
 
     def prefill_s(self, num_tokens: int) -> float:
         """A whole prompt alone in one step; `num_tokens` are those no cache holds."""
-        return self.step_s([PrefillChunk(0, num_tokens)], 0, 0)
+        return (
+            self.prefill_base_s
+            + self.prefill_per_token_s * num_tokens
+            + self.prefill_per_token_squared_s * num_tokens**2
+        )
 
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
         """One token for each of `num_requests` that attend to `num_kv_tokens` in sum."""
-        return self.step_s([], num_requests, num_kv_tokens)
+        if not num_requests:
+            return 0.0
+        return (
+            self.step_base_s
+            + self.step_per_request_s * num_requests
+            + self.step_per_kv_token_s * num_kv_tokens
+        )
 
     def step_s(self, chunks: Iterable[PrefillChunk], num_decodes: int, num_kv_tokens: int) -> float:
         """A step that computes prompt chunks and decodes in one go.
@@ -70,13 +80,7 @@ class LatencyModel:
             num_decodes: requests that get one more token.
             num_kv_tokens: what these attend to, in sum.
         """
-        seconds = 0.0
-        if num_decodes:
-            seconds += (
-                self.step_base_s
-                + self.step_per_request_s * num_decodes
-                + self.step_per_kv_token_s * num_kv_tokens
-            )
+        seconds = self.decode_step_s(num_decodes, num_kv_tokens)
         base_s = self.prefill_base_s
         for chunk in chunks:
             seconds += (

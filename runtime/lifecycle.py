@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import uvloop
@@ -39,17 +40,27 @@ async def settled_heap() -> AsyncIterator[None]:
         gc.unfreeze()
 
 
-def stop_requested() -> asyncio.Event:
+def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Event:
     """An event that SIGINT and SIGTERM set; a second signal ends the process at once.
 
     Call once, in the running loop of the process's main coroutine.
+
+    Args:
+        last_words: called before a second signal ends it; must be quick.
     """
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
         if event.is_set():
             loop.remove_signal_handler(number)
+            last_words()
+            # The kernel's own way: of Python's, SIGINT is an exception, and everything would still
+            # be cleaned up, which is what whoever sends a second one no longer waits for.
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+            # Still here: the kernel spares the first process of a container what it has no handler
+            # for.
+            os._exit(128 + number)
         event.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

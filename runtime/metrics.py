@@ -32,6 +32,7 @@ class MetricsServer:
 
     Args:
         listen: host:port.
+        key: of the configuration, for errors.
         registry: what is shown.
         security: TLS, and who may read; None: anybody.
         refusals: gets whom it refuses.
@@ -46,11 +47,12 @@ class MetricsServer:
     def __init__(
         self,
         listen: str,
+        key: str,
         registry: CollectorRegistry,
         security: SecurityConfig | None = None,
         refusals: Refusals | None = None,
     ) -> None:
-        host, port = split_address(listen, "metrics_listen")
+        host, port = split_address(listen, key)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         security, refusals = security or SecurityConfig(), refusals or Refusals()
         app = make_wsgi_app(registry)
@@ -69,7 +71,8 @@ class MetricsServer:
         try:
             self._server = make_server(host.strip("[]"), port, app, Server, handler_class=_Handler)
         except OSError as error:
-            raise ConfigError(f"metrics_listen: cannot listen on {listen}: {error}") from None
+            reason = error.strerror or error
+            raise ConfigError(f"{key}: cannot listen on {listen}: {reason}") from None
         self._server.refusals, self._server.tls = refusals, context
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True

@@ -35,6 +35,11 @@ def _tag(message: Descriptor, name: str, wire_type: int) -> int:
 
 def field(tag: int, value: int) -> bytes:
     """A field's tag, and its value, or its length, as a varint."""
+    # Nearly all have one byte or two.
+    if value <= 0x7F:
+        return bytes((tag, value))
+    if value <= 0x3FFF:
+        return bytes((tag, value & 0x7F | 0x80, value >> 7))
     found = bytearray((tag,))
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)

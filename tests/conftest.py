@@ -11,6 +11,7 @@ import socketserver
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,25 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 _OURS = ("BATON_", "GRPC_")
+# Tests that start many processes each, and wait for them most of the time.
+_MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """File by file. Those of many processes begin at once, so many at a time, and others beside."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _assign_work_unit(self, node: Any) -> None:
+            many = self.nodes.index(node) < _MOST_AT_ONCE
+            for scope in self.workqueue:
+                if scope.startswith(_MANY_PROCESSES) == many:
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

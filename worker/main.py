@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -36,7 +36,7 @@ from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker import gpus
-from baton.worker.attach import AttachError, Attachment
+from baton.worker.attach import AttachError, Attachment, CoordinatorGone
 from baton.worker.handoffs import HandoffLog
 from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
@@ -55,7 +55,19 @@ EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
 
 
 class WorkerFailed(Exception):
-    """The worker cannot go on; the message is the one line for people."""
+    """The worker cannot go on; the message is the one line for people.
+
+    Attributes:
+        exit_code: as `baton`'s: 1 failed, 3 no coordinator is there.
+    """
+
+    exit_code = 1
+
+
+class Alone(WorkerFailed):
+    """No coordinator was there for too long."""
+
+    exit_code = 3
 
 
 def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
@@ -137,7 +149,8 @@ async def serve(
         engine_factory: makes the engine.
 
     Returns:
-        The process's exit code: 0 after a clean stop, 1 otherwise, with one line on stderr.
+        The process's exit code, as `baton`'s: 0 after a clean stop; otherwise, with one line on
+        stderr, 2 where the configuration is wrong, 3 where no coordinator is and 1 for the rest.
     """
     stop = stop if stop is not None else lifecycle.stop_requested()
     try:
@@ -145,7 +158,7 @@ async def serve(
         await worker.run(stop, ready)
     except (WorkerFailed, ConfigError) as error:
         print(f"baton worker {worker_id}: {error}", file=sys.stderr, flush=True)
-        return 1
+        return error.exit_code if isinstance(error, WorkerFailed) else 2
     return 0
 
 
@@ -208,8 +221,10 @@ class _Worker:
         listening = towards(config.kv_transfer, self._coordinator)
         exposure.check_transfer(listening.listen, security)
         try:
-            transfer = await TransferClient.start(
-                listening, socket_path, security=security, log_level=config.log_level
+            transfer = await _started(
+                TransferClient.start(
+                    listening, socket_path, security=security, log_level=config.log_level
+                )
             )
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
@@ -242,7 +257,9 @@ class _Worker:
             registry.register(found)
         refusals = Refusals(others=collector.transfer_refusals)
         registry.register(refusals)
-        metrics = MetricsServer(config.worker.metrics_listen, registry, security, refusals)
+        metrics = MetricsServer(
+            config.worker.metrics_listen, "worker.metrics_listen", registry, security, refusals
+        )
         stack.push_async_callback(asyncio.to_thread, metrics.close)
         spans = Tracing(
             config.tracing,
@@ -381,7 +398,7 @@ class _Worker:
             attachment.leave()
             await asyncio.wait([attaching], timeout=_LEAVE_S)
         if failure:
-            raise WorkerFailed(failure)
+            raise (Alone if _found_nobody(attaching) else WorkerFailed)(failure)
 
     @staticmethod
     async def _say_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
@@ -394,6 +411,21 @@ class _Worker:
     def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
         ended_at = monotonic() if ended_at is None else ended_at
         self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
+
+
+async def _started(start: Coroutine[Any, Any, TransferClient]) -> TransferClient:
+    """A transfer service, however soon this worker is to leave.
+
+    Given up half way it would be killed, and its shared memory would stay: it is let come up, and
+    closed as any other.
+    """
+    starting = asyncio.create_task(start, name="transfer service start")
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(TransferError):
+            await (await starting).close()
+        raise
 
 
 async def _load(engine: Engine) -> EngineInfo:
@@ -432,6 +464,12 @@ def _failure(
         _log.error("a task failed", exc_info=error)
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _found_nobody(attaching: asyncio.Task[None]) -> bool:
+    if not attaching.done() or attaching.cancelled() or (error := attaching.exception()) is None:
+        return False
+    return any(isinstance(one, CoordinatorGone) for one in _leaves(error))
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

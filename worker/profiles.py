@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import logging
-import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 # Traces are text: more effort makes them hardly smaller, and takes the engine's cores.
 _GZIP_LEVEL = 4
 _CLOSE_S = 1.0
+# Of a trace, compressed at one go: a few milliseconds.
+_PIECE_BYTES = 2**20
 
 
 class Profiles:
@@ -146,7 +148,7 @@ class Profiles:
         for trace in traces:
             into = trace.path.with_name(f"{trace.path.name}.gz")
             files.append(into)
-            await asyncio.to_thread(_compress, trace.path, into)
+            await _compressed(trace.path, into)
             packed.append((trace.rank, into))
         return packed
 
@@ -196,7 +198,23 @@ class Profiles:
         self._outbox.post(cluster_pb2.WorkerMessage(profile=message))
 
 
-def _compress(path: Path, into: Path) -> None:
+async def _compressed(path: Path, into: Path) -> None:
+    """Compresses a trace off the event loop; when it is cancelled, nothing goes on with it."""
+    stop = threading.Event()
+    work = asyncio.ensure_future(asyncio.to_thread(_compress, path, into, stop))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        stop.set()
+        # Until after one piece, however often this is cancelled.
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        raise
+
+
+def _compress(path: Path, into: Path, stop: threading.Event) -> None:
     with path.open("rb") as raw, gzip.open(into, "wb", compresslevel=_GZIP_LEVEL) as packed:
-        shutil.copyfileobj(raw, packed, 2**20)
+        while not stop.is_set() and (piece := raw.read(_PIECE_BYTES)):
+            packed.write(piece)
     path.unlink()

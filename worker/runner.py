@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 
 from baton.decode.role import DecodeRole
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineDead, EngineOutput, RequestRejected
+from baton.engine.base import Engine, EngineDead, EngineOutput, Finish, RequestRejected
 from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.prefill.role import PrefillRole
@@ -357,7 +357,11 @@ class Runner:
             if step.cache is not None:
                 self._cache.take(step.cache)
             # A prompt's blocks before its first token: until that the coordinator expects them.
-            if any(output.queue_s is not None for output in step.outputs):
+            # And what is gone before the request that misses it: it is placed anew.
+            if any(
+                output.queue_s is not None or output.finish is Finish.PREFIX_GONE
+                for output in step.outputs
+            ):
                 self._cache.flush()
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:

@@ -46,8 +46,10 @@ def read(path: Path) -> dict[str, Any]:
     """Raises ResultError."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ResultError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ResultError(f"{path}: cannot be read: it is no text in UTF-8") from None
     except ValueError as error:
         raise ResultError(f"{path}: not JSON: {error}") from None
     for key in _LATENCIES:

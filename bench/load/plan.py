@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,8 +71,8 @@ def arrival_times(rate: float, burstiness: float, chance: random.Random) -> Iter
         ValueError: one of them is not more than 0.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness)):
-        if not value > 0:
-            raise ValueError(f"--{name} is {value}; must be more than 0")
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} is {value}; must be finite and more than 0")
     gaps = (chance.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in itertools.count())
     return itertools.accumulate(gaps)
 

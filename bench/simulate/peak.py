@@ -71,60 +71,74 @@ class Search:
     window_s: float = 60.0
     warm_up_s: float = 30.0
 
-    def needs(self, arrivals: Sequence[Arrival], guess: Sizes) -> list[dict[Pool, int]]:
-        """The fewest workers of each window, run by itself.
+    def best(self, arrivals: Sequence[Arrival]) -> list[Within]:
+        """What plenty of workers would serve in time, by window."""
+        return self._run(arrivals, dict.fromkeys(Pool, self.plenty))
+
+    def of_window(
+        self, arrivals: Sequence[Arrival], index: int, best: Within, guess: Sizes
+    ) -> dict[Pool, int]:
+        """The fewest workers of one window, run by itself.
+
+        Args:
+            arrivals: all, in order of time.
+            index: of the window.
+            best: of the same window.
+            guess: sizes that are tried first.
+        """
+        begins_s = index * self.window_s
+        from_s = max(0.0, begins_s - self.warm_up_s)
+        some = [
+            one._replace(at_s=one.at_s - from_s)
+            for one in arrivals
+            if from_s <= one.at_s < begins_s + self.window_s
+        ]
+        if not some:
+            return dict.fromkeys(Pool, 1)
+        return {pool: self.fewest(some, pool, [best], guess, begins_s - from_s) for pool in Pool}
+
+    def fewest(
+        self,
+        arrivals: Sequence[Arrival],
+        pool: Pool,
+        best: Sequence[Within],
+        guess: Sizes,
+        begins_s: float = 0.0,
+    ) -> int:
+        """The fewest workers of one pool, with plenty of the other, that hold every window.
 
         Args:
             arrivals: in order of time.
-            guess: sizes that are tried first.
+            pool: that is meant.
+            best: as `best` says, of the same windows.
+            guess: that is tried first.
+            begins_s: of the first window.
         """
-        found: list[dict[Pool, int]] = []
-        for index in range(math.floor(arrivals[-1].at_s / self.window_s) + 1):
-            begins_s = index * self.window_s
-            from_s = max(0.0, begins_s - self.warm_up_s)
-            some = [
-                one._replace(at_s=one.at_s - from_s)
-                for one in arrivals
-                if from_s <= one.at_s < begins_s + self.window_s
-            ]
-            if not some:
-                found.append(dict.fromkeys(Pool, 1))
-                continue
-            near = found[-1] if found else guess
-            found.append(self._fewest(some, begins_s - from_s, near))
-        return found
 
-    def at_peak(self, arrivals: Sequence[Arrival], guess: Sizes) -> dict[Pool, int]:
-        """The smallest pools with which every window is held, without ever changing."""
-        return self._fewest(arrivals, 0.0, guess)
-
-    def _fewest(
-        self, arrivals: Sequence[Arrival], begins_s: float, guess: Sizes
-    ) -> dict[Pool, int]:
-        """Of each pool, with plenty of the other."""
-        plenty = dict.fromkeys(Pool, self.plenty)
-
-        def run(sizes: Sizes) -> list[Within]:
-            record = self.trial(arrivals, sizes)
-            return within(record, self.targets, self.window_s, begins_s)
-
-        best, share = run(plenty), self.targets.percentile / 100
-
-        def held(pool: Pool, number: int) -> bool:
-            return number >= self.plenty or all(
+        def held(number: int) -> bool:
+            if number >= self.plenty:
+                return True
+            sizes = {**dict.fromkeys(Pool, self.plenty), pool: number}
+            found = self._run(arrivals, sizes, begins_s)
+            share = self.targets.percentile / 100
+            # A request at the very end of a window may round into the next.
+            return all(
                 one.of(pool) >= share * most.of(pool)
-                for one, most in zip(run({**plenty, pool: number}), best, strict=True)
+                for one, most in zip(found, best, strict=False)
             )
 
-        found = {}
-        for pool in Pool:
-            number = min(max(1, guess[pool]), self.plenty)
-            if held(pool, number):
-                while number > 1 and held(pool, number - 1):
-                    number -= 1
-            else:
-                number += 1
-                while not held(pool, number):
-                    number += 1
-            found[pool] = number
-        return found
+        number = min(max(1, guess[pool]), self.plenty)
+        if held(number):
+            while number > 1 and held(number - 1):
+                number -= 1
+            return number
+        number += 1
+        while not held(number):
+            number += 1
+        return number
+
+    def _run(
+        self, arrivals: Sequence[Arrival], sizes: Sizes, begins_s: float = 0.0
+    ) -> list[Within]:
+        record = self.trial(arrivals, sizes)
+        return within(record, self.targets, self.window_s, begins_s)

@@ -47,8 +47,8 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
     if longest > config.simulated.max_model_len:
         raise ValueError(
-            f"simulated.max_model_len: is {config.simulated.max_model_len}; "
-            f"the trace has a request of {longest} tokens"
+            f"simulated.max_model_len: is {config.simulated.max_model_len}; must be at least "
+            f"{longest}, the longest request of the trace"
         )
     scaling, shape = scaling_config(config), shape_of(config)
     core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)

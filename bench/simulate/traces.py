@@ -8,14 +8,17 @@ import json
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # Of Mooncake's hash_ids.
 MOONCAKE_BLOCK_TOKENS = 512
+_MAX_BLOCK_ID = 2**31
 _APART_S = 10.0
+_OF_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_OF_MOONCAKE = ("timestamp_ms", "input_tokens", "output_tokens", "block_ids")
 
 
 class TraceError(ValueError):
@@ -44,7 +47,7 @@ class Arrival(NamedTuple):
             return tokens
         tokens = array("I")
         for block in self.block_ids:
-            tokens.extend(itertools.repeat(block, MOONCAKE_BLOCK_TOKENS))
+            tokens += array("I", (block,)) * MOONCAKE_BLOCK_TOKENS
         missing = self.num_prompt_tokens - len(tokens)
         if missing > 0:
             tokens.extend(itertools.repeat(2**31 + number, missing))
@@ -58,61 +61,72 @@ def read(path: Path) -> list[Arrival]:
         TraceError: the file cannot be read, or a row is wrong.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from None
-    start = text.lstrip()[:1]
-    if start == "[":
-        rows = _plain(text, path)
-    elif start == "{":
-        lines = [line for line in text.splitlines() if line.strip()]
-        rows = _mooncake(
-            [_json(line, path, number) for number, line in enumerate(lines, start=1)], path
-        )
-    else:
-        rows = _csv(text, path)
-    found = sorted(rows, key=lambda one: one.at_s)
+        # Spreadsheets begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}: cannot be read: it is no text in UTF-8") from None
+    try:
+        found = sorted(_rows(text, path), key=lambda one: one.at_s)
+    except csv.Error as error:
+        raise TraceError(f"{path}: not a CSV: {error}") from None
     if not found:
         raise TraceError(f"{path}: has no request")
     first = found[0].at_s
     return [one._replace(at_s=one.at_s - first) for one in found]
 
 
+def _rows(text: str, path: Path) -> Iterator[Arrival]:
+    start = text.lstrip()[:1]
+    if start == "[":
+        return _plain(text, path)
+    if start == "{":
+        lines = [line for line in text.splitlines() if line.strip()]
+        values = [_json(line, path, number) for number, line in enumerate(lines, start=1)]
+        return _mooncake(values, path)
+    return _csv(text, path)
+
+
 def _csv(text: str, path: Path) -> Iterator[Arrival]:
-    rows = csv.DictReader(text.splitlines())
-    if "block_ids" in (rows.fieldnames or ()):
-        # Mooncake's trace with runs of hash_ids as ranges, which is a fraction of the size.
-        listed = [
-            {
-                "timestamp": float(row["timestamp_ms"]),
-                "input_length": row["input_tokens"],
-                "output_length": row["output_tokens"],
-                "hash_ids": [one for run in row["block_ids"].split() for one in _range(run)],
-            }
-            for row in rows
-        ]
-        return _mooncake(listed, path)
-    return _azure(text, path)
+    lines = text.splitlines()
+    rows = csv.DictReader(lines, restval="")
+    columns = set(rows.fieldnames or ())
+    if columns >= set(_OF_AZURE):
+        return _azure(rows, path)
+    if columns >= set(_OF_MOONCAKE):
+        return _mooncake([_unfolded(path, number, row) for number, row in enumerate(rows, 1)], path)
+    raise TraceError(
+        f"{path}: neither JSON nor a CSV with the columns {', '.join(_OF_AZURE)}, or "
+        f"{', '.join(_OF_MOONCAKE)}; its first line is {(lines or [''])[0][:60]!r}"
+    )
 
 
-def _range(run: str) -> range:
-    first, _, last = run.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def _azure(text: str, path: Path) -> Iterator[Arrival]:
-    rows = csv.DictReader(text.splitlines())
-    wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    if set(wanted) - set(rows.fieldnames or ()):
+def _unfolded(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:
+    """A row of Mooncake's trace with runs of hash_ids as ranges: a fraction of the size."""
+    try:
+        at_ms = float(row["timestamp_ms"])
+        runs = [run.partition("-") for run in row["block_ids"].split()]
+        ranges = [range(int(first), int(last or first) + 1) for first, _, last in runs]
+    except ValueError:
         raise TraceError(
-            f"{path}: neither JSON nor a CSV with the columns {', '.join(wanted)}; its first line "
-            f"is {(text.splitlines() or [''])[0][:60]!r}"
-        )
+            f"{path}: request {number}: timestamp_ms is {row['timestamp_ms']!r:.60}, block_ids are "
+            f"{row['block_ids']!r:.60}; must be a number, and numbers or ranges such as 3-7"
+        ) from None
+    return {
+        "timestamp": at_ms,
+        "input_length": row["input_tokens"],
+        "output_length": row["output_tokens"],
+        "hash_ids": [one for each in ranges for one in each],
+    }
+
+
+def _azure(rows: Iterable[dict[str, str]], path: Path) -> Iterator[Arrival]:
     for number, row in enumerate(rows, start=2):
         try:
             # Python reads 6 digits of a second; the trace has 7.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             raise TraceError(
                 f"{path}:{number}: TIMESTAMP is {row['TIMESTAMP']!r}; must be a date and time"
             ) from None
@@ -132,9 +146,20 @@ def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
         index = seen[stamp] = seen.get(stamp, -1) + 1
         span = min(next_of.get(stamp, stamp + 3000) - stamp, 3000)
         at_s = (stamp + span * index / count[stamp]) / 1e3
-        blocks = tuple(int(one) for one in row.get("hash_ids", ()))
+        blocks = _blocks(path, number, row.get("hash_ids") or ())
         one = _arrival(path, number, at_s, row.get("input_length"), row.get("output_length"))
         yield one._replace(block_ids=blocks)
+
+
+def _blocks(path: Path, number: int, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, list | tuple) and all(
+        type(one) is int and 0 <= one < _MAX_BLOCK_ID for one in ids
+    ):
+        return tuple(ids)
+    raise TraceError(
+        f"{path}: request {number}: hash_ids is {ids!r:.60}; must be a list of whole numbers from "
+        f"0 to {_MAX_BLOCK_ID - 1}"
+    )
 
 
 def _plain(text: str, path: Path) -> Iterator[Arrival]:
@@ -155,7 +180,7 @@ def _json(text: str, path: Path, number: int) -> Any:
 
 def _number(path: Path, number: int, row: Any, key: str) -> float:
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TraceError(f"{path}: request {number}: {key} is {value!r}; must be a number")
     return float(value)
 
@@ -165,7 +190,7 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
     for name, value in (("prompt", prompt), ("output", output)):
         try:
             length = int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             length = 0
         if length < 1:
             raise TraceError(
@@ -185,8 +210,8 @@ def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Ar
     Raises:
         ValueError: the factor is not more than 0.
     """
-    if not factor > 0:
-        raise ValueError(f"the factor is {factor}; must be more than 0")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"--factor is {factor}; must be finite and more than 0")
     chance = random.Random(seed)
     found = list[Arrival]()
     for one in arrivals:

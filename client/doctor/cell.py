@@ -88,21 +88,26 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
     queued = [lane for lane in status.lanes if lane.info.num_queued]
     for pool in status.pools:
         name = role_name(pool.role)
-        if pool.num_serving == 0 and queued:
+        # One that sizes itself may be at rest, without a worker until somebody asks for something.
+        rests = bool(pool.max_workers) and not pool.desired
+        if pool.num_serving == 0 and (queued or not rests):
             waits = ", ".join(
                 f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
                 f"{ms(lane.info.oldest_wait.ToNanoseconds() // 1000)}"
                 for lane in queued
             )
             starts = pool.num_starting > 0
+            problem = (f"the last that failed: {pool.problem}",) if pool.problem else ()
             yield Finding(
                 Kind.COLD_STARTS if starts else Kind.NO_WORKERS,
                 f"no {name} worker serves",
                 "queue",
-                (waits, f"{pool.num_starting} are starting, {pool.num_draining} drain"),
-                warm(name)
-                if starts
-                else f"start one: baton worker --role {name}, or look at why none attaches",
+                (
+                    waits or "nothing waits for one yet",
+                    f"{pool.num_starting} are starting, {pool.num_draining} drain",
+                    *problem,
+                ),
+                warm(name) if starts and not problem else _none_serves(pool, name),
                 100.0,
             )
         used = pool.kv_tokens_used / (pool.kv_tokens_total or 1)
@@ -130,6 +135,12 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
                 "raise kv_transfer.send_bytes and .receive_bytes (they must fit /dev/shm)",
                 used / _FULL,
             )
+
+
+def _none_serves(pool: admin_pb2.PoolInfo, name: str) -> str:
+    if pool.max_workers:
+        return f"`baton why {name}`, and the log of `baton up`, say why none starts"
+    return f"start one: baton worker --role {name}, or look at why none attaches"
 
 
 def recoveries(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:

@@ -81,11 +81,17 @@ def decide(
     }
     idle = after.busy_at is not None and now - after.busy_at >= config.idle_s
     needs = {pool: _awake(need, idle=idle) for pool, need in needs.items()}
+    known_s = now - samples[0].at + samples[0].span_s
     states = {
         pool: replace(
             states[pool],
             wanted=sizing.remembered(
-                states[pool].wanted, members[pool].current, needs[pool].workers, config, now
+                states[pool].wanted,
+                members[pool].current,
+                needs[pool].workers,
+                config,
+                known_s,
+                now,
             ),
         )
         for pool in POOLS
@@ -95,9 +101,10 @@ def decide(
         sum(one.current for one in members.values()),
         sum(need.workers for need in needs.values()),
         config,
+        known_s,
         now,
     )
-    decision, flipped_into = _decision(members, needs, states, wanted, config, now)
+    decision, flipped_into = _decision(members, needs, states, wanted, config, known_s, now)
     if flipped_into is not None:
         states[flipped_into] = replace(states[flipped_into], flipped_in_at=now)
     states = _measured(observation, config, states, serving, now - (state.now or now), now)
@@ -227,17 +234,19 @@ def _decision(
     states: dict[Pool, PoolState],
     wanted: Sequence[tuple[float, int]],
     config: ScalingConfig,
+    known_s: float,
     now: float,
 ) -> tuple[Decision, Pool | None]:
     needed = {pool: needs[pool].workers for pool in POOLS}
-    most = sizing.kept(members, needed, states, wanted, config)
+    recent = sizing.lately(states, config, known_s, now)
+    most = sizing.kept(members, needed, states, wanted, recent, config, known_s)
     sizes, why = {}, {}
     for pool in POOLS:
         sizes[pool], why[pool] = sizing.bounded(
             members[pool].current, needed[pool], most[pool], config, pool
         )
     actions: list[Action] = []
-    flip = sizing.flips(sizes, members, needed, states, config, now)
+    flip = sizing.flips(sizes, members, needed, states, recent, config, now)
     moved = dict.fromkeys(POOLS, 0)
     gone: set[str] = set()
     if flip is not None:
@@ -252,6 +261,11 @@ def _decision(
     after = {pool: members[pool].current + moved[pool] for pool in POOLS}
     # Who has given workers away has shrunk enough for now.
     sizes = {pool: after[pool] if moved[pool] < 0 else sizes[pool] for pool in POOLS}
+    if flip is not None:
+        # Starts in whose place a worker comes are given up, unless both pools together keep them.
+        into, giver = flip[1], sizing.other(flip[1])
+        spared = min(after[into], sum(most.values()) - sizes[giver])
+        sizes[into] = max(sizes[into], spared)
     allowed, poor = sizing.within_budget(sizes, _moved(members, moved), config)
     decided = {}
     for pool in POOLS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 from baton.coordinator.autoscale import forecast, queueing
@@ -19,8 +20,6 @@ from baton.coordinator.autoscale.types import (
     Targets,
 )
 
-# Of the standard normal distribution.
-_Z95 = 1.645
 # Bursts above this are named in a reason.
 _NOTED = 1.3
 # And corrections above this.
@@ -171,9 +170,13 @@ def decode_need(
     uneven = _unevenness(observation, config) if by_time <= by_room else 0.0
     slope_s = latency.step_per_request_s + latency.step_per_kv_token_s * held_each
     share = latency.step_per_kv_token_s * held_each / slope_s if slope_s > 0 else 0.0
-    number = _spread(max(expected, lasting), each, bursts + uneven * share * share)
+    percentile = max(
+        (one.percentile for _, one in config.targets if one.itl_s is not None), default=50.0
+    )
+    most = _percentile(max(expected, lasting), bursts + uneven * share * share, percentile)
     # Of those that are here now some are here by chance, and gone before a worker would be.
-    at_once = _spread(present - _SURE * math.sqrt(present * bursts), each, 0.0)
+    surely = present - _SURE * math.sqrt(present * bursts)
+    number, at_once = _workers(most, each), _workers(surely, each)
     if not number and not at_once:
         return Need(0, "no request is expected")
     reason = f"{max(expected, lasting):.0f} requests at a time"
@@ -205,8 +208,12 @@ def _lanes(config: ScalingConfig) -> list[str]:
     return [name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None]
 
 
-def _spread(number: float, each: float, burstiness: float) -> int:
-    """Workers for the 95th percentile of a number of requests; without burstiness it is sure."""
-    if not number > 0:
-        return 0
-    return max(1, math.ceil((number + _Z95 * math.sqrt(number * burstiness)) / each - 1e-9))
+def _percentile(number: float, burstiness: float, percentile: float) -> float:
+    """Of a number of requests whose mean is given, at least that mean."""
+    above = max(0.0, NormalDist().inv_cdf(percentile / 100))
+    return number + above * math.sqrt(number * burstiness)
+
+
+def _workers(number: float, each: float) -> int:
+    """For so many requests at a time."""
+    return max(1, math.ceil(number / each - 1e-9)) if number > 0 else 0

@@ -162,7 +162,7 @@ def _view(worker: Worker) -> WorkerView:
     if worker.flip is not None:
         # It is as good as one that starts there, and needs no cold start.
         into = POOL_OF[worker.flip.into]
-        return WorkerView(worker.id, into, Phase.STARTING, worker.flip.since)
+        return WorkerView(worker.id, into, Phase.STARTING, worker.flip.since, flips=True)
     phase = Phase.SERVING if worker.serving else Phase.STARTING
     if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
         phase = Phase.DRAINING

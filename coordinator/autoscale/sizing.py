@@ -44,16 +44,22 @@ class Members:
         """Serving, or on the way there; each counted once."""
         return len(self.serving) + len(self.starting)
 
+    @property
+    def cold(self) -> tuple[WorkerView, ...]:
+        """On the way there by a cold start."""
+        return tuple(one for one in self.starting if not one.flips)
+
     @classmethod
     def of(cls, observation: Observation, pool: Pool, config: ScalingConfig, now: float) -> Members:
         starting = observation.of(pool, Phase.STARTING)
         stuck = tuple(one for one in starting if now - one.since > config.start_timeout_s)
-        everyone = sum(one.pool is pool for one in observation.workers)
+        usual = config.limits(pool).gpus
+        everyone = (one.gpus for one in observation.workers if one.pool is pool)
         return cls(
             serving=tuple(observation.of(pool, Phase.SERVING)),
             starting=tuple(one for one in starting if one not in stuck),
             stuck=stuck,
-            num_gpus=everyone * config.limits(pool).gpus,
+            num_gpus=sum(usual if gpus is None else gpus for gpus in everyone),
         )
 
 
@@ -62,6 +68,7 @@ def remembered(
     current: int,
     needed: int,
     config: ScalingConfig,
+    known_s: float,
     now: float,
 ) -> tuple[tuple[float, int], ...]:
     """What was wanted within the window, with what is wanted now.
@@ -69,7 +76,8 @@ def remembered(
     Where nothing is known of the window, the present size counts as wanted. What a later want
     exceeds never decides again and is left out.
     """
-    since = now - config.down_window_s
+    young = known_s < config.young_s
+    since = now - (max(config.window_s, config.young_s) if young else config.window_s)
     found = [one for one in wanted if since <= one[0] <= now]
     if not found:
         found = [(now, current)]
@@ -81,20 +89,41 @@ def interchangeable(config: ScalingConfig) -> bool:
     return config.flip and config.prefill.gpus == config.decode.gpus
 
 
+def lately(
+    states: dict[Pool, PoolState],
+    config: ScalingConfig,
+    known_s: float,
+    now: float,
+) -> dict[Pool, int]:
+    """The most that was wanted of each pool in the last moments; of a young load, ever."""
+    young = known_s < config.young_s
+    since = now - (config.young_s if young else min(_LATELY_S, config.window_s / 2))
+    return {
+        pool: max((number for at, number in states[pool].wanted if at >= since), default=0)
+        for pool in POOLS
+    }
+
+
 def kept(
     members: dict[Pool, Members],
     needed: dict[Pool, int],
     states: dict[Pool, PoolState],
     wanted: Sequence[tuple[float, int]],
+    recent: dict[Pool, int],
     config: ScalingConfig,
+    known_s: float,
 ) -> dict[Pool, int]:
     """What pools do not shrink below: the most that was wanted of each within the window.
 
     Where workers can change pools, it is enough to keep the most that both together wanted at one
-    time: the pools seldom have their peaks together.
+    time: the pools seldom have their peaks together. Workers that have yet to start are kept for as
+    long as `recent` has them wanted: what they cost until they serve is not spent yet.
     """
-    most = {pool: max(number for _, number in states[pool].wanted) for pool in POOLS}
-    if not interchangeable(config):
+    most = {}
+    for pool, one in members.items():
+        window = max(number for _, number in states[pool].wanted)
+        most[pool] = min(window, max(recent[pool], one.current - len(one.cold)))
+    if not interchangeable(config) or known_s < config.young_s:
         return most
     found = {pool: min(most[pool], members[pool].current) for pool in POOLS}
     for _ in range(sum(found.values()) - max(number for _, number in wanted)):
@@ -139,7 +168,7 @@ def bounded(
     if within < current:
         if limits.floor >= current:
             return current, f"at least {limits.floor} allowed"
-        return current, f"{most} were needed within {config.down_window_s:g} s"
+        return current, f"{most} were needed within {config.window_s:g} s"
     return current, ""
 
 
@@ -148,26 +177,30 @@ def flips(
     members: dict[Pool, Members],
     needed: dict[Pool, int],
     states: dict[Pool, PoolState],
+    recent: dict[Pool, int],
     config: ScalingConfig,
     now: float,
 ) -> tuple[int, Pool] | None:
     """How many workers change pools, and into which; None for none.
 
-    Only what the short pool lacks and the other has not needed lately. A pool that has just got a
-    worker so does not give one back: it must first have been quiet.
+    Only what the short pool lacks and the other has not needed lately. Workers that still start are
+    lacking: who flips is there before them. A pool that has just got a worker so does not give one
+    back: it must first have been quiet, or would let it go anyway.
     """
     if not interchangeable(config):
         return None
     for pool in POOLS:
         giver = other(pool)
-        short = min(sizes[pool], config.limits(pool).ceiling) - members[pool].current
-        if short <= 0 or now - states[giver].flipped_in_at < config.flip_quiet_s:
+        there = members[pool].current - len(members[pool].cold)
+        limits = config.limits(pool)
+        short = min(sizes[pool], limits.ceiling, max(limits.floor, needed[pool])) - there
+        if short <= 0:
             continue
-        since = now - min(_LATELY_S, config.down_window_s / 2)
-        lately = max(
-            (number for at, number in states[giver].wanted if at >= since), default=needed[giver]
-        )
-        keep = max(config.limits(giver).floor, needed[giver], lately)
+        # Who leaves all the same had better change pools.
+        stay = sizes[giver]
+        if now - states[giver].flipped_in_at >= config.flip_quiet_s:
+            stay = min(stay, recent[giver])
+        keep = max(config.limits(giver).floor, needed[giver], stay)
         # The last one stays, as one that serves must: what it has could not move to another.
         number = min(
             short,
@@ -215,8 +248,11 @@ def within_budget(
 
 
 def leaving(members: Members, number: int) -> list[WorkerView]:
-    """Who goes first: those that do not serve yet, the youngest of them, then the least loaded."""
-    starting = sorted(members.starting, key=lambda one: (-one.since, one.worker_id))
+    """Who goes first: those that do not serve yet, the youngest of them, then the least loaded.
+
+    Of those that do not serve yet first who needs a cold start.
+    """
+    starting = sorted(members.starting, key=lambda one: (one.flips, -one.since, one.worker_id))
     serving = sorted(members.serving, key=lambda one: (one.num_tokens, -one.since, one.worker_id))
     ours = [one for one in (*starting, *serving) if not one.stays]
     return ours[: max(0, number)]

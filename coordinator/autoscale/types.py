@@ -13,6 +13,9 @@ from enum import Enum
 from baton.coordinator.load_index import Pool
 from baton.runtime.latency import LatencyModel
 
+# Loads come and go within a minute, and are averaged over two.
+_LEAST_WINDOW_S, _YOUNG_S = 60.0, 120.0
+
 
 class Phase(Enum):
     """Of a worker's life, as far as sizing goes."""
@@ -78,7 +81,8 @@ class ScalingConfig:
         interval_s: between two decisions.
         cold_start_s: until a started worker serves: how far ahead the load is forecast.
         start_timeout_s: a worker that starts for longer is stuck and counts no more.
-        down_window_s: a pool shrinks to the most that was wanted within this time.
+        down_window_s: a pool shrinks to the most that was wanted within this time; None: see
+            `window_s`.
         max_up, max_down: factor up and share down of a pool in one decision; one worker always.
         drain_backlog_s: within which work that has piled up is to be done.
         margin: of a target, that predictions leave unused.
@@ -96,7 +100,7 @@ class ScalingConfig:
     interval_s: float = 5.0
     cold_start_s: float = 60.0
     start_timeout_s: float = 600.0
-    down_window_s: float = 180.0
+    down_window_s: float | None = None
     max_up: float = 2.0
     max_down: float = 0.25
     drain_backlog_s: float = 20.0
@@ -106,6 +110,26 @@ class ScalingConfig:
     flip: bool = True
     flip_quiet_s: float = 120.0
     idle_s: float = 300.0
+
+    @property
+    def window_s(self) -> float:
+        """How long a worker that is not needed is kept, where that is not configured.
+
+        As long as it is paid for while it starts again, at least a minute: whenever it will be
+        needed next, that costs at most twice what the best choice would have (Karlin et al.,
+        Competitive Snoopy Caching, 1988, on renting or buying).
+        """
+        if self.down_window_s is not None:
+            return self.down_window_s
+        return max(_LEAST_WINDOW_S, self.cold_start_s)
+
+    @property
+    def young_s(self) -> float:
+        """A load that has been known for less takes no worker away.
+
+        Of requests that last long the first have hardly ended, and the short ones among them first.
+        """
+        return _YOUNG_S if self.down_window_s is None else min(_YOUNG_S, self.down_window_s)
 
     def limits(self, pool: Pool) -> PoolLimits:
         return self.prefill if pool is Pool.PREFILL else self.decode
@@ -118,8 +142,10 @@ class WorkerView:
     Attributes:
         since: when it entered its phase, by the core's clock.
         num_tokens: assigned to it: who has least is drained first.
+        gpus: that it has; None: as many as its pool's limits say.
         stays: it was started elsewhere, and is neither drained nor moved to another pool.
         responds: it takes new work now; one that does not can be drained, not moved.
+        flips: of one that starts: it comes from the other pool, without a cold start.
     """
 
     worker_id: str
@@ -127,8 +153,10 @@ class WorkerView:
     phase: Phase
     since: float
     num_tokens: int = 0
+    gpus: int | None = None
     stays: bool = False
     responds: bool = True
+    flips: bool = False
 
 
 @dataclass(frozen=True, slots=True)

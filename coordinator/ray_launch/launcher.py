@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from baton.coordinator.cpu_cores import CorePlaces
@@ -14,7 +15,7 @@ from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.driver_process import DriverProcess
 from baton.coordinator.revision import Revision
 from baton.coordinator.worker_process import BATON, WorkerExit
-from baton.runtime.config import BatonConfig, ConfigError, RayPoolConfig, dump
+from baton.runtime.config import BatonConfig, ConfigError, dump
 
 # An own Ray has Unix sockets there: in a longer path they would not fit.
 _DIRECTORY = "/tmp"
@@ -59,18 +60,16 @@ class RayLauncher:
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         """Raises LaunchError; see Launcher."""
-        ray, config = self._config.ray, self._config
+        config = self._config
         if revision is not None:
             config = _with_whole_paths(revision.over(config))
-        pool, workers = (
-            (ray.prefill, config.prefill) if role == "prefill" else (ray.decode, config.decode)
-        )
-        ranks = config.tensor_parallel_size(workers) if config.engine == "vllm" else 0
+        start = start_of(worker_id, role, config, self._config)
         driver = await self._connected()
         # On other hosts it is theirs to say what binds an engine.
-        environment = self._places.take(worker_id) if self._places is not None else {}
+        if self._places is not None:
+            environment = self._places.take(worker_id, start.num_ranks)
+            start = replace(start, environment=environment)
         try:
-            start = _start(worker_id, role, pool, ranks, environment, dump(config))
             await driver.start_worker(start)
         except BaseException:
             if self._places is not None:
@@ -129,22 +128,34 @@ def _absolute(model: str) -> str:
     return str(path.absolute()) if path.is_dir() else model
 
 
-def _start(
-    worker_id: str,
-    role: str,
-    pool: RayPoolConfig,
-    num_ranks: object,
-    environment: dict[str, str],
-    config: str,
-) -> wire.Start:
+def start_of(worker_id: str, role: str, config: BatonConfig, configured: BatonConfig) -> wire.Start:
+    """What the driver is told of a worker, but for its environment.
+
+    Args:
+        worker_id: of the worker.
+        role: "prefill" or "decode".
+        config: the worker's own.
+        configured: the coordinator's. The GPUs that `ray` names are those of a worker of its size.
+    """
+    num_ranks, usual = _num_ranks(config, role), _num_ranks(configured, role)
+    takes = configured.ray.prefill if role == "prefill" else configured.ray.decode
+    gpus = takes.gpus
+    if gpus is not None and num_ranks and usual:
+        gpus *= num_ranks / usual
     return wire.Start(
         worker_id,
         role,
-        cpus=pool.cpus,
-        gpus=pool.gpus,
-        # vLLM says what is wrong with another.
-        num_ranks=num_ranks if isinstance(num_ranks, int) and num_ranks > 0 else 0,
-        resources=pool.resources,
-        environment=environment,
-        config=config,
+        cpus=takes.cpus,
+        gpus=gpus,
+        num_ranks=num_ranks,
+        resources=takes.resources,
+        environment={},
+        config=dump(config),
     )
+
+
+def _num_ranks(config: BatonConfig, role: str) -> int:
+    """That would use a GPU each."""
+    if config.engine != "vllm":
+        return 0
+    return config.num_ranks(config.prefill if role == "prefill" else config.decode)

@@ -371,6 +371,8 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, text, said):
         ((), "--rate and --concurrency"),
         (("--rate", "1", "--concurrency", "2"), "--rate and --concurrency"),
         (("--rate", "0"), "--rate is 0"),
+        (("--rate", "inf"), "--rate is inf"),
+        (("--rate", "1", "--duration", "-1"), "--duration"),
         (("--rate", "1", "--burstiness", "-1"), "--burstiness is -1"),
         (("--rate", "1", "--prompt-tokens", "x"), "--prompt-tokens is 'x'"),
         (("--rate", "1", "--batch-share", "2"), "--batch-share is 2"),

@@ -255,8 +255,11 @@ def test_sizes_are_found_by_trying():
         return cell().run(some, dict(tried), some[-1].at_s + 1)
 
     search = Search(trial, targets, plenty=4, window_s=15.0, warm_up_s=5.0)
-    first, second = search.needs(arrivals, sizes(1, 1))
-    peak = search.at_peak(arrivals, first)
+    best = search.best(arrivals)
+    first, second = (
+        search.of_window(arrivals, index, best[index], sizes(1, 1)) for index in range(2)
+    )
+    peak = {pool: search.fewest(arrivals, pool, best, first) for pool in Pool}
     assert first[Pool.PREFILL] < second[Pool.PREFILL]
     assert peak == {pool: max(first[pool], second[pool]) for pool in Pool}
     held = within(trial(arrivals, peak), targets, 15.0)
@@ -312,6 +315,10 @@ def test_plain_json_is_read(tmp_path):
     assert traces.read(path) == [Arrival(0.0, 7, 2)]
 
 
+MOONCAKE = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids":'
+UNFOLDED = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -320,6 +327,16 @@ def test_plain_json_is_read(tmp_path):
         ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
         ("[]", "has no request"),
         ("{nonsense", "not JSON"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7\n", "its output has ''"),
+        ("ContextTokens,GeneratedTokens,TIMESTAMP\n7,7\n", "TIMESTAMP is ''"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 1}', "its prompt has inf"),
+        (f"{MOONCAKE} [7.5]}}", r"hash_ids is \[7.5\]"),
+        (f"{MOONCAKE} [{2**64}]}}", "hash_ids is .* from 0 to 2147483647"),
+        ("timestamp_ms,block_ids\n0,0\n", "timestamp_ms, input_tokens, output_tokens, block_ids"),
+        (f"{UNFOLDED}soon,1,1,0\n", "timestamp_ms is 'soon'"),
+        (f"{UNFOLDED}0,1,1,a-b\n", "block_ids are 'a-b'"),
+        (f"{UNFOLDED}0,{'9' * 200_000},1,0\n", "not a CSV"),
     ],
 )
 def test_a_wrong_trace_is_refused_in_words(tmp_path, text, said):
@@ -327,6 +344,12 @@ def test_a_wrong_trace_is_refused_in_words(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(traces.TraceError, match=said):
         traces.read(path)
+
+
+def test_a_spreadsheets_mark_is_passed_over(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7,2\n")
+    assert traces.read(path) == [Arrival(0.0, 7, 2)]
 
 
 def test_a_scaled_trace_has_so_many_more():

@@ -1,15 +1,18 @@
-"""Which of several coordinators a command speaks to."""
+"""Which of several coordinators a command speaks to, and what it takes for an answer."""
 
 import asyncio
 import contextlib
+import socket
 import threading
 
 import grpc
 import pytest
 
+from baton.cli import rollout
 from baton.cli.asking import ask
-from baton.client import errors
+from baton.client import AdminClient, errors
 from baton.runtime import rpc
+from baton.runtime.errors import Aborted, FailedPrecondition
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -26,22 +29,45 @@ class OneAnswer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListPoolsResponse(generation=self.asked)
 
 
+class Rolling(admin_pb2_grpc.AdminServicer):
+    """A coordinator that tells of its rollout by itself, these states; None: it is too old to."""
+
+    def __init__(self, *told: admin_pb2.RolloutStatus | None) -> None:
+        self.told, self.num_promotions = told, 0
+
+    async def Watch(self, request, context):
+        for one in self.told:
+            yield admin_pb2.WatchEvent(rollout=one)
+        await asyncio.Event().wait()
+
+    async def PromoteRollout(self, request, context):
+        self.num_promotions += 1
+        return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
+
+
 @pytest.fixture
-def coordinators():
-    """Starts some on a loop of their own; `ask` has one too."""
+def serve():
+    """Starts services on a loop of their own; `ask` has one too. Returns the address of each."""
     loop = asyncio.new_event_loop()
     with running(loop), contextlib.ExitStack() as stack:
 
-        def start(*answers):
-            found = []
-            for number in answers:
-                service = OneAnswer(number)
-                address, stop = run(loop, serving(service))
-                stack.callback(lambda stop=stop: run(loop, stop()))
-                found.append((address, service))
-            return found
+        def start(service):
+            address, stop = run(loop, serving(service))
+            stack.callback(lambda: run(loop, stop()))
+            return address
 
         yield start
+
+
+@pytest.fixture
+def coordinators(serve):
+    """Starts some that answer so many times each."""
+
+    def start(*answers):
+        services = [OneAnswer(number) for number in answers]
+        return [(serve(service), service) for service in services]
+
+    return start
 
 
 @contextlib.contextmanager
@@ -87,3 +113,82 @@ def test_nobody_else_is_asked_once_one_has_answered(coordinators):
     with pytest.raises(errors.UnavailableError, match="it has ended"):
         ask(f"{first},{second}", twice)
     assert other.asked == 0
+
+
+def state(*, phase=admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, stable="1", last=""):
+    """Of a rollout of r2."""
+    canary = admin_pb2.RevisionStatus(name="r2")
+    return admin_pb2.RolloutStatus(phase=phase, stable_revision=stable, last=last, canary=canary)
+
+
+RUNNING = state(phase=admin_pb2.ROLLOUT_PHASE_RUNNING)
+PROMOTING = state(phase=admin_pb2.ROLLOUT_PHASE_PROMOTING)
+
+
+def promote(address):
+    rollout.promote(drain_timeout=None, wait=10.0, address=address, as_json=False)
+
+
+def test_a_promotion_is_waited_for(serve, capsys):
+    promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
+    assert capsys.readouterr().out == "it is being promoted\n"
+
+
+def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):
+    """A coordinator that is older than the command."""
+    service = Rolling(None, None)
+    with pytest.raises(FailedPrecondition, match="does not tell of rollouts"):
+        promote(serve(service))
+    assert service.num_promotions == 0
+
+
+def test_a_rollout_that_is_aborted_meanwhile_is_not_promoted(serve):
+    with pytest.raises(Aborted, match="'r2' is not the stable one: it was worse"):
+        promote(serve(Rolling(RUNNING, PROMOTING, state(last="it was worse"))))
+
+
+def test_a_coordinator_that_goes_away_under_a_question_is_named():
+    """As in `baton pools --watch` when it is killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=hang_up, args=(listener,))
+        thread.start()
+        with pytest.raises(errors.UnavailableError, match=f"coordinator at {address}"):
+            ask(address, twice)
+        thread.join()
+
+
+async def test_where_nobody_speaks_there_is_no_coordinator():
+    """As where packets are dropped."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        async with AdminClient(address, timeout_s=0.3) as admin:
+            with pytest.raises(errors.UnavailableError, match=f"cannot reach .* {address}: no"):
+                await admin.list_pools()
+            assert not admin.has_answered
+
+
+async def test_a_coordinator_that_does_not_answer_is_named():
+    class Silent(OneAnswer):
+        async def ListPools(self, request, context):
+            await asyncio.Event().wait()
+
+    address, stop = await serving(Silent(0))
+    try:
+        async with AdminClient(address, timeout_s=1.0) as admin:
+            await admin._channel.channel_ready()
+            match = f"{address} has not answered within 1 s"
+            with pytest.raises(errors.DeadlineExceededError, match=match):
+                await admin.list_pools()
+    finally:
+        await stop()
+
+
+def hang_up(listener):
+    """Speaks HTTP/2 until the question is there, and goes."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(b"\0\0\0\4\0\0\0\0\0")  # SETTINGS, empty.
+        seen = b""
+        while b"ListPools" not in seen and (more := connection.recv(4096)):
+            seen += more

@@ -24,7 +24,7 @@ UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "
 class Process:
     """A command in a session of its own, its output read line by line."""
 
-    def __init__(self, *arguments, home, address=""):
+    def __init__(self, *arguments, home, address="", stderr=None):
         env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
         env |= {"HOME": str(home)} | ({"BATON_ADDRESS": address} if address else {})
         self._log = (Path(home) / f"{arguments[0]}.log").open("w+")
@@ -32,7 +32,7 @@ class Process:
             [sys.executable, "-m", "baton.cli", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=self._log if stderr is None else stderr,
             text=True,
             env=env,
             process_group=0,
@@ -83,7 +83,11 @@ class Process:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The address of a running `baton up`; afterwards nothing of it may be left."""
-    up = Process(*UP, home=tmp_path_factory.mktemp("up"))
+    home = tmp_path_factory.mktemp("up")
+    # What a test stops stays attached, however long the commands take that look at it.
+    config = home / "baton.yaml"
+    config.write_text("coordinator: {worker_timeout_s: 600}\n")
+    up = Process(*UP, "--config", str(config), home=home)
     try:
         yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+) http=http://127\.0\.0\.1:\d+$").group(1)
         assert up.stop() == (0, []), up.err()[-3000:]
@@ -184,6 +188,19 @@ def test_workers_shows_how_they_reach_each_other(ask):
     assert (peer["worker_id"], peer["transport"], peer["reason"]) == ("decode-0", "shm", "")
     row = next(line for line in ask("workers").out.splitlines() if peer["worker_id"] in line[10:])
     assert row.split() == ["prefill-0", "decode-0", "shm", "-"]
+
+
+def test_a_worker_that_stands_still_is_not_said_to_serve(ask):
+    pids = {one["worker_id"]: one["pid"] for one in json.loads(ask("workers", "--json").out)}
+    os.kill(pids["decode-0"], signal.SIGSTOP)
+    try:
+        shown = eventually(lambda: "silent" in (out := ask("workers").out) and out)
+        assert re.search(r"^decode-0 +decode +silent ", shown, re.MULTILINE)
+        assert "decode-0 is silent; its requests wait for it" in shown
+        assert re.search(r"^decode-0 +decode +silent ", ask("top", "--once").out, re.MULTILINE)
+    finally:
+        os.kill(pids["decode-0"], signal.SIGCONT)
+    eventually(lambda: re.search(r"^decode-0 +decode +serving ", ask("workers").out, re.MULTILINE))
 
 
 def test_workers_shows_what_their_steps_cost(ask):
@@ -309,7 +326,7 @@ def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_pa
     assert ask("profile", "decode-0", "--out", str(tmp_path)).code == 2
 
 
-def eventually(question, timeout_s=10.0):
+def eventually(question, timeout_s=START_TIMEOUT_S):
     deadline = time.monotonic() + timeout_s
     while not (answer := question()):
         assert time.monotonic() < deadline
@@ -362,6 +379,18 @@ def test_a_port_in_use_is_one_line(baton, taken_address):
     assert result.out == ""
 
 
+@pytest.mark.parametrize(
+    "command", [("coordinator",), ("worker", "--role", "decode", "--coordinator", "127.0.0.1:1")]
+)
+def test_a_metrics_port_in_use_is_named(baton, taken_address, command):
+    key = f"{command[0]}.metrics_listen"
+    config = {"engine": "simulated", "coordinator": {"listen": "127.0.0.1:0"}}
+    config.setdefault(command[0], {})["metrics_listen"] = taken_address
+    result = baton(*command, "--config", "-", stdin=json.dumps(config))
+    assert result.code == 2
+    assert f"{key}: cannot listen on {taken_address}: Address already in use" in result.err
+
+
 def test_a_missing_model_is_one_line(baton, tmp_path):
     result = baton(*UP, "--model", str(tmp_path / "no-such-model"))
     assert result.code in (1, 2)
@@ -392,6 +421,51 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
         # Another worker follows, with one of its own.
         assert not directory.exists()
         assert up.stop() == (0, []), up.err()[-3000:]
+    finally:
+        up.close()
+
+
+def test_a_log_that_nobody_reads_any_more_ends_nothing(baton, tmp_path):
+    """As `baton up 2>&1 | tee log` when tee is gone."""
+    read_end, write_end = os.pipe()
+    up = Process(*UP, "--no-http", home=tmp_path, stderr=write_end)
+    os.close(write_end)
+    try:
+        address = up.line(r"^ready grpc=(\S+)").group(1)
+        os.close(read_end)
+
+        def workers():
+            found = json.loads(baton("workers", "--json", "--address", address).out)
+            return {one["worker_id"]: one["pid"] for one in found if one["role"] == "decode"}
+
+        # What they log from now on goes nowhere; what becomes of them is seen all the same.
+        for name in ("decode-0", "decode-1"):
+            os.kill(eventually(lambda name=name: workers().get(name)), signal.SIGKILL)
+        assert eventually(lambda: list(workers())) == ["decode-2"]
+        assert up.stop() == (0, [])
+    finally:
+        up.close()
+
+
+def test_a_second_ctrl_c_ends_all_of_it_at_once(tmp_path):
+    up = Process(*UP, home=tmp_path)
+    try:
+        address = up.line(r"^ready grpc=(\S+)").group(1)
+        endless = ("generate", "hello", "--max-tokens", "8000", "--ignore-eos", "--json")
+        asking = Process(*endless, home=tmp_path, address=address)
+        try:
+            asking.line('"tokens"')
+            gateway = next(
+                child
+                for child in psutil.Process(up.popen.pid).children()
+                if "gateway" in child.cmdline()
+            )
+            up.popen.send_signal(signal.SIGINT)
+            # It drains: the gateway has nothing to wait for, the workers have.
+            gateway.wait(STOP_TIMEOUT_S)
+            assert up.stop() == (-signal.SIGINT, [])
+        finally:
+            asking.close()
     finally:
         up.close()
 

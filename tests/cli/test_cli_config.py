@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,30 @@ def test_what_show_prints_check_accepts(baton, tmp_path):
     assert baton("config", "show", "--config", str(file)).out == shown.out
 
 
+def test_keys_says_what_each_means(baton):
+    everything = json.loads(baton("config", "keys", "--json").out)
+    assert [one["name"] for one in everything if not one["meaning"]] == []
+    shown = yaml.safe_load(baton("config", "show").out)
+    known = {one["name"]: one["default"] for one in everything if ".NAME." not in one["name"]}
+    assert known == dict(leaves(shown, known))
+    some = baton("config", "keys", "batch.share").out.splitlines()
+    assert some[0].split() == ["KEY", "DEFAULT", "MEANING"]
+    assert some[1].startswith("lanes.batch.share  0.05     of the tokens")
+    assert "tenants.NAME.weight" in baton("config", "keys", "tenants").out
+    missing = baton("config", "keys", "lanes.batch.shares")
+    assert (missing.code, missing.out) == (2, "")
+    assert "did you mean 'lanes.batch.share'?" in missing.err
+
+
+def leaves(values, known, above=""):
+    """Keys and values of what is printed, sections opened as far as keys are known."""
+    for name, value in values.items():
+        if f"{above}{name}" in known:
+            yield f"{above}{name}", value
+        else:
+            yield from leaves(value, known, f"{above}{name}.")
+
+
 def test_show_lays_a_file_over_the_defaults(baton):
     shown = baton("config", "show", "--config", "-", stdin="decode: {workers: 3}\n")
     values = yaml.safe_load(shown.out)
@@ -33,6 +58,13 @@ def test_show_lays_a_file_over_the_defaults(baton):
         ("coordinator: {lisen: x}", "coordinator.lisen: unknown key; did you mean 'listen'?"),
         ("prefil: {workers: 1}", "prefil: unknown key; did you mean 'prefill'?"),
         ("decode: {workers: -1}", "decode.workers: is -1; "),
+        ("lanes: {batch: {max_queued: 10000000000}}", "lanes.batch.max_queued: is 10000000000; "),
+        ("prefill: 3", "prefill: is 3; must be a mapping of keys"),
+        ("model: null", "model: is null; must be a valid string"),
+        ("model: ''", "model: is ''; "),
+        ("worker: {revision: a b}", "must be 1 to 64 characters of [A-Za-z0-9._-]"),
+        ("model: 2024-99-99", "not YAML: month must be in 1..12"),
+        ("decode: {workers: 1}\ndecode: {workers: 2}", "found the key 'decode' a second time"),
         ("engine: gpt", "engine: is 'gpt'; "),
         ("coordinator: {listen: nowhere}", "coordinator.listen: is 'nowhere'; must be host:port"),
         ("a: [", "not YAML"),
@@ -48,6 +80,35 @@ def test_check_says_what_is_wrong_on_one_line(baton, text, expected):
     assert checked.err.count("\n") == 1
 
 
+def test_what_is_commented_out_whole_is_as_good_as_absent(baton):
+    text = "security:\n  # ca_file: x\nprefill:\nengine_args:\ntenants:\n  acme:\n"
+    text += "kv_transfer:\n  transports:\n  # - shm\n"
+    assert baton("config", "check", "-", stdin=text).code == 0
+    shown = yaml.safe_load(baton("config", "show", "--config", "-", stdin=text).out)
+    assert shown["prefill"] == BatonConfig().prefill.model_dump()
+    assert shown["tenants"]["acme"]["weight"] == 1
+    assert shown["kv_transfer"] == BatonConfig().kv_transfer.model_dump()
+
+
+def test_what_lies_over_a_merged_key_is_not_there_twice(baton):
+    text = """
+prefill:
+  engine_args: &prefill
+    <<: &common {max_model_len: 100, dtype: float32}
+    max_model_len: 200
+engine_args: {<<: *prefill, seed: 1}
+"""
+    shown = yaml.safe_load(baton("config", "show", "--config", "-", stdin=text).out)
+    assert shown["engine_args"] == {"max_model_len": 200, "dtype": "float32", "seed": 1}
+
+
+def test_a_model_where_one_stands_has_its_directorys_name(tmp_path, monkeypatch):
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path / "llama")
+    assert BatonConfig(model=".").model_name == "llama"
+    assert BatonConfig(model="..").model_name == tmp_path.name
+
+
 def test_every_wrong_key_has_its_line(baton):
     checked = baton("config", "check", "-", stdin="modle: x\ndecode: {worker: 1}\n")
     assert len(checked.err.splitlines()) == 2
@@ -56,7 +117,12 @@ def test_every_wrong_key_has_its_line(baton):
 def test_a_missing_file(baton, tmp_path):
     checked = baton("config", "check", str(tmp_path / "none.yaml"))
     assert checked.code == 2
-    assert "cannot be read" in checked.err
+    assert (
+        checked.err == f"baton: {tmp_path}/none.yaml: cannot be read: No such file or directory\n"
+    )
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff")
+    checked = baton("config", "check", str(tmp_path / "picture.yaml"))
+    assert (checked.code, "it is no text in UTF-8" in checked.err) == (2, True)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -86,3 +152,17 @@ def test_options_lie_over_the_file(tmp_path):
     assert (config.model, config.engine_args) == ("b", {"x": 3, "y": 2})
     assert (config.prefill.workers, config.decode.workers) == (4, 2)
     assert config.coordinator.listen == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize("writable", ["file", "directory"])
+def test_what_is_replaced_needs_room_beside_it(tmp_path, monkeypatch, writable):
+    """As the traces of `baton profile`; what is written into needs the file alone."""
+    (out := tmp_path / "out").touch()
+    path = {"file": out, "directory": tmp_path}[writable]
+    monkeypatch.setattr("os.access", lambda one, mode: one == path)
+    for replaced, needed in ((False, "file"), (True, "directory")):
+        if needed == writable:
+            options.check_writable(out, "--out", replaced=replaced)
+        else:
+            with pytest.raises(typer.BadParameter, match="cannot be written"):
+                options.check_writable(out, "--out", replaced=replaced)

@@ -1,10 +1,13 @@
 """What a person sees when something is wrong: one line, and an exit code that says which kind."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -26,6 +29,12 @@ def test_the_address_comes_from_the_environment_too(baton, unused_address):
     result = baton("pools", env={"BATON_ADDRESS": unused_address})
     assert result.code == 3
     assert unused_address in result.err
+
+
+def test_a_host_that_nobody_knows(baton):
+    result = baton("pools", "--address", "no-such-host.invalid:7070")
+    assert result.code == 3
+    assert "cannot reach the coordinator at no-such-host.invalid:7070: " in one_line(result)
 
 
 def test_an_address_that_is_none(baton):
@@ -64,6 +73,66 @@ def test_a_prompt_that_is_no_text(baton, unused_address):
     result = baton("generate", os.fsdecode(b"h\xffi"), "--address", unused_address)
     assert result.code == 2
     assert "must be valid UTF-8" in one_line(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("scale", "decode", str(2**32)),
+        ("targets", "--ttft-ms", str(2**32)),
+        ("requests", "--limit", str(2**32)),
+        ("why", "--limit", str(2**32)),
+        ("rollout", "start", "--revision", "r", "--share", "5%", "--prefill", str(2**32)),
+        ("keys", "add", "keys.yaml", "--name", "n", "--days", "99999999"),
+        ("certs", "certs", "--days", "99999999"),
+    ],
+)
+def test_a_number_that_nothing_can_hold(baton, unused_address, arguments):
+    result = baton(*arguments, env={"BATON_ADDRESS": unused_address})
+    assert result.code == 2
+    assert "should be less than or equal to" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("drain", "w", "--timeout", "inf"), ("rollout", "abort", "--drain-timeout", "1e20")],
+)
+def test_a_time_that_nothing_can_hold(baton, unused_address, arguments):
+    result = baton(*arguments, "--address", unused_address)
+    assert result.code == 2
+    assert "timeout is " in one_line(result)
+    assert "must be at most 1e+08 s" in result.err
+
+
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_where_nothing_can_be_written_is_said_before_the_work(baton, tmp_path, option):
+    trace = tmp_path / "trace.json"
+    trace.write_text('[{"start_time": 0, "prompt_len": 9, "output_len": 2}]')
+    missing = baton("simulate", str(trace), option, str(tmp_path / "none" / "out"))
+    assert (missing.code, missing.out) == (2, "")
+    assert f"there is no directory {tmp_path / 'none'}" in " ".join(missing.err.split())
+    directory = baton("simulate", str(trace), option, str(tmp_path))
+    assert (directory.code, directory.out) == (2, "")
+    assert "is a directory" in directory.err
+
+
+def test_standard_input_that_is_no_text(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli", "generate", "-"],
+        input=b"caf\xe9",
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 2
+    assert b"standard input must be utf-8 text; it has a byte 0xe9" in done.stderr
+
+
+def test_a_terminal_that_lacks_a_character(baton, tmp_path):
+    file = tmp_path / "caf\u00e9.yaml"
+    file.write_text("engine: simulated\n")
+    checked = baton("config", "check", str(file), env={"PYTHONIOENCODING": "ascii:strict"})
+    assert (checked.code, checked.out) == (0, f"{tmp_path}/caf?.yaml: ok\n")
 
 
 def test_a_full_disk_is_one_line():
@@ -108,6 +177,65 @@ def test_light_commands_do_not_import_grpc(baton, command):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_finds_no_coordinator_is_exit_3(baton, unused_address):
+    config = "engine: simulated\nworker: {attach_timeout_s: 0.2}\n"
+    arguments = ("--role", "decode", "--worker-id", "w", "--coordinator", unused_address)
+    result = baton("worker", *arguments, "--config", "-", stdin=config)
+    assert result.code == 3
+    assert f"\nbaton worker w: no coordinator at {unused_address} for " in f"\n{result.err}"
+
+
+def test_a_worker_that_is_to_leave_at_once_leaves_no_shared_memory(unused_address, tmp_path):
+    with starting_worker(unused_address, tmp_path) as (worker, segment):
+        worker.terminate()
+        assert worker.wait(30) == 0
+        assert not segment.exists()
+
+
+def test_a_worker_that_is_killed_while_its_service_starts_leaves_none_either(
+    unused_address, tmp_path
+):
+    with starting_worker(unused_address, tmp_path) as (worker, segment):
+        (service,) = psutil.Process(worker.pid).children()
+    deadline = time.monotonic() + 30
+    while segment.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = segment.exists()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        service.kill()
+    assert not left
+
+
+@contextlib.contextmanager
+def starting_worker(address, directory):
+    """A worker whose transfer service has its segment and does not serve yet; killed after."""
+    arguments = ["worker", "--role", "decode", "--coordinator", address]
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", *arguments, "--engine", "simulated"],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(directory)},
+    )
+    try:
+        yield worker, shared_memory_below(worker.pid)
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def shared_memory_below(pid):
+    """The transfer service's segment, as soon as there is one: the service does not serve yet."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error, OSError):
+                for link in Path(f"/proc/{child.pid}/fd").iterdir():
+                    target = os.readlink(link)
+                    if target.startswith("/dev/shm/baton-kv-"):
+                        return Path(target)
+        time.sleep(0.002)
+    raise AssertionError("no shared memory")
 
 
 def test_a_worker_that_dies_while_loading_is_exit_1_and_the_last_line(baton):

@@ -1,7 +1,9 @@
 """How state and budgets are printed."""
 
 import json
+import re
 
+import pytest
 from google.protobuf import duration_pb2
 
 from baton.cli import failures, output, timeline
@@ -9,6 +11,8 @@ from baton.client import LatencyBudget, StageTime
 from baton.client.errors import make
 from baton.runtime.config import ConfigError
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+SPARE = ("ENGINE", "ROLE")
 
 
 def test_messages_as_json():
@@ -39,6 +43,25 @@ def test_tables_are_plain_off_a_terminal(capsys):
     assert capsys.readouterr().out == "NAME  COUNT\na         1\nlong  12345\n"
     output.print_table(("NAME",), [], "none")
     assert capsys.readouterr().out == "none\n"
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 80, 200])
+def test_a_narrow_terminal_cuts_no_name(monkeypatch, capsys, width):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ("WORKER", "ROLE", ">KV USED", "ENGINE", "WHY")
+    why = "a long reason that may be wrapped wherever there is no room for the whole of it"
+    output.print_table(
+        columns, [("decode-long-0", "decode", "97 %", "vllm 0.32.0", why)], "", SPARE
+    )
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "decode-long-0" in shown
+    assert "97 %" in shown
+    assert "…" not in shown
+    assert ("vllm 0.32.0" in shown) is (width >= 80)
+    assert ("ENGINE: --json has all" in shown) is (width < 80)
+    if width >= 60:
+        assert max(map(len, shown.splitlines())) <= width
 
 
 def test_the_timeline_adds_up(capsys):

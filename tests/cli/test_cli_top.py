@@ -92,6 +92,16 @@ def test_numbers_are_whole_and_have_units(many):
     assert "and 25 more" in text
 
 
+@pytest.mark.parametrize("width", [40, 50, 60])
+def test_where_it_is_narrow_columns_are_left_out_and_none_is_cut(many, width):
+    text = "\n".join(line for line in lines(many, width, 30)[2:] if "…" in line)
+    assert text.count("…") <= 2, text  # Of the footer's neighbours: scale events, many workers.
+    found = "\n".join(lines(many, width, 30))
+    for word in ("SERVING", "TTFT", "P95", "KEPT", "STATE", "p0"):
+        assert word in found
+    assert re.search(r"TTFT .*\d ms .*\d %", found)
+
+
 def test_more_room_shows_more(many):
     narrow, wide = lines(many, 80, 24), lines(many, 200, 60)
     assert not any("TOK/S" in line for line in narrow)
@@ -118,7 +128,7 @@ def test_scale_events_say_when_and_why(many):
 def test_empty_and_disconnected(few, width, height):
     empty = lines(view(LiveCell()), width, height)
     assert any("no workers are attached" in one for one in empty)
-    assert "nothing is served" in empty[1]
+    assert empty[1].startswith("no_workers (+1)  no prefill worker serves")
     connecting = lines(None, width, height)
     assert "connecting" in connecting[1]
     away = lines(None, width, height, problem="cannot reach the coordinator at 127.0.0.1:7070")

@@ -163,6 +163,14 @@ async def test_the_next_address_is_tried(server, inference, kind):
             assert (await client.model()).name == "scripted"
 
 
+async def test_the_next_address_is_asked_for_its_model(server, inference):
+    """The first one accepts and says nothing; before any session has found that out."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        other = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with BatonClient(f"{other}, {server[0]}") as client:
+            assert (await client.model(timeout_s=3.0)).name == "scripted"
+
+
 async def test_a_coordinator_that_refuses_the_session_is_passed_over(server, inference):
     refusing = ScriptedInference()
     async with serving(refusing) as (other, _), BatonClient([other, server[0]]) as client:

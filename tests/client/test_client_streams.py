@@ -157,6 +157,21 @@ async def test_what_is_submitted_together_is_one_message_where_it_may_be(client,
     assert connection.sizes[6:] == [64, 36]
 
 
+async def test_a_cancel_waits_behind_no_submissions(client, inference):
+    first = client.generate("first")
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number), takes_batches=True)
+    await anext(first)
+    more = [client.generate(f"{index}") for index in range(200)]
+    first.cancel()
+    assert await connection.cancelled() == number
+    for index in range(200):
+        assert (await connection.submitted()).request.text == f"{index}"
+    for stream in more:
+        await stream.aclose()
+
+
 async def test_complete_joins_the_text(client, inference):
     answer = asyncio.create_task(client.complete("x"))
     connection = await inference.connection()
@@ -181,6 +196,20 @@ async def test_break_cancels_at_the_server(client, inference):
     connection.send(accepted(number), delta(number, 0, [1]))
     assert (await task).token_ids == (1,)
     del task
+    gc.collect()
+    assert await connection.cancelled() == number
+
+
+async def test_who_reads_needs_to_hold_nothing_else(client, inference):
+    reading = asyncio.create_task(client.generate("x").read())
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    gc.collect()
+    connection.send(accepted(number), delta(number, 0, [1]))
+    events = await asyncio.wait_for(reading, TIMEOUT_S)
+    assert isinstance(events[0], Accepted)
+    # Now nobody does.
+    del reading
     gc.collect()
     assert await connection.cancelled() == number
 
@@ -274,7 +303,7 @@ async def test_the_deadline_holds_when_the_server_says_nothing(client, inference
     connection = await inference.connection()
     submit = await connection.submitted()
     assert submit.request.timeout.ToMilliseconds() == 50
-    with pytest.raises(DeadlineExceededError, match=r"0\.05 s"):
+    with pytest.raises(DeadlineExceededError, match=r"0\.05 s: no coordinator had accepted it"):
         await stream.complete()
     assert await connection.cancelled() == submit.stream
     # What still comes for it hurts nobody.

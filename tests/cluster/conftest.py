@@ -10,7 +10,7 @@ from baton.client import BatonClient
 sys.path.append(str(Path(__file__).parent))
 
 from cluster_fixtures import cluster, model, shared_cluster
-from processes import Cluster
+from processes import Cluster, UpCluster
 
 __all__ = ["cluster", "model", "shared_cluster"]
 
@@ -31,5 +31,16 @@ def new_cluster(tmp_path: Path, model: str) -> Iterator[Callable[..., Cluster]]:
             for name in workers:
                 cluster.start_worker("prefill" if name.startswith("p") else "decode", name)
             return cluster
+
+        yield make
+
+
+@pytest.fixture
+def up(tmp_path: Path, model: str) -> Iterator[Callable[..., UpCluster]]:
+    """Makes a running `baton up`; nothing of it is left afterwards."""
+    with ExitStack() as stack:
+
+        def make(**sections: dict[str, object]) -> UpCluster:
+            return stack.enter_context(UpCluster(tmp_path, model, **sections))
 
         yield make

@@ -353,18 +353,19 @@ async def test_why_a_worker_cannot_be(ray, model):
         engine_args={"die": True},
         ray={
             "address": ray.address,
-            "placement_timeout_s": 1.0,
+            # Longer than a busy node takes to start the one that it has room for.
+            "placement_timeout_s": 6.0,
             "decode": {"cpus": 0, "gpus": 2},
         },
     )
     async with launching(config) as (launcher, exits):
         await launcher.start("p1", "prefill")
         await launcher.start("d1", "decode")
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             reasons = {str(await exits.get()) for _ in range(2)}
         assert reasons == {
             "worker p1 exited with code 1: no such weights",
-            "worker d1 found no room within ray.placement_timeout_s 1: "
+            "worker d1 found no room within ray.placement_timeout_s 6: "
             "no node of Ray has GPU 2 (most: 0)",
         }
     await gone(ray.actors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -11,20 +10,8 @@ import signal
 import load_steps
 import pytest
 from load_steps import DECODE, PREFILL, baton, decoding, ids, prompt, serving, until
-from processes import UpCluster
 
 from baton.client import AdminClient, BatonClient
-
-
-@pytest.fixture
-def up(tmp_path, model):
-    """Makes a running `baton up`; nothing of it is left afterwards."""
-    with contextlib.ExitStack() as stack:
-
-        def make(**sections):
-            return stack.enter_context(UpCluster(tmp_path, model, **sections))
-
-        yield make
 
 
 @pytest.mark.timeout(300)

@@ -30,10 +30,11 @@ class Launched:
     """
 
     def __init__(
-        self, new_world, prefill=1, decode=1, *, autoscale=False, limits=None, **config
+        self, new_world, prefill=1, decode=1, *, autoscale=False, limits=None, world=None, **config
     ) -> None:
         config = replace(CONFIG, **config, **(limits or {}))
-        self.world = new_world(scaling=ScalingSettings(config, autoscale=autoscale))
+        scaling = ScalingSettings(config, autoscale=autoscale)
+        self.world = new_world(scaling=scaling, **(world or {}))
         self.there: set[str] = set()
         self.gone: set[str] = set()
         self.world.handle(ev.LauncherReady({Pool.PREFILL: prefill, Pool.DECODE: decode}))

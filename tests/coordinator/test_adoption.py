@@ -209,17 +209,86 @@ def test_nobody_comes_back(restarted, out):
     assert restarted.world.core.num_requests == 0
 
 
-def test_those_that_come_back_wait_for_their_worker_and_not_for_ever(restarted):
+def begun_anew(restarted, out, state=RequestState.PREFILLING):
+    """Resumed before its worker is back, and begun anew by workers p and d2, up to this state."""
     world = restarted.world
     world.attach("p", PREFILL)
-    restarted.resumes()
     restarted.comes_back(name="d2")
-    world.after(0.3)
-    assert restarted.commands(cluster_pb2.PrefillCommand) == []
+    restarted.resumes()
     world.after(0.2)
-    assert len(restarted.commands(cluster_pb2.PrefillCommand)) == 1
-    # Now it is another's.
+    assert restarted.commands(cluster_pb2.PrefillCommand) == []
+    world.after(0.1)
+    (prefill,) = restarted.commands(cluster_pb2.PrefillCommand, "p")
+    assert prefill.spec.attempt == 1
+    if state is not RequestState.PREFILLING:
+        world.step("p", out("r1", [100], finish=0))
+    if state is RequestState.DECODING:
+        restarted.goes_on(out, 3, 4, attempt=1, name="d2")
+    assert world.core.request("r1").state is state
+
+
+@pytest.mark.parametrize("state", [RequestState.PREFILLING, RequestState.HANDING_OFF])
+def test_a_worker_that_is_late_goes_on_while_nobody_else_decodes(restarted, out, state):
+    begun_anew(restarted, out, state)
+    world, to = restarted.world, restarted.to
+    assert restarted.comes_back(running()) == [("r1", 3)]
+    for name in ("p", "d2"):
+        (cancel,) = restarted.commands(cluster_pb2.CancelCommand, name)
+        assert cancel.attempt == 1
+    # What the others still say of it reaches nobody.
+    world.step("p", out("r1", [100], finish=0))
+    restarted.goes_on(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
+    assert world.tokens(to) == OUTPUT[3:5]
+    restarted.goes_on(out, 5, 7)
+    # Nor is the next attempt's number one that was used.
+    world.handle(ev.WorkerLost("d", "was killed"))
+    assert restarted.commands(cluster_pb2.PrefillCommand, "p")[-1].spec.attempt == 4
+    world.step("p", out("r1", [100], finish=0, attempt=4))
+    restarted.goes_on(out, 7, 8, attempt=4, name="d2", finish=LENGTH)
+    assert world.tokens(to) == OUTPUT[3:]
+    assert restarted.texts() == TEXT[3:]
+    budget = world.last(to).budget
+    assert sum(one.duration_us for one in budget.stages) == budget.total_us
+    assert world.core.stats.lanes[common_pb2.LANE_INTERACTIVE].num_running == 0
+
+
+def test_a_worker_is_too_late_once_another_decodes(restarted, out):
+    begun_anew(restarted, out, RequestState.DECODING)
     assert restarted.comes_back(running()) == []
+    restarted.goes_on(out, 5, 8, finish=LENGTH)
+    restarted.goes_on(out, 4, 8, attempt=1, name="d2", finish=LENGTH)
+    assert restarted.world.tokens(restarted.to) == OUTPUT[3:]
+    assert restarted.texts() == TEXT[3:]
+
+
+def test_what_a_late_worker_has_is_not_taken_where_it_differs(restarted, out):
+    begun_anew(restarted, out)
+    assert restarted.comes_back(running(token_ids=[7] * 5)) == []
+    assert not restarted.commands(cluster_pb2.CancelCommand)
+    restarted.world.step("p", out("r1", [100], finish=0))
+    restarted.goes_on(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
+    assert restarted.world.tokens(restarted.to) == OUTPUT[3:]
+
+
+def test_a_new_worker_that_is_there_first_ends_nobodys_output(restarted, out):
+    """Of a revision that is rolled out: the coordinator hears of it from those that come back."""
+    world = restarted.world
+    world.attach("p", PREFILL)
+    world.attach("d2", DECODE)
+    to = restarted.resumes(revision="r2")
+    lost = world.submit(request_id="r9", known_token_ids=[1], revision="r2")
+    assert world.kinds(to) == ["Accepted"]
+    hello = restarted.hello("d", DECODE, generation=77, revision="r2")
+    hello.running.append(running())
+    world.handle(ev.WorkerAttached(hello, returns=True))
+    assert world.tokens(to) == OUTPUT[3:5]
+    restarted.goes_on(out, 5, 8, finish=LENGTH)
+    assert world.tokens(to) == OUTPUT[3:]
+    # The last of its workers is gone before another one is back: nobody is waited for any more.
+    world.handle(ev.WorkerLost("d", "was killed"))
+    assert world.kinds(lost) == ["Accepted"]
+    world.after(2.5)
+    assert world.last(lost).error.reason == "REVISION_GONE"
 
 
 def test_the_newer_of_two_attempts_goes_on(restarted, out):
@@ -271,6 +340,81 @@ def test_a_welcome_that_was_lost_is_said_again(restarted, out):
     assert restarted.texts() == TEXT[3:]
 
 
+@pytest.mark.parametrize("is_newer_lost", [True, False])
+@pytest.mark.parametrize("comes_back_first", [True, False])
+def test_what_a_worker_is_to_end_for_another_is_over(
+    restarted, out, is_newer_lost, comes_back_first
+):
+    """It has heard no welcome: it says Hello with it again, and reads the cancel behind the next.
+
+    Meanwhile whatever it was to end it for is gone: the newer attempt's worker, or everybody's
+    patience.
+    """
+    world = restarted.world
+    restarted.comes_back(running(5, attempt=2))
+    world.handle(ev.WorkerDetached(("d", 1)))
+    if is_newer_lost:
+        restarted.comes_back(running(4, attempt=3), name="d2")
+        world.handle(ev.WorkerLost("d2", "was killed"))
+    else:
+        world.after(9.9)
+        world.handle(ev.WorkerHeard(("d", 1)))
+        world.after(0.2)
+    (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
+    assert (cancel.request_id, cancel.attempt) == ("r1", 2)
+    world.attach("p", PREFILL)
+    if comes_back_first:
+        to = restarted.resumes()
+        assert restarted.comes_back(running(5, attempt=2)) == []
+    else:
+        assert restarted.comes_back(running(5, attempt=2)) == []
+        to = restarted.resumes()
+    world.attach("d3", DECODE)
+    world.after(0.5)
+    # What the old attempt has said and is still on its way is nobody's.
+    restarted.goes_on(out, 5, 6, attempt=2)
+    prefill = restarted.commands(cluster_pb2.PrefillCommand, "p")[-1]
+    assert prefill.spec.attempt == 3
+    world.step("p", out("r1", [100], finish=0, attempt=3))
+    decode = world.core.request("r1").decode[0]
+    restarted.goes_on(out, 3, 8, attempt=3, name=decode, finish=LENGTH)
+    assert world.tokens(to) == OUTPUT[3:]
+
+
+def test_what_was_ended_elsewhere_does_not_end_the_attempt_of_the_same_number(restarted, out):
+    """Each coordinator counts from one: the one before, and the one before that, sent it out."""
+    world = restarted.world
+    restarted.comes_back(running(4))
+    assert restarted.comes_back(running(5), name="d2") == [("r1", 3)]
+    (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
+    assert cancel.attempt == 3
+    # Neither has heard its welcome: they say all that again.
+    world.handle(ev.WorkerDetached(("d2", 1)))
+    assert restarted.comes_back(running(5), name="d2") == [("r1", 3)]
+    assert restarted.comes_back(running(4)) == []
+    restarted.resumes()
+    restarted.goes_on(out, 5, 8, name="d2", finish=LENGTH)
+    assert world.tokens(restarted.to) == OUTPUT[3:]
+
+
+def test_what_a_worker_is_told_to_end_is_not_taken_back(restarted, out):
+    """Its connection broke before the welcome: it will read the cancel behind its next one."""
+    world = restarted.world
+    restarted.comes_back(running(5))
+    world.handle(ev.WorkerDetached(("d", 1)))
+    to = restarted.resumes()
+    (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
+    assert (cancel.request_id, cancel.attempt) == ("r1", 3)
+    assert restarted.comes_back(running(5)) == []
+    world.attach("p", PREFILL)
+    world.after(0.5)
+    (prefill,) = restarted.commands(cluster_pb2.PrefillCommand, "p")
+    assert prefill.spec.attempt == 4
+    world.step("p", out("r1", [100], finish=0, attempt=4))
+    restarted.goes_on(out, 3, 8, attempt=4, finish=LENGTH)
+    assert world.tokens(to) == OUTPUT[3:]
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     known=st.integers(1, 8),
@@ -305,4 +449,75 @@ def test_no_token_is_lost_or_repeated(
     assert world.tokens(restarted.to) == OUTPUT[known:]
     assert restarted.texts() == TEXT[known:]
     assert world.last(restarted.to).reason == LENGTH
+    assert world.core.num_requests == 0
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(["time", "worker", "client", "prefill", "new", "old"]), max_size=24)
+)
+def test_whoever_is_first_no_token_is_lost_or_repeated(new_world, say_hello, out, moves):
+    """The old worker and those that begin anew, at any pace; each goes on until it is told off."""
+    restarted = Restarted(new_world(), say_hello)
+    world, old_at, is_back = restarted.world, 5, False
+    world.attach("p", PREFILL)
+    world.attach("d2", DECODE)
+
+    def told(kind, name):
+        return [one for one in world.commands[name] if isinstance(one, kind)]
+
+    def come_back():
+        nonlocal is_back
+        if not is_back:
+            finished = cluster_pb2.WorkerFinished(reason=LENGTH) if old_at == 8 else None
+            is_back = True
+            restarted.comes_back(running(old_at, finished=finished))
+
+    def go_on(name, at, attempt):
+        end = min(8, at + 1)
+        if end > at:
+            finish = LENGTH if end == 8 else None
+            restarted.goes_on(out, at, end, attempt=attempt, name=name, finish=finish)
+        return end
+
+    new_at = dict[tuple[str, int], int]()
+
+    def prefill():
+        for command in told(cluster_pb2.PrefillCommand, "p"):
+            world.step("p", out("r1", [100], finish=0, attempt=command.spec.attempt))
+
+    def decode():
+        for name in ("d", "d2"):
+            for command in told(cluster_pb2.DecodeCommand, name):
+                attempt = command.spec.attempt
+                at = new_at.get((name, attempt), len(command.spec.known_token_ids))
+                new_at[name, attempt] = go_on(name, at, attempt)
+
+    def old():
+        nonlocal old_at
+        old_at = go_on("d", old_at, 3) if is_back else min(8, old_at + 1)
+
+    restarted.to = None
+
+    def resume():
+        if restarted.to is None:
+            restarted.resumes(3)
+
+    def pass_time():
+        world.after(0.2)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+
+    steps = {
+        "time": pass_time,
+        "worker": come_back,
+        "client": resume,
+        "prefill": prefill,
+        "new": decode,
+        "old": old,
+    }
+    for move in [*moves, "client", "worker", "time", "time", *["prefill", "new", "old"] * 6]:
+        steps[move]()
+    assert world.tokens(restarted.to) == OUTPUT[3:]
+    assert restarted.texts() == TEXT[3:]
     assert world.core.num_requests == 0

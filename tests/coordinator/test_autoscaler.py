@@ -157,6 +157,31 @@ def test_a_pool_shrinks_only_after_the_window_and_step_by_step():
     assert max(steps) <= before * CONFIG.max_down
 
 
+def test_a_worker_is_kept_for_as_long_as_it_would_take_to_start_it_again():
+    for cold_start_s, kept_s in ((10.0, 60.0), (60.0, 60.0), (180.0, 180.0)):
+        config = replace(CONFIG, flip=False, down_window_s=None, cold_start_s=cold_start_s)
+        days = Days(config=config)
+        days.passes(240, rate=50)
+        before = days.size(Pool.PREFILL)
+        assert before >= 6
+        days.passes(kept_s, rate=1)
+        assert days.size(Pool.PREFILL) == before
+        days.passes(180, rate=1)
+        assert days.size(Pool.PREFILL) < before
+
+
+def test_a_stricter_percentile_takes_more_decode_workers():
+    needed = []
+    for percentile in (50.0, 80.0, 95.0, 99.5):
+        config = replace(
+            CONFIG, flip=False, targets=(("interactive", Targets(0.5, 0.05, percentile)),)
+        )
+        days = Days(config=config, obeyed=False)
+        needed.append(days.passes(60, rate=10, work_s=0.01, output=1000.0).decode.needed)
+    assert needed == sorted(needed)
+    assert needed[0] < needed[-1]
+
+
 def test_who_shrinks_drains_the_idlest():
     days = Days(config=replace(CONFIG, flip=False, down_window_s=5.0), num_prefill=4, obeyed=False)
     days.passes(30, rate=1)
@@ -179,6 +204,59 @@ def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     days.passes(60, rate=60, work_s=0.1, output=1.0)
     later = [one for each in days.decisions[-12:] for one in each.actions if isinstance(one, Flip)]
     assert not any(one.to is Pool.PREFILL for one in later)
+
+
+def test_a_worker_that_becomes_free_takes_the_place_of_one_that_still_starts():
+    # Workers that are wanted begin to start, and are not there yet.
+    days = Days(num_prefill=4, num_decode=2, config=replace(CONFIG, down_window_s=60.0))
+    days.passes(300, rate=28, work_s=0.1, output=100.0)
+    days.members = [one for one in days.members if one.phase is Phase.SERVING]
+    number = days.size(Pool.DECODE)
+    days.members += [WorkerView(f"new{n}", Pool.DECODE, Phase.STARTING, days.now) for n in range(2)]
+    days.decode = DecodeLoad(
+        num_decodes=85 * (number + 2), reserved_tokens=85_000 * (number + 2), kv_tokens=200_000
+    )
+    prefill = days.size(Pool.PREFILL)
+    found = []
+    while not found and days.now < 1500:
+        # The prompts become short.
+        decision = days.passes(5, rate=28, work_s=0.01, output=100.0)
+        found = [one for one in decision.actions if isinstance(one, Flip)]
+    assert found
+    given_up = [one.worker_id for one in decision.actions if isinstance(one, Drain)]
+    assert given_up
+    assert set(given_up) <= {"new0", "new1"}
+    assert len(given_up) <= len(found)
+    assert days.size(Pool.PREFILL) == prefill - len(found)
+
+
+def test_a_load_that_is_hardly_known_takes_no_worker_away():
+    for down_window_s in (None, 90.0, 300.0):
+        config = replace(CONFIG, down_window_s=down_window_s, cold_start_s=10.0)
+        days = Days(num_prefill=4, num_decode=8, config=config)
+        days.passes(min(120.0, config.window_s if down_window_s else 120.0), rate=2, work_s=0.01)
+        assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (4, 8)
+        days.passes(600, rate=2, work_s=0.01)
+        assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (1, 1)
+
+
+def test_starts_that_are_no_longer_wanted_are_given_up_and_workers_that_serve_are_kept():
+    config = replace(CONFIG, flip=False, down_window_s=300.0)
+    days = Days(config=config, num_prefill=4)
+    days.passes(320, rate=28)
+    serving = days.size(Pool.PREFILL)
+    days.members.append(WorkerView("new", Pool.PREFILL, Phase.STARTING, days.now))
+    days.state = replace(
+        days.state,
+        prefill=replace(days.state.prefill, wanted=((days.now, serving + 1),)),
+    )
+    days.passes(20, rate=28)
+    assert days.size(Pool.PREFILL) == serving + 1
+    days.passes(20, rate=28)
+    assert days.size(Pool.PREFILL) == serving
+    assert "new" not in {one.worker_id for one in days.members}
+    days.passes(60, rate=1)
+    assert days.size(Pool.PREFILL) == serving
 
 
 def test_a_worker_that_does_not_respond_is_not_asked_to_flip():

@@ -162,3 +162,50 @@ def test_something_is_left_to_be_handed_over(world, out):
     world.submit(num_prompt=32)
     second = sent(world, "p", cluster_pb2.PrefillCommand)[-1]
     assert (second.handoff.num_tokens, second.handoff.skip_tokens) == (32, 16)
+
+
+def prefix_gone(world, attempt):
+    gone = cluster_pb2.RequestOutput(request_id="r2", attempt=attempt)
+    gone.prefix_gone.SetInParent()
+    world.step("d", gone)
+
+
+def with_a_stale_hint(world, out):
+    """A second request whose handoff left out what its decode worker says it has dropped."""
+    world.submit(num_prompt=40)
+    (first,) = sent(world, "p", cluster_pb2.PrefillCommand)
+    hashes = block_hashes(first.spec.prompt_token_ids, 16)
+    world.step("p", out("r1", [7], finish=STOP))
+    world.handle(ev.WorkerCache(("d", 1), cluster_pb2.CacheEvents(stored=hashes)))
+    to = world.submit(num_prompt=40)
+    assert sent(world, "p", cluster_pb2.PrefillCommand)[-1].handoff.skip_tokens == 32
+    world.step("p", out("r2", [7], text="a", finish=0))
+    world.handle(ev.WorkerCache(("d", 1), cluster_pb2.CacheEvents(removed=hashes)))
+    return to
+
+
+def test_a_request_whose_prefix_is_gone_is_handed_over_again_whole(world, out):
+    to = with_a_stale_hint(world, out)
+    stale = sent(world, "d", cluster_pb2.ExpectCommand)[-1]
+    prefix_gone(world, attempt=1)
+    again = sent(world, "p", cluster_pb2.PrefillCommand)[-1]
+    assert again.spec.attempt == 2
+    assert again.handoff.handoff_id != stale.handoff.handoff_id
+    # The first token is known to the caller, and is handed over with the prompt.
+    assert (again.handoff.num_tokens, again.handoff.skip_tokens) == (40, 0)
+    world.step("p", out("r2", [], attempt=2, finish=0))
+    world.step("d", out("r2", [8], text="b", offset=1, attempt=2, finish=STOP))
+    assert world.tokens(to) == [7, 8]
+    assert world.core.stats.num_prefixes_gone == 1
+    # Nobody failed.
+    assert world.core.stats.num_recoveries == 0
+
+
+def test_a_prefix_is_left_out_at_most_once(world, out):
+    with_a_stale_hint(world, out)
+    first = sent(world, "p", cluster_pb2.PrefillCommand)[0]
+    # Somebody has brought it back meanwhile: it may go again.
+    hashes = block_hashes(first.spec.prompt_token_ids, 16)
+    world.handle(ev.WorkerCache(("d", 1), cluster_pb2.CacheEvents(stored=hashes)))
+    prefix_gone(world, attempt=1)
+    assert sent(world, "p", cluster_pb2.PrefillCommand)[-1].handoff.skip_tokens == 0

@@ -18,7 +18,10 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 @pytest.fixture
 def two(new_world):
     """Two workers in each pool."""
-    world = new_world()
+    return pairs(new_world())
+
+
+def pairs(world):
     for name in ("p", "p2"):
         world.attach(name, PREFILL)
     for name in ("d", "d2"):
@@ -145,6 +148,34 @@ def test_a_silent_workers_requests_move_and_it_comes_back(two, out):
     assert two.core.workers.by_id(decoder).assigned == {}
 
 
+@pytest.mark.parametrize(("silences_s", "noticed_s"), [([], 1.33), ([0.9], 1.8), ([0.9, 1.4], 2.0)])
+def test_what_silence_is_unusual_is_learned_worker_by_worker(two, out, silences_s, noticed_s):
+    """2 s are configured, and two thirds of that are the least.
+
+    A worker that was late lately gets twice its longest silence.
+    """
+    for beat in range(60):
+        two.after(0.5)
+        report = cluster_pb2.LoadReport(num_steps=beat)
+        for worker in two.core.workers:
+            two.handle(ev.WorkerLoad(worker.key, report))
+    to = two.submit()
+    ((prefiller, prefill),) = prefills(two)
+    two.step(prefiller, out("r1", [7], finish=0))
+    decoder = "d" if prefill.handoff.target.startswith("d.") else "d2"
+    for silence_s in silences_s:
+        two.after(silence_s)
+        silent_but(two)
+    two.step(decoder, out("r1", [8], offset=1))
+    begun_at = two.now
+    while not any(one.spec.attempt == 2 for _, one in prefills(two)):
+        two.after(0.05)
+        silent_but(two, decoder)
+        assert two.now < begun_at + 3
+    assert two.now - begun_at == pytest.approx(noticed_s, abs=0.06)
+    assert two.tokens(to) == [7, 8]
+
+
 def test_a_broken_connection_is_waited_for_less_than_silence(two, out):
     two.submit()
     ((prefiller, _),) = prefills(two)
@@ -215,6 +246,63 @@ def test_a_coordinator_that_stood_still_blames_no_worker(two, stood_still_s, out
         two.after(0.4)
         silent_but(two, "d", "d2")
     assert two.core.request("r1").attempt == 2
+
+
+@pytest.mark.parametrize("stood_still_s", [0.7, 1.0, 1.1, 1.3, 1.4])
+@pytest.mark.parametrize("reads_one_first", [False, True])
+def test_a_moment_of_its_own_is_no_silence_of_punctual_workers(
+    new_world, out, stood_still_s, reads_one_first
+):
+    """Shorter than what tells by overdue timers that the coordinator itself stood still."""
+    # Of the punctual it is 1 s, as with the configuration's defaults.
+    two = pairs(new_world(worker_silent_s=1.5))
+    two.submit()
+    ((prefiller, _),) = prefills(two)
+    two.step(prefiller, out("r1", [7], finish=0))
+    ((decoder, _),) = decodes(two)
+    other = "d2" if decoder == "d" else "d"
+    for beat in range(60):
+        report = cluster_pb2.LoadReport(num_steps=beat)
+        for worker in two.core.workers:
+            two.after(0.12)
+            two.handle(ev.WorkerLoad(worker.key, report))
+    # Whatever the timers are set to.
+    for beats in range(8):
+        for _ in range(beats):
+            two.after(0.12)
+            silent_but(two)
+        two.now += stood_still_s
+        if reads_one_first:
+            two.handle(ev.WorkerHeard((other, 1)))
+        two.handle(ev.Tick())
+        two.after(0.01)
+        silent_but(two)
+        assert two.core.request("r1").attempt == 1
+        for _ in range(60):
+            two.after(0.4)
+            for worker in two.core.workers:
+                two.handle(ev.WorkerLoad(worker.key, report))
+    # Whoever is silent from then on is noticed as ever.
+    begun_at = two.now
+    while not two.core.workers.by_id(decoder).unresponsive:
+        two.after(0.1)
+        silent_but(two, decoder)
+    assert two.now - begun_at == pytest.approx(1.0, abs=0.11)
+
+
+@pytest.mark.parametrize("beat_s", [0.1, 0.11, 0.15])
+def test_heartbeats_that_are_late_hide_no_silence(new_world, beat_s):
+    """Of a few workers there may be a heartbeat's time, and more, in which nobody is heard."""
+    two = pairs(new_world(heartbeat_s=0.1, worker_silent_s=0.3))
+    for _ in range(40):
+        two.after(beat_s)
+        silent_but(two)
+    begun_at = two.now
+    while not two.core.workers.by_id("d").unresponsive:
+        two.after(beat_s)
+        silent_but(two, "d")
+        assert two.now < begun_at + 1
+    assert two.now - begun_at < 0.3 + 2 * beat_s
 
 
 def test_a_stuck_engine_is_told_by_its_steps(two):

@@ -24,7 +24,7 @@ def test_every_core_is_used_once_when_there_are_enough(ranks):
 
 def test_each_rank_is_bound_to_its_own_cores():
     shares = share(list(range(4)), [2], [2])
-    assert [shares.environment(index)[affinity.VLLM_BIND_THREADS] for index in (0, 1)] == [
+    assert [shares.environment(index, 2)[affinity.VLLM_BIND_THREADS] for index in (0, 1)] == [
         "0|1",
         "2|3",
     ]
@@ -35,12 +35,14 @@ def test_more_workers_than_cores_share_them():
     shares = share([4], [1, 1], [1, 1])
     assert shares.engines == (((4,),),) * 4
     assert shares.transfer == ()
-    assert shares.environment(9) == {}
+    assert shares.environment(9, 1) == {}
 
 
 def test_the_ranks_of_one_engine_share_cores_last():
     shares = share([0, 1], [2], [2])
-    assert shares.environment(0) == shares.environment(1) == {affinity.VLLM_BIND_THREADS: "0|1"}
+    assert (
+        shares.environment(0, 2) == shares.environment(1, 2) == {affinity.VLLM_BIND_THREADS: "0|1"}
+    )
 
 
 def test_the_number_of_ranks_may_stand_in_the_pools_own_arguments(monkeypatch):
@@ -52,3 +54,20 @@ def test_the_number_of_ranks_may_stand_in_the_pools_own_arguments(monkeypatch):
     }
     made = cpu_cores.on_this_host(parse(pools, "test"))
     assert [len(engine) for engine in made.engines] == [2, 2]
+
+
+def test_a_worker_with_other_ranks_has_the_cores_of_its_place(monkeypatch):
+    monkeypatch.delenv(affinity.VLLM_BIND_THREADS, raising=False)
+    monkeypatch.setattr(cpu_cores, "_NVIDIA_DRIVER", cpu_cores.Path("/nowhere"))
+    monkeypatch.setattr(cpu_cores.os, "sched_getaffinity", lambda pid: set(range(8)))
+    places = cpu_cores.CorePlaces(parse({}, "test"))
+    bound = [places.take(f"w{number}", 2) for number in range(2)]
+    assert bound == [
+        {affinity.VLLM_BIND_THREADS: "0,4|2,6"},
+        {affinity.VLLM_BIND_THREADS: "1,5|3,7"},
+    ]
+    places.give_back("w0")
+    assert places.take("w2", 1) == {affinity.VLLM_BIND_THREADS: "0,2,4,6"}
+    # What is wrong with it vLLM says.
+    places.give_back("w1")
+    assert places.take("w3", 0) == {}

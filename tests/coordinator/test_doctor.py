@@ -182,8 +182,23 @@ def test_an_idle_cell_is_healthy():
     cell = LiveCell().workers()
     assert found(cell) == []
     assert "no request" in doctor.summary(cell.status())
-    # So is one without workers: nothing waits for them.
-    assert found(LiveCell()) == []
+
+
+def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
+    status = LiveCell().status()
+    findings = doctor.diagnose(status)
+    assert {one.kind for one in findings} == {Kind.NO_WORKERS}
+    assert {one.what for one in findings} == {"no prefill worker serves", "no decode worker serves"}
+    assert "baton worker --role prefill" in findings[0].first + findings[1].first
+    for pool in status.pools:
+        # Of a coordinator that starts workers, and is to have none: it rests.
+        pool.max_workers = 16
+    assert doctor.diagnose(status) == []
+    for pool in status.pools:
+        pool.desired, pool.problem = 1, "worker decode-0 exited with code 1: no GPU"
+    findings = doctor.diagnose(status)
+    assert "no GPU" in " ".join(findings[0].evidence)
+    assert "baton why" in findings[0].first
 
 
 def test_what_is_over_is_forgotten():

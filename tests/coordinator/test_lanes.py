@@ -254,6 +254,21 @@ def test_prompt_tokens_from_a_cache_are_not_charged():
     assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
 
 
+def test_what_is_cached_is_taken_back_once_however_many_attempts_there_are():
+    """An attempt that follows a lost one is not charged for its prompt."""
+    lanes = Lanes(LanesConfig())
+    hit, miss = request(0, "hit", num_prompt=100), request(1, "miss", num_prompt=100)
+    for one in (hit, miss, *(request(number, "hit") for number in range(2, 8)), request(8, "miss")):
+        lanes.push(one, 0.0)
+    dispatch(lanes, 2)
+    lanes.cached(hit, 40)
+    lanes.push(hit, 1.0)
+    assert next(lanes.candidates()) is hit
+    lanes.dispatched(hit, 0)
+    lanes.cached(hit, 40)
+    assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
+
+
 def test_idle_tenants_are_forgotten_when_they_owe_nothing(monkeypatch):
     monkeypatch.setattr(tenants_module, "_MAX_IDLE", 20)
     rates = {"limited": TenantConfig(tokens_per_s=1.0, burst_tokens=100)}

@@ -32,6 +32,17 @@ def test_lanes_limits_and_what_is_known() -> None:
     assert outputs.expected("a", 201, num_known_tokens=200) == 1
 
 
+def test_the_mean_is_right_in_sum_where_requests_allow_no_more_than_they_produce() -> None:
+    outputs = OutputLengths(initial_tokens=100)
+    assert outputs.mean("a", 1000) == 100
+    assert outputs.mean("a", 30) == 30
+    lengths = (10, 10, 10, 370) * 50
+    for length in lengths:
+        outputs.observe("a", length)
+    expected = sum(outputs.mean("a", length) for length in lengths)
+    assert expected == pytest.approx(sum(lengths))
+
+
 def test_wrong_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"quantile is 1.5; must be 0 to 1"):
         OutputLengths(1.5)

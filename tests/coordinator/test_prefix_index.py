@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -57,13 +58,20 @@ _EVENTS = st.lists(
 )
 
 
-def applied(events: list[tuple], index: PrefixIndex, *, max_blocks: int = 1000) -> Naive:
+def applied(
+    events: list[tuple],
+    index: PrefixIndex,
+    *,
+    max_blocks: int = 1000,
+    after_each: Callable[[], None] = lambda: None,
+) -> Naive:
     """The events of workers whose caches evict from the end of what is longest unused."""
     naive = Naive()
     for number, (kind, *rest) in enumerate(events):
         if kind == "settle":
             index.settle(f"r{rest[0]}")
             naive.expected.pop(f"r{rest[0]}", None)
+            after_each()
             continue
         worker = rest[0]
         if worker not in naive.held:
@@ -93,6 +101,7 @@ def applied(events: list[tuple], index: PrefixIndex, *, max_blocks: int = 1000) 
             index.expect(f"r{number}", worker, rest[1])
             naive.expected[f"r{number}"] = worker, list(rest[1])
         index.check_integrity()
+        after_each()
     return naive
 
 
@@ -133,6 +142,21 @@ def test_what_is_expected_counts_too(events, prompts) -> None:
             assert max(held, (under_way + 1) // 2) <= match.blocks_of(worker)
             assert match.blocks_of(worker) <= max(held, under_way)
             assert found.get(worker, 0) == match.blocks_of(worker)
+
+
+@given(_EVENTS, _PROMPTS)
+def test_no_answer_outlives_a_change(events, prompt) -> None:
+    """The same prompt, asked for after each event, is told what an equal one is told."""
+    index = PrefixIndex()
+
+    def asks() -> None:
+        told = [index.match(prompt).blocks_of(worker) for worker in WORKERS]
+        fresh = index.match(list(prompt))
+        assert told == [fresh.blocks_of(worker) for worker in WORKERS]
+        # Asked last, and all of it, so that this is what could be remembered.
+        assert told == [index.match(prompt).blocks_of(worker) for worker in WORKERS]
+
+    applied(events, index, after_each=asks)
 
 
 _ANY = st.lists(

@@ -102,8 +102,9 @@ def test_a_batch_flood_is_not_felt_by_interactive_load():
     flood = Flood(interactive=False, flood=True)
     both = Flood(interactive=True, flood=True)
     assert min(len(both.answered), len(alone.answered)) > 250
-    assert both.ttft_p99_s() <= 1.25 * alone.ttft_p99_s()
-    assert both.itl_p99_s() <= 1.25 * alone.itl_p99_s()
+    # 1.25 times is what real processes are to reach, which add noise of their own.
+    assert both.ttft_p99_s() <= 1.15 * alone.ttft_p99_s()
+    assert both.itl_p99_s() <= 1.1 * alone.itl_p99_s()
     assert both.tokens >= 0.95 * flood.tokens
     assert both.batch_tokens >= 0.5 * flood.tokens
     both.cell.core.check_integrity()
@@ -169,17 +170,55 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(local_prefill):
 
 
 def test_neighbours_keep_their_itl_when_a_prompt_is_computed_beside_them():
+    """Within 30 ms, but for a few gaps; and those of batch prompts never are longer."""
     made = cell(local_prefill=True, itl_ms=30)
     streams = [made.submit(100, 400) for _ in range(8)]
     made.run(made.now + 1)
     for _ in range(4):
         made.submit(6000, 2)
     made.run(made.now + 0.05)
-    # 64 tokens beside a step fit into 30 ms; 1,000 do not.
-    short, long = made.submit(64, 4), made.submit(1000, 4)
+    # Beside a step 64 tokens fit into 30 ms, 256 into 60, and 400 of the batch lane need not.
+    short, longer, batch = made.submit(64, 4), made.submit(250, 4), made.submit(400, 4, lane=BATCH)
     made.run(made.now + 60)
-    assert short.ttft_s < 0.1 < long.ttft_s
-    assert max(gap for one in streams for gap in one.gaps_s) < 0.045
+    assert max(short.ttft_s, longer.ttft_s) < 0.1 < batch.ttft_s
+    assert max(gap for one in streams for gap in one.gaps_s) < 0.06
+
+
+def test_outputs_are_held_up_by_few_prompts_only():
+    """However many come: each would make a step of 11 ms one of 42, which is to take 30."""
+    made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
+    stream = made.submit(100, 600)
+    made.run(made.now + 1)
+    made.submit(6000, 2)
+    prompts = []
+    for _ in range(200):
+        prompts.append(made.submit(256, 2))
+        made.run(made.now + 0.03)
+    made.run(made.now + 60)
+    served_here = sum(one.ttft_s < 0.1 for one in prompts)
+    assert served_here > 5
+    late = [gap for gap in stream.gaps_s if gap > 0.03]
+    assert served_here <= len(late) + 1
+    assert 0 < len(late) <= 0.05 * len(stream.gaps_s) + 1
+    assert max(late) < 0.06
+
+
+def test_a_short_prompt_does_not_end_the_rest_that_a_long_one_is_followed_by():
+    """1,024 tokens are four long steps, after which 76 are to follow; 64 tokens are none."""
+    made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
+    stream = made.submit(100, 200)
+    made.run(made.now + 1)
+    made.submit(8000, 2)
+    made.run(made.now + 0.01)
+    first = made.submit(1024, 2)
+    made.run(made.now + 0.2)
+    short = made.submit(64, 2)
+    made.run(made.now + 0.4)
+    second = made.submit(1024, 2)
+    made.run(made.now + 60)
+    assert short.ttft_s < first.ttft_s < 0.25 < second.ttft_s
+    late = [gap for gap in stream.gaps_s if gap > 0.03]
+    assert len(late) <= 0.05 * len(stream.gaps_s)
 
 
 def test_a_recorded_run_replays_to_the_same_effects(monkeypatch):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 from scripted_worker import WAIT_S, attached
 
 from baton.client import AdminClient, errors
 from baton.coordinator.profiles import Profiles
-from baton.runtime.errors import FailedPrecondition, Internal, to_message
+from baton.coordinator.stall import StallGuard
+from baton.runtime import rpc
+from baton.runtime.errors import FailedPrecondition, Internal, from_rpc_error, to_message
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 DECODE = common_pb2.ROLE_DECODE
 
@@ -156,10 +159,63 @@ async def test_more_than_is_allowed_ends_it(admin, worker):
     assert (await worker.command("profile")).cancel
 
 
+async def test_a_reader_that_takes_nothing_is_given_up(admin, worker, coordinator, monkeypatch):
+    defaults = StallGuard.__init__.__defaults__
+    monkeypatch.setattr(StallGuard.__init__, "__defaults__", (0.2, *defaults[1:]))
+    async with rpc.channel(coordinator.address) as channel, asyncio.timeout(4 * WAIT_S):
+        stub = admin_pb2_grpc.AdminStub(channel)
+        unread = aiter(stub.Profile(admin_pb2.ProfileRequest(worker_id="d")))
+        profile_id = await begun(worker, unread)
+        file = cluster_pb2.TraceFile(rank=0, num_bytes=WINDOW_BYTES, num_files=1)
+        await report(worker, profile_id, file=file)
+        # The connection itself holds some of it.
+        num_sent, allowed = 0, WINDOW_BYTES
+        while True:
+            while num_sent + CHUNK_BYTES <= allowed:
+                await report(worker, profile_id, data=bytes(CHUNK_BYTES))
+                num_sent += CHUNK_BYTES
+            command = await worker.command("profile")
+            assert command.profile_id == profile_id
+            if command.cancel:
+                break
+            allowed = command.allowed_bytes
+        again = admin.profile("d")
+        await begun(worker, again)
+        # It is told once it reads; the other one goes on.
+        with pytest.raises(grpc.RpcError) as caught:
+            async for _ in unread:
+                pass
+        error = from_rpc_error(caught.value)
+        assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        with pytest.raises(errors.FailedPreconditionError, match="being profiled already"):
+            await anext(admin.profile("d"))
+        await again.aclose()
+
+
+async def test_of_one_that_is_over_nothing_is_kept():
+    told = []
+    profiles = Profiles(lambda worker, command: told.append(command.WhichOneof("command")))
+    profile = profiles.begin(("d", 1), 5.0)
+    reports = [
+        cluster_pb2.ProfileReport(profile_id=profile.id, started=cluster_pb2.ProfileStarted()),
+        cluster_pb2.ProfileReport(profile_id=profile.id, done=cluster_pb2.ProfileDone()),
+    ]
+    for one in reports:
+        profiles.on_report(("d", 1), one)
+    other = profiles.begin(("d", 1), 5.0)
+    profiles.end(profile)
+    assert profile.reports.empty()
+    # The worker had ended it, and is at the next one.
+    assert told == ["record", "record"]
+    profiles.end(other)
+    profiles.end(other)
+    assert told == ["record", "record", "cancel"]
+
+
 async def test_what_nobody_takes_is_bounded_whatever_it_is():
     told = []
     profiles = Profiles(lambda worker, command: told.append(command))
-    events = profiles.of(("d", 1), 5.0)
+    events = profiles.events(profiles.begin(("d", 1), 5.0))
     first = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0)
     file = cluster_pb2.ProfileReport(

@@ -11,8 +11,10 @@ from launched_world import Launched
 
 from baton.coordinator import events as ev
 from baton.coordinator.load_index import Pool
+from baton.coordinator.request import RequestState
 from baton.coordinator.revision import Revision
 from baton.runtime import errors
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -270,6 +272,36 @@ def test_what_has_begun_waits_for_its_revision_and_fails_when_it_is_gone(two):
     assert "'r2'" in str(error)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_is_parked_on_a_dead_canary_waits_no_longer_than_others(two, comes):
+    """Batch that made room for interactive work is nobody's whose loss would be noticed."""
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
+    cell = two(1.0, lanes=lanes)
+    cell.world.handle(ev.WorkerLost("cd2", "was killed"))
+    batch = [cell.begin(lane=common_pb2.LANE_BATCH) for _ in range(3)]
+    person = cell.begin()
+    parked = [to for to in batch if cell.request(to).state is RequestState.PARKED]
+    assert len(parked) == 2
+    cell.world.handle(ev.WorkerLost("cd", "was killed"))
+    cell.beat(10)
+    assert not any(cell.request(to).ended for to in (*batch, person))
+    if comes:
+        cell.world.attach("cd3", DECODE, revision="r2")
+        for _ in batch:
+            for to in (person, *batch):
+                if cell.request(to).state is RequestState.PREFILLING:
+                    cell.first_token(to)
+                    cell.token(to, finish=STOP)
+        assert {cell.world.last(to).reason for to in (*batch, person)} == {STOP}
+        return
+    cell.beat(21)
+    for to in (*batch, person):
+        error = cell.world.last(to).error
+        assert isinstance(error, errors.Unavailable)
+        assert "no decode worker is attached" in str(error)
+        assert "waited 30 s" in str(error)
+
+
 def test_what_has_not_begun_goes_to_the_stable_revision(two):
     cell = two(1.0)
     running = cell.world.submit()
@@ -445,6 +477,8 @@ def test_known_tokens_go_on_with_the_revision_that_made_them(two):
     cell.token(to, finish=STOP)
     assert cell.world.last(to).reason == STOP
     assert cell.revision(cell.world.submit()) == "1"
+    # Once nobody may come back any more who goes on with it.
+    cell.beat(3)
     gone = cell.world.submit(known_token_ids=[7, 8], revision="r0")
     assert cell.world.last(gone).error.reason == "REVISION_GONE"
 

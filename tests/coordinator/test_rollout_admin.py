@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import urllib.request
 
 import grpc
@@ -139,6 +140,33 @@ async def test_an_abort_leaves_the_stable_revision(cell):
         await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)
     found = await admin.get_rollout()
     assert found.last == "revision 'r2' was aborted: an operator asked for it"
+
+
+async def test_who_watches_is_told_of_each_phase(cell):
+    _, admin = cell
+    async with asyncio.timeout(WAIT_S), contextlib.aclosing(admin.watch(0.1)) as events:
+        first = (await anext(events)).rollout
+        assert (first.phase, first.stable_revision) == (NONE, "1")
+        await admin.start_rollout("r2", share=0.5)
+        running = await until(events, lambda found: found.phase == RUNNING)
+        assert (running.canary.name, running.share) == ("r2", 0.5)
+        await admin.set_rollout_share(0.25)
+        await until(events, lambda found: found.share == 0.25)
+        await admin.promote_rollout()
+        ended = await until(events, lambda found: found.phase == NONE)
+        assert ended.stable_revision == "r2"
+        # The old one's workers leave.
+        await until(
+            events, lambda found: not found.others and not found.stable.pools[0].num_serving
+        )
+
+
+async def until(events, done):
+    """The first rollout for which something is so."""
+    async for event in events:
+        if done(event.rollout):
+            return event.rollout
+    raise AssertionError("the coordinator stopped")
 
 
 async def test_what_is_wrong_is_named(cell):

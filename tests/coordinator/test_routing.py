@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.load_index import Pool
 from baton.coordinator.request import WorkerKey
-from baton.coordinator.routing import DecodeChoice, PrefillChoice, Router, RoutingConfig
+from baton.coordinator.routing import Router, RoutingConfig
 from baton.coordinator.worker_load import WorkerTraits
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
@@ -212,6 +213,55 @@ def test_decodes_go_where_a_step_takes_least() -> None:
     choice = decode(router, "more", prompt(99))
     assert choice is not None
     assert choice.predicted_s == pytest.approx(MODEL.decode_step_s(11, 0))
+
+
+def urgent(router: Router, request: str) -> WorkerKey:
+    choice = router.choose_decode(router.match([]), 320, 100)
+    assert choice is not None
+    router.assign_decode(request, choice, urgent=True)
+    return choice.worker
+
+
+def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey | None:
+    choice = router.choose_decode(router.match([]), 320, 100, max_itl_s=max_itl_s, yields=True)
+    if choice is None:
+        return None
+    router.assign_decode(request, choice)
+    router.check_integrity()
+    return choice.worker
+
+
+def test_outputs_that_yield_leave_workers_idle_for_urgent_ones() -> None:
+    """An output waits for the step that runs where it begins: there is to be none."""
+    router = decode_router(*((name, traits()) for name in "abcd"))
+    taken = {urgent(router, "u1"), urgent(router, "u2")}
+    together = batch(router, "0")
+    assert together not in taken
+    # Steps of 10 ms and 1 ms for each, 14.5 ms at most.
+    assert {batch(router, str(number)) for number in range(1, 4)} == {together}
+    idle = {key(name) for name in "abcd"} - taken - {together}
+    assert {urgent(router, "u3")} == idle
+    # There is no more room with the others of its kind: it joins the fastest.
+    assert batch(router, "4") not in {together, None}
+    for number in range(4):
+        router.release(str(number))
+    assert urgent(router, "u4") == together
+
+
+def test_outputs_that_yield_spread_where_there_is_nobody_to_yield_to() -> None:
+    router = decode_router(*((name, traits()) for name in "abcd"))
+    load = Counter(batch(router, str(number)) for number in range(8))
+    assert set(load.values()) == {2}
+
+
+def test_outputs_that_yield_do_not_crowd_urgent_ones_to_stay_together() -> None:
+    router = decode_router(("a", traits()))
+    urgent(router, "u1")
+    first = batch(router, "0")
+    router.add_worker(key("b"), traits(), Pool.DECODE)
+    # 13 ms would be more than 1.15 times as long as the 11 ms alone.
+    assert first == key("a")
+    assert {batch(router, str(number)) for number in range(1, 4)} == {key("b")}
 
 
 def test_a_decode_worker_that_holds_the_prefix_is_worth_the_transfer_saved() -> None:

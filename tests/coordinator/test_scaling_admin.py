@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import time
 
+import grpc
 import pytest
-from scripted_worker import WAIT_S, ScriptedWorker
+from scripted_worker import WAIT_S, ScriptedWorker, attached
 
 from baton.client import AdminClient, BatonClient, errors
+from baton.coordinator import admin_scaling
 from baton.coordinator import events as ev
 from baton.coordinator.crew import Crew
 from baton.coordinator.launcher import WorkerExit
 from baton.coordinator.load_index import Pool
 from baton.coordinator.server import Coordinator
+from baton.coordinator.stall import StallGuard
+from baton.runtime import rpc
 from baton.runtime.config import PoolLimitsConfig, ScalingSection
-from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 ROLES = {"prefill": PREFILL, "decode": DECODE}
@@ -203,7 +209,9 @@ async def test_what_cannot_be_started_is_told_with_its_reason(cell):
 
 async def test_a_process_that_dies_is_forgotten_and_replaced(cell):
     _, launcher, admin = cell
-    launcher.on_exit(WorkerExit("prefill-0", -9, ""))
+    died = WorkerExit("prefill-0", -9, "")
+    assert str(died) == "worker prefill-0 was killed by SIGKILL"
+    launcher.on_exit(died)
     event = await until(admin, lambda event: ids(event, PREFILL) - {"prefill-0"})
     assert ids(event, PREFILL) == {"prefill-1"}
     assert launcher.ended == ["prefill-0"]
@@ -241,6 +249,60 @@ async def test_watching_is_told_of_changes_only_and_by_so_many_at_most(cell):
         assert caught.value.reason == "TOO_MANY_WATCHERS"
     with pytest.raises(errors.InvalidArgumentError):
         await anext(admin.watch(0.01))
+
+
+async def test_many_who_watch_cost_hardly_more_than_one(cell, monkeypatch):
+    _, _, admin = cell
+    looked, matters = [], admin_scaling._what_matters
+    monkeypatch.setattr(
+        admin_scaling, "_what_matters", lambda event: looked.append(1) or matters(event)
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        watching = [
+            await stack.enter_async_context(contextlib.aclosing(admin.watch(0.1)))
+            for _ in range(32)
+        ]
+        firsts = await asyncio.gather(*(anext(one) for one in watching))
+        assert all(len(first.workers) == 2 and len(first.decisions) == 2 for first in firsts)
+        looked.clear()
+        begun_at = time.monotonic()
+        async with asyncio.timeout(WAIT_S):
+            while len(looked) <= 10:
+                await asyncio.sleep(0.01)
+        # Ten times a second each, and twenty times for all of them.
+        assert len(looked) < 32 * (time.monotonic() - begun_at)
+
+
+async def test_who_watches_and_does_not_read_takes_nobodys_place(
+    coordinator, say_hello, monkeypatch
+):
+    defaults = StallGuard.__init__.__defaults__
+    monkeypatch.setattr(StallGuard.__init__, "__defaults__", (0.2, *defaults[1:]))
+    monkeypatch.setattr(admin_scaling, "_MAX_WATCHERS", 1)
+    # Few events are all that fits a connection.
+    hello = say_hello("d", DECODE, labels={"note": "x" * 500_000})
+    request = admin_pb2.WatchRequest()
+    request.min_interval.FromMilliseconds(100)
+    async with (
+        attached(coordinator.address, hello) as (worker,),
+        rpc.channel(coordinator.address) as channel,
+        AdminClient(coordinator.address) as admin,
+        asyncio.timeout(4 * WAIT_S),
+    ):
+        unread = aiter(admin_pb2_grpc.AdminStub(channel).Watch(request))
+        await anext(unread)
+        for number in itertools.count(1):
+            try:
+                async with contextlib.aclosing(admin.watch(0.1)) as events:
+                    await anext(events)
+                    break
+            except errors.ResourceExhaustedError:
+                await worker.load(num_running=number)
+                await asyncio.sleep(0.05)
+        with pytest.raises(grpc.RpcError) as caught:
+            async for _ in unread:
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_without_a_launcher_sizes_are_refused_and_workers_drain_all_the_same(

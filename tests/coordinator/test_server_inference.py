@@ -335,7 +335,7 @@ async def test_refusals_that_nobody_reads_are_bounded(coordinator, model_dir):
     context.released.set()
     with pytest.raises(ResourceExhausted, match="does not read"):
         await running
-    await call.close()
+    call.close()
 
 
 async def test_a_session_that_was_given_up_admits_nothing_more(coordinator, model_dir):
@@ -344,7 +344,7 @@ async def test_a_session_that_was_given_up_admits_nothing_more(coordinator, mode
     coordinator.shell.close_session(call._session)
     with pytest.raises(ResourceExhausted):
         await call.run()
-    await call.close()
+    call.close()
     assert coordinator.shell.core.num_requests == 0
 
 

@@ -30,7 +30,7 @@ async def test_the_one_that_answers_is_looked_at(coordinator, nobody):
         assert [pool.num_serving for pool in view.status.pools] == [0, 0]
         assert view.status.model.name == "demo"
         assert view.status.history
-        assert not view.findings
+        assert {one.kind for one in view.findings} == {"no_workers"}
         assert not view.decisions
         assert await watcher.requests(5) == []
         with pytest.raises(NotFoundError):

@@ -145,21 +145,40 @@ async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> N
     await pair.nothing_left()
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["there", "evicted"])
-async def test_what_the_receiver_has_is_left_out(pair: Pair, is_there: bool) -> None:
+async def test_what_the_receiver_has_is_left_out(pair: Pair) -> None:
     prompt = [(7 * index) % 200 for index in range(100)]
-    if is_there:
-        earlier = EngineRequest("e", prompt[:90], common_pb2.SamplingParams(max_tokens=1))
-        await pair.receiver.finish(earlier)
+    earlier = EngineRequest("e", prompt[:90], common_pb2.SamplingParams(max_tokens=1))
+    await pair.receiver.finish(earlier)
     send = await pair.open(prompt, skip_tokens=80)
     first, _, _ = await pair.sender.finish(prefill(prompt, send))
     request = decode(prompt, first, send.handoff_id)
     receive = ReceiveHandoff(send.handoff_id, len(prompt), 5.0, skip_tokens=80)
     rest, output, _ = await pair.receiver.finish(dataclasses.replace(request, receive=receive))
     assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
-    assert output.num_handoff_tokens == (20 if is_there else 0)
+    assert output.num_handoff_tokens == 20
     stats = await pair.receiver.transfer.stats()
     assert stats.bytes_received == pair.layout.handoff_bytes(2)
+    await pair.nothing_left()
+
+
+async def test_a_request_whose_prefix_is_gone_is_given_back_and_handed_over_again(
+    pair: Pair,
+) -> None:
+    prompt = [(7 * index) % 200 for index in range(100)]
+    send = await pair.open(prompt, skip_tokens=80)
+    first, _, _ = await pair.sender.finish(prefill(prompt, send))
+    request = decode(prompt, first, send.handoff_id)
+    receive = ReceiveHandoff(send.handoff_id, len(prompt), 5.0, skip_tokens=80)
+    tokens, _, last = await pair.receiver.finish(dataclasses.replace(request, receive=receive))
+    assert (tokens, last.finish) == ([], Finish.PREFIX_GONE)
+    await pair.nothing_left()
+    # The sender has the prompt still: only its end is computed again.
+    again = await pair.open(prompt)
+    _, output, _ = await pair.sender.finish(prefill(prompt, again))
+    assert output.num_cached_tokens == 96
+    rest, output, _ = await pair.receiver.finish(decode(prompt, first, again.handoff_id))
+    assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == 100
     await pair.nothing_left()
 
 
@@ -271,7 +290,8 @@ async def test_different_numbers_of_ranks_are_refused_and_the_prompt_computed(pa
     """The coordinator lets no such pair attach; this is what holds should they still meet."""
     other = dataclasses.replace(pair.layout, tp_size=2, block_bytes=SETTINGS.block_bytes // 2)
     config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
-    async with await TransferClient.start(config, str(pair.directory / "c.sock")) as halves:
+    halves = await TransferClient.start(config, str(pair.directory / "c.sock"))
+    try:
         await halves.configure(other.fingerprint())
         prompt = [index % 160 for index in range(100)]
         send = await pair.open(prompt, halves)
@@ -283,6 +303,8 @@ async def test_different_numbers_of_ranks_are_refused_and_the_prompt_computed(pa
         assert "block_bytes is 256, here 128" in refused.detail
         pair.sender.transfer.abort_send(send.handoff_id)
         assert (await halves.stats()).receive_bytes_used == 0
+    finally:
+        await halves.close()
     rest, output, _ = await pair.receiver.finish(decode(prompt, first, send.handoff_id, 0.1))
     assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
     assert output.num_handoff_tokens == 0

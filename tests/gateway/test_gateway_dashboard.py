@@ -70,10 +70,17 @@ async def test_it_shows_what_the_admin_service_says(cluster, gateway, openai):
     assert sum_ms == pytest.approx(drawn["total_ms"], rel=0.02)
 
 
+async def test_the_address_alone_leads_to_the_page(scripted):
+    answer = await get(f"{scripted.url}/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")
+
+
 async def test_what_is_not_there_is_an_error_with_words(gateway, start_gateway):
     missing = await get(f"{gateway.url}/dashboard/requests/nobody")
     assert missing.status_code == 404
-    assert "nobody" in missing.json()["error"]["message"]
+    error = missing.json()["error"]
+    assert "nobody" in error["message"]
+    assert (error["param"], error["code"]) == (None, "request_not_found")
     assert (await get(f"{gateway.url}/dashboard/other")).status_code == 404
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -47,15 +47,26 @@ class Worker:
 
     def step(self, pushes=(), loads=(), ended=(), compute=None, early=None):
         """As vLLM's model runner makes one; returns the invalid block ids."""
-        metadata = HandoffStep(list(pushes), list(loads), list(ended), early or EarlyWork())
+        early = early or EarlyWork()
+        metadata = HandoffStep(list(pushes), list(loads), list(ended), early)
         self.rank.begin_step(metadata)
-        self.rank.load(metadata)
+        if loads:
+            self.rank.load(metadata)
         for name, cache in self.caches.items():
             if compute is not None:
                 compute(name, cache)
             self.rank.save(name)
+        if not loads:
+            # Where the step's model needs nothing of them, they follow it.
+            self.rank.load(metadata)
         self.rank.end_step()
-        return self.rank.take_invalid_block_ids()
+        invalid = self.rank.take_invalid_block_ids()
+        # By handoff, of those whose early load a load took over.
+        self.num_early = self.rank.take_early_report().num_blocks
+        for load in loads:
+            # The scheduler's half does, once the step is over.
+            self.port.release(load.handoff_id, all_ranks=True)
+        return invalid
 
     async def close(self):
         self.rank.close()
@@ -189,6 +200,21 @@ async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     await empty(receiver)
 
 
+async def granted(worker, handoff_id):
+    """Claims it ahead, and waits for the claims that come with the commit."""
+    assert worker.port.claim_ahead(handoff_id)
+    claims = []
+
+    def are_there():
+        for state in worker.port.poll():
+            if state.handoff_id == handoff_id:
+                claims.extend(claim.SerializeToString() for claim in state.claims)
+        return bool(claims)
+
+    await until(are_there)
+    return claims
+
+
 async def received(worker, handoff_id, num_blocks):
     """Waits until so many blocks of every layer have come, and says which epoch they are of."""
 
@@ -215,61 +241,136 @@ async def half_sent(sender, receiver):
     return handoff_id, offset, source
 
 
+async def loaded_early(workers, first_block, target):
+    """A handoff that is sent whole, of which what came first was loaded early; its id."""
+    sender, receiver = workers
+    handoff_id, offset, source = await half_sent(sender, receiver)
+    await received(receiver, handoff_id, 12)
+    load = EarlyLoad(handoff_id, 20 * TOKENS, first_block, target)
+    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
+    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
+    return handoff_id
+
+
+def assert_loaded(worker, target, first_block):
+    """The blocks of a handoff that was half sent, from one on, are where they were to go."""
+    for name, cache in worker.caches.items():
+        layer = int(name.removeprefix("layer."))
+        for index, block in enumerate(target, first_block + 1):
+            assert (cache[block] == index + 100 * layer).all(), (name, index)
+
+
 async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
     sender, receiver = workers
     handoff_id, offset, source = await half_sent(sender, receiver)
     await received(receiver, handoff_id, 12)
     # The first two blocks are in the receiver's prefix cache, and the last is not whole.
-    target = random.Random(6).sample(range(BLOCKS), 17)
+    target = random.Random(6).sample(range(BLOCKS), 18)
     load = EarlyLoad(handoff_id, 20 * TOKENS, 2, target)
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    assert not receiver.rank.take_early_report()
-    for name, cache in receiver.caches.items():
-        layer = int(name.removeprefix("layer."))
-        for index in range(10):
-            assert (cache[target[index]] == index + 3 + 100 * layer).all()
+    assert_loaded(receiver, target[:10], 2)
     sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    await committed(receiver, handoff_id)
-    receiver.step(early=EarlyWork(arrived=[handoff_id]))
-    assert receiver.rank.take_early_report().loaded == {(handoff_id, 1): 1}
-    for name, cache in receiver.caches.items():
-        layer = int(name.removeprefix("layer."))
-        for index, block in enumerate(target):
-            assert (cache[block] == index + 3 + 100 * layer).all()
-    # What was loaded early can be claimed as ever.
-    assert not receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 19, [0])])
+    claims = await granted(receiver, handoff_id)
+    # Nobody takes it away under the load.
+    receiver.client.drop(handoff_id)
+    # By now the prefix cache has a third. What is there already is not read again.
+    claimed = pb.LocalClaimed.FromString(claims[0])
+    first_bytes = slice(claimed.offset, claimed.offset + 12 * BLOCK_BYTES)
+    receiver.port.memory[first_bytes] = bytes(12 * BLOCK_BYTES)
+    seen = {}
+
+    def look(name, cache):
+        seen[name] = cache.clone()
+
+    wanted = Load(handoff_id, 20 * TOKENS, 3, target[1:], claims, is_early=True)
+    assert receiver.step(loads=[wanted], compute=look) == set()
+    # All of it is there before the model runs.
+    receiver.caches, caches = seen, receiver.caches
+    assert_loaded(receiver, target, 2)
+    receiver.caches = caches
+    assert receiver.num_early == {handoff_id: 9}
     await empty(receiver)
 
 
-async def test_altered_staging_spoils_an_early_load_and_nothing_else(workers):
+@pytest.mark.parametrize("change", ["not early", "other blocks", "begins before", "over"])
+async def test_a_load_that_goes_elsewhere_comes_whole(workers, change):
+    _, receiver = workers
+    handoff_id = await loaded_early(workers, 1, list(range(1, 20)))
+    claims = await granted(receiver, handoff_id)
+    # Somebody else has had the blocks.
+    over = EarlyWork(over=[handoff_id] if change == "over" else [])
+    receiver.step(early=over, compute=writes(dict.fromkeys(range(20), 99)))
+    first = 0 if change == "begins before" else 1
+    target = list(range(first, 20))
+    if change == "other blocks":
+        target.reverse()
+    is_early = change != "not early"
+    wanted = Load(handoff_id, 20 * TOKENS, first, target, claims, is_early)
+    assert receiver.step(loads=[wanted]) == set()
+    assert_loaded(receiver, target, first)
+    assert not any(receiver.num_early.values())
+    await empty(receiver)
+
+
+async def test_a_load_without_claims_takes_over_what_came_early(workers):
+    _, receiver = workers
+    target = list(range(20))
+    handoff_id = await loaded_early(workers, 0, target)
+    await committed(receiver, handoff_id)
+    receiver.step(early=EarlyWork(arrived=[handoff_id]))
+    wanted = Load(handoff_id, 20 * TOKENS, 0, target, is_early=True)
+    assert receiver.step(loads=[wanted]) == set()
+    assert_loaded(receiver, target, 0)
+    assert receiver.num_early == {handoff_id: 20}
+    # Once: the same blocks are somebody else's after that.
+    assert receiver.step(loads=[wanted]) == set(target)
+    await empty(receiver)
+
+
+async def test_altered_staging_is_not_taken_for_loaded(workers):
     sender, receiver = workers
     handoff_id, offset, source = await half_sent(sender, receiver)
     seen = await received(receiver, handoff_id, 12)
-    receiver.port.memory[seen.offset + 5 * BLOCK_BYTES] ^= 0xFF
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
+    at = seen.offset + 5 * BLOCK_BYTES
+    receiver.port.memory[at] ^= 0xFF
+    target = list(range(20))
+    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, target)
     receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    report = receiver.rank.take_early_report()
-    assert (report.spoiled, report.loaded) == ({handoff_id}, {})
     sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    await committed(receiver, handoff_id)
-    # It is not looked at again, and the load that follows finds out for itself.
-    receiver.step(early=EarlyWork(arrived=[handoff_id]))
-    assert not receiver.rank.take_early_report()
-    invalid = receiver.step(loads=[Load(handoff_id, 20 * TOKENS, 0, list(range(20)))])
-    assert 5 in invalid
+    claims = await granted(receiver, handoff_id)
+    wanted = Load(handoff_id, 20 * TOKENS, 0, target, claims, is_early=True)
+    assert 5 in receiver.step(loads=[wanted])
+    await empty(receiver)
+
+
+async def test_what_is_missing_and_altered_is_told(workers):
+    _, receiver = workers
+    target = list(range(20))
+    handoff_id = await loaded_early(workers, 0, target)
+    claims = await granted(receiver, handoff_id)
+    receiver.port.memory[pb.LocalClaimed.FromString(claims[0]).offset + 15 * BLOCK_BYTES] ^= 0xFF
+    wanted = Load(handoff_id, 20 * TOKENS, 0, target, claims, is_early=True)
+    invalid = receiver.step(loads=[wanted])
+    assert 15 in invalid
+    # Whoever gets them next finds nothing of it.
+    assert all((receiver.caches["layer.0"][block] == 0).all() for block in invalid)
+    assert receiver.step() == set()
     await empty(receiver)
 
 
 async def test_an_early_load_that_is_over_copies_nothing_more(workers):
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    await received(receiver, handoff_id, 12)
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, list(range(20)))
-    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
+    _, receiver = workers
+    handoff_id = await loaded_early(workers, 0, list(range(20)))
     await committed(receiver, handoff_id)
-    receiver.step(early=EarlyWork(arrived=[handoff_id], over=[handoff_id]))
-    assert not receiver.rank.take_early_report()
+    work = EarlyWork(arrived=[handoff_id], over=[handoff_id], cleared=list(range(5, 12)))
+    seen = {}
+
+    def look(name, cache):
+        seen[name] = cache.clone()
+
+    receiver.step(early=work, compute=look)
+    # Before the model runs, which may use them.
+    assert all((cache[5:12] == 0).all() and (cache[:5] != 0).all() for cache in seen.values())
     assert all((cache[12:20] == 0).all() for cache in receiver.caches.values())
     assert receiver.port.release(handoff_id, all_ranks=True)
     await empty(receiver)

@@ -13,14 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.kvtransfer import frames
-from baton.kvtransfer import receiver as receiving
+from baton.kvtransfer import frames, receiving
 from baton.kvtransfer import sender as sending
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiver import Choice, Grant, Receiver, ReceiverLimits, ReceiveState
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.receiving import Choice, Grant, ReceiverLimits, ReceiveState
 from baton.kvtransfer.sender import Outgoing, Sender, SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -361,6 +361,9 @@ class Decode:
         if (grant, rank) not in self.grants:
             self.grants.append((grant, rank))
 
+    def claim_ahead(self, handoff_id: bytes) -> None:
+        self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
+
     def load(self, grant: Grant, rank: int) -> None:
         """Copies a claimed rank's part; what verifies is true, however late it is copied."""
         self.grants.remove((grant, rank))
@@ -454,7 +457,12 @@ class Decode:
                 before = self.states.get(effect.handoff_id)
                 assert before is None or effect.state in receiving.TRANSITIONS[before], effect
                 self.states[effect.handoff_id] = effect.state
-                if effect.state is ReceiveState.COMMITTED:
+                self.grants += [
+                    (grant, rank)
+                    for rank, grant in enumerate(effect.grants)
+                    if (grant, rank) not in self.grants
+                ]
+                if effect.state is ReceiveState.COMMITTED or effect.grants:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
             stream = self.world.stream(effect.stream)

@@ -90,6 +90,23 @@ def test_staging_is_the_same_whatever_the_memory_layout(order, dtype, parts):
             assert torch.equal(got, expected(untouched[name], block_id, parts))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_are_cleared_and_no_others(order, parts):
+    cache, layout = make_cache(order, torch.bfloat16, parts), make_layout(torch.bfloat16)
+    before = {name: layer.clone() for name, layer in cache.items()}
+    copies = open_copies(PagedCache(cache, layout), torch.zeros(8, dtype=torch.uint8))
+    cleared = fragmented(5)
+    copies.clear(cleared)
+    for name, layer in cache.items():
+        for block_id in range(BLOCKS):
+            got = expected(layer, block_id, parts)
+            wanted = expected(before[name], block_id, parts)
+            assert torch.equal(got, torch.zeros_like(got) if block_id in cleared else wanted)
+    with pytest.raises(ValueError, match="must be below"):
+        copies.clear([BLOCKS])
+
+
 def test_blocks_are_moved_in_the_widest_words_that_divide_them():
     words = {
         dtype: PagedCache(make_cache("LBNHC", dtype), make_layout(dtype)).word for dtype in DTYPES

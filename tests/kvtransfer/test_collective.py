@@ -315,10 +315,12 @@ async def test_pair_after_pair_leaves_nothing():
         assert _link_threads() == []
 
     await use()
-    before = process.num_fds(), process.num_threads()
+    num_fds, num_threads = process.num_fds(), process.num_threads()
     for _ in range(20):
         await use()
-    assert (process.num_fds(), process.num_threads()) == before
+    assert process.num_fds() == num_fds
+    # One that another test left behind may have ended meanwhile.
+    assert process.num_threads() <= num_threads
 
 
 def _link_threads():

@@ -1,6 +1,5 @@
-"""Early loads, the scheduler's half: blocks are known to others when all are there, not before."""
+"""Early loads, the scheduler's half: blocks go from them to their request, or to nobody."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -24,11 +23,9 @@ class Block:
 class Pool:
     """As much of vLLM's BlockPool as is used; nothing is freed twice or taken while held."""
 
-    enable_caching: bool = True
     num_gpu_blocks: int = NUM_BLOCKS
     free: list[Block] = field(default_factory=lambda: [Block(n) for n in range(NUM_BLOCKS)])
     held: set[int] = field(default_factory=set)
-    cached: list[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=list)
     prefix: dict[str, list[Block]] = field(default_factory=dict)
 
     def get_num_free_blocks(self):
@@ -41,9 +38,11 @@ class Pool:
         return taken
 
     def free_blocks(self, blocks):
+        blocks = list(blocks)
         for block in blocks:
             self.held.remove(block.block_id)
-            self.free.append(block)
+        # They are in no prefix cache.
+        self.free = blocks + self.free
 
     def get_cached_block(self, block_hash, groups):
         assert groups == [0]
@@ -52,12 +51,6 @@ class Pool:
     def touch(self, blocks):
         self.free = [block for block in self.free if block not in blocks]
         self.held |= {block.block_id for block in blocks}
-
-    def cache_full_blocks(self, request, blocks, num_cached, num_full, block_size, group):
-        assert (block_size, group, len(blocks)) == (BLOCK, 0, num_full)
-        ids = tuple(block.block_id for block in blocks[num_cached:num_full])
-        assert self.held.issuperset(ids), "blocks are cached while they are held"
-        self.cached.append((request, num_cached, num_full, ids))
 
 
 class Request(str):
@@ -70,162 +63,199 @@ def id_of(number: int) -> bytes:
     return bytes([number]) * 16
 
 
-def test_whole_blocks_beyond_the_cached_ones_enter_the_prefix_cache():
-    pool = Pool()
+def begun(pool, num_tokens, num_cached_tokens=0):
+    """Early loads with one, of which the ranks know, and what they know."""
     early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 30, 0, 8, 1, committed=False)
+    early.begin(id_of(1), Request("r"), num_tokens, 0, num_cached_tokens)
+    (told,) = early.take_work().begun
+    return early, told
+
+
+def taken_ids(pool, count):
+    return [block.block_id for block in pool.get_new_blocks(count)]
+
+
+def test_the_request_gets_the_blocks_that_were_filled_for_it():
+    pool = Pool()
+    early, told = begun(pool, 30, 8)
+    # Of 8 blocks 2 are cached; the last is broken.
+    assert (told.first_block, len(told.block_ids)) == (2, 6)
+    assert pool.held == set(told.block_ids)
+    early.offer(id_of(1), 8)
+    got = taken_ids(pool, 7)
+    assert got[:6] == told.block_ids
+    assert early.take(id_of(1), got[:6])
+    # They are the request's now, with what is in them.
     work = early.take_work()
-    # Of 30 tokens 28 are whole blocks, of which 2 are cached.
-    ((load, arrived),) = zip(work.begun, work.arrived, strict=True)
-    assert (load.first_block, len(load.block_ids), arrived) == (2, 5, id_of(1))
-    early.arrived(id_of(1), 1, committed=True)
-    both = EarlyReport(Counter({(id_of(1), 1): 1}))
-    early.reported(both)
-    assert early.take_complete() == []
-    early.reported(both)
-    assert early.take_complete() == [("r", 20)]
-    assert pool.cached == [("r", 2, 7, tuple(load.block_ids))]
+    assert (work.over, work.cleared) == ([id_of(1)], [])
+    assert pool.held == set(got)
+
+
+def test_what_the_prefix_cache_has_meanwhile_is_not_loaded():
+    pool = Pool()
+    early, told = begun(pool, 30)
+    early.offer(id_of(1), 3 * BLOCK)
+    got = taken_ids(pool, 5)
+    assert got == told.block_ids[3:]
+    assert early.take(id_of(1), got)
+    # What the others of them hold was never committed.
+    assert early.take_work().cleared == told.block_ids[:3]
+
+
+def test_a_request_that_gets_other_blocks_loads_all_of_them():
+    pool = Pool()
+    early, told = begun(pool, 30)
+    early.offer(id_of(1), 0)
+    other = taken_ids(pool, 1)
+    assert not early.take(id_of(1), taken_ids(pool, 8))
+    assert other == told.block_ids[:1]
+    work = early.take_work()
+    assert (work.over, work.cleared) == ([id_of(1)], told.block_ids)
+
+
+def test_blocks_that_were_offered_and_not_taken_are_anybodys():
+    pool = Pool()
+    early, told = begun(pool, 30)
+    early.offer(id_of(1), 0)
+    work = early.take_work()
+    assert (work.over, work.cleared) == ([id_of(1)], told.block_ids)
     assert not pool.held
-    assert early.take_work().over == [id_of(1)]
+    # The same ones, but somebody may have used them in between.
+    assert not early.take(id_of(1), told.block_ids)
 
 
-def test_what_a_handoff_leaves_out_stays_in_the_prefix_cache_meanwhile():
+def test_nothing_is_offered_of_what_is_all_cached_or_begins_too_late():
+    for num_cached_tokens in (5 * BLOCK, BLOCK):
+        pool = Pool()
+        early, _ = begun(pool, 5 * BLOCK, 2 * BLOCK)
+        early.offer(id_of(1), num_cached_tokens)
+        assert early.take_work().over == [id_of(1)]
+        assert not pool.held
+
+
+def test_what_comes_before_stays_in_the_prefix_cache_meanwhile():
     pool = Pool()
     request = SimpleNamespace(block_hashes=["a", "b", "c"])
     pool.prefix = {"a": [pool.free[0]], "b": [pool.free[1]], "c": [pool.free[2]]}
     early = EarlyLoads(LAYOUT, pool)
     # Of 5 blocks the handoff leaves out 2; 3 are cached.
-    early.begin(id_of(1), request, 5 * BLOCK, 2 * BLOCK, 3 * BLOCK, 1, committed=True)
+    early.keep(id_of(1), request, 2 * BLOCK)
+    assert pool.held == {0, 1}
+    early.drop(id_of(1))
+    assert not pool.held
+    early.begin(id_of(1), request, 5 * BLOCK, 2 * BLOCK, 3 * BLOCK)
     (load,) = early.take_work().begun
     assert (load.num_tokens, load.first_block, len(load.block_ids)) == (3 * BLOCK, 1, 2)
-    assert {0, 1} < pool.held
-    assert {0, 1}.isdisjoint(load.block_ids)
-    early.reported(EarlyReport(Counter({(id_of(1), 1): LAYOUT.tp_size})))
-    assert early.take_complete() == [(request, 2 * BLOCK)]
-    assert pool.cached == [(request, 3, 5, tuple(load.block_ids))]
-    assert not pool.held
+    assert pool.held == {0, 1, 2, *load.block_ids}
+    early.offer(id_of(1), 3 * BLOCK)
+    assert pool.held == {0, 1, 2}
+    assert early.take(id_of(1), taken_ids(pool, 2))
+    assert pool.held == set(load.block_ids)
 
 
-def test_only_the_committed_epoch_counts():
-    pool = Pool()
-    early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 8, 0, 0, 1, committed=False)
-    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
-    early.arrived(id_of(1), 2, committed=True)
-    assert early.take_complete() == []
-    early.reported(EarlyReport(Counter({(id_of(1), 2): 2})))
-    assert early.take_complete() == [("r", 8)]
-
-
-def test_a_commit_may_come_after_the_last_rank():
-    early = EarlyLoads(LAYOUT, Pool())
-    early.begin(id_of(1), Request("r"), 8, 0, 0, 1, committed=False)
-    early.reported(EarlyReport(Counter({(id_of(1), 1): 2})))
-    assert early.take_complete() == []
-    early.arrived(id_of(1), 1, committed=True)
-    assert early.take_complete() == [("r", 8)]
-
-
-def test_nothing_is_begun_without_a_prefix_cache_or_without_room():
-    without = EarlyLoads(LAYOUT, Pool(enable_caching=False))
-    full = EarlyLoads(LAYOUT, Pool(free=[Block(n) for n in range(8)]))
-    for early in (without, full):
-        early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0, 1, committed=True)
-        assert not early.loading(id_of(1))
-        assert not early.take_work()
-    short = EarlyLoads(LAYOUT, Pool())
-    short.begin(id_of(1), Request("r"), BLOCK - 1, 0, 0, 1, committed=True)
-    assert not short.take_work()
+def test_nothing_is_begun_without_room():
+    early = EarlyLoads(LAYOUT, Pool(free=[Block(n) for n in range(8)]))
+    early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0)
+    assert not early.take_work()
 
 
 def test_early_loads_yield_when_blocks_run_short():
     pool = Pool()
-    early = EarlyLoads(LAYOUT, pool)
-    early.begin(id_of(1), Request("r"), 5 * BLOCK, 0, 0, 1, committed=False)
-    early.take_work()
+    early, _ = begun(pool, 5 * BLOCK)
     pool.num_gpu_blocks, running = 100 * NUM_BLOCKS, pool.get_new_blocks(NUM_BLOCKS - 5)
     assert early.take_work().over == [id_of(1)]
-    assert not early.loading(id_of(1))
     assert pool.held == {block.block_id for block in running}
 
 
+def test_what_was_there_before_a_load_is_what_every_rank_had():
+    report = EarlyReport()
+    assert not report
+    report.add(EarlyReport({id_of(1): 5, id_of(2): 7}))
+    report.add(EarlyReport({id_of(1): 6, id_of(2): 0}))
+    assert report.num_blocks == {id_of(1): 5, id_of(2): 0}
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Handoffs arrive, commit, start over and end in any order; ranks report at any time."""
+    """Handoffs arrive, are offered, run and end in any order."""
 
     def __init__(self):
         super().__init__()
         self.pool = Pool()
         self.early = EarlyLoads(LAYOUT, self.pool)
-        self.epochs: dict[int, int] = {}
-        self.committed: set[int] = set()
-        self.verified: Counter[tuple[int, int]] = Counter()
         self.num_begun = 0
+        # Begun, and neither taken nor given up; those offered since the last step.
+        self.loads: set[int] = set()
         # Of which the ranks know.
         self.told: set[int] = set()
+        self.offered: set[int] = set()
+        # Of requests that run.
+        self.running: list[Block] = []
 
-    @rule(tokens=st.integers(1, 60), cached=st.integers(0, 4), committed=st.booleans())
-    def begin(self, tokens, cached, committed):
+    @rule(tokens=st.integers(1, 60), cached=st.integers(0, 4))
+    def begin(self, tokens, cached):
         self.num_begun += 1
         number = self.num_begun % 250 + 1
-        if number in self.epochs:
+        if number in self.loads:
             return
-        self.epochs[number] = 1
-        if committed:
-            self.committed.add(number)
-        self.early.begin(
-            id_of(number), Request(f"r{number}"), tokens, 0, cached * BLOCK, 1, committed=committed
-        )
+        num_held = len(self.pool.held)
+        self.early.begin(id_of(number), Request(f"r{number}"), tokens, 0, cached * BLOCK)
+        if len(self.pool.held) > num_held:
+            self.loads.add(number)
 
-    @precondition(lambda self: self.epochs)
-    @rule(data=st.data(), committed=st.booleans(), again=st.booleans())
-    def arrive(self, data, committed, again):
-        number = data.draw(st.sampled_from(sorted(self.epochs)))
-        self.epochs[number] += again
-        (self.committed.add if committed else self.committed.discard)(number)
-        self.early.arrived(id_of(number), self.epochs[number], committed=committed)
-        for request, _ in self.early.take_complete():
-            assert int(request[1:]) in self.committed
-
-    @precondition(lambda self: self.epochs)
+    @precondition(lambda self: self.loads)
     @rule(data=st.data())
-    def drop(self, data):
-        number = data.draw(st.sampled_from(sorted(self.epochs)))
-        self.early.drop(id_of(number))
-        assert not self.early.loading(id_of(number))
+    def arrive(self, data):
+        self.early.arrived(id_of(data.draw(st.sampled_from(sorted(self.loads)))))
 
-    @precondition(lambda self: self.told)
-    @rule(data=st.data(), spoiled=st.booleans())
-    def rank_reports(self, data, spoiled):
-        number = data.draw(st.sampled_from(sorted(self.told)))
-        epoch = data.draw(st.integers(1, self.epochs[number]))
-        if self.verified[number, epoch] == LAYOUT.tp_size:
-            return
-        if spoiled:
-            self.early.reported(EarlyReport(spoiled={id_of(number)}))
-            assert not self.early.loading(id_of(number))
-            return
-        self.verified[number, epoch] += 1
-        before = len(self.pool.cached)
-        self.early.reported(EarlyReport(Counter({(id_of(number), epoch): 1})))
-        done = self.early.take_complete()
-        assert len(done) == len(self.pool.cached) - before
-        for request, _ in done:
-            whole = int(request[1:])
-            assert whole in self.committed
-            assert self.verified[whole, self.epochs[whole]] == LAYOUT.tp_size
+    @precondition(lambda self: self.loads - self.offered)
+    @rule(data=st.data(), cached=st.integers(0, 10), outcome=st.sampled_from(["runs", "waits"]))
+    def is_asked(self, data, cached, outcome):
+        """It may run, and gets blocks or not."""
+        number = data.draw(st.sampled_from(sorted(self.loads - self.offered)))
+        self.early.offer(id_of(number), cached * BLOCK)
+        if outcome == "runs" and self.pool.free:
+            blocks = self.pool.get_new_blocks(min(3, len(self.pool.free)))
+            self.running += blocks
+            self.early.take(id_of(number), [block.block_id for block in blocks])
+            self.loads.remove(number)
+        else:
+            self.offered.add(number)
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def ends(self, data):
+        number = data.draw(st.sampled_from(sorted(self.loads)))
+        self.loads.remove(number)
+        self.offered.discard(number)
+        self.early.drop(id_of(number))
+
+    @rule()
+    def running_ones_end(self):
+        blocks, self.running = self.running, []
+        self.pool.free_blocks(blocks)
 
     @rule()
     def step(self):
         work = self.early.take_work()
         assert not self.early.has_work
         assert set(work.over).isdisjoint(load.handoff_id for load in work.begun)
-        assert len(work.arrived) == len(set(work.arrived))
-        self.told |= {load.handoff_id[0] for load in work.begun}
+        begun = {load.handoff_id[0] for load in work.begun}
+        over = {handoff_id[0] for handoff_id in work.over}
+        assert over <= self.told
+        # What the ranks load from now on: of what has not ended, and was not offered in vain.
+        self.told = (self.told - over) | begun
+        assert self.told <= self.loads - self.offered
+        arrived = [handoff_id[0] for handoff_id in work.arrived]
+        assert len(arrived) == len(set(arrived))
+        assert set(arrived) <= self.told
+        self.loads, self.offered = set(self.told), set()
 
     @invariant()
     def blocks_are_held_by_loads_alone(self):
-        loading = [number for number in self.epochs if self.early.loading(id_of(number))]
-        assert bool(loading) == bool(self.pool.held)
+        loading = self.loads - self.offered
+        running = {block.block_id for block in self.running}
+        assert running <= self.pool.held
+        assert bool(loading) == bool(self.pool.held - running)
         assert len(self.pool.held) + len(self.pool.free) == NUM_BLOCKS
 
 

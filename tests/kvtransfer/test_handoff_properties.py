@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.receiver import ReceiveState
+from baton.kvtransfer.receiving import ReceiveState
 from baton.kvtransfer.sender import Ended
 
 sys.path.append(str(Path(__file__).parent))
@@ -124,6 +124,13 @@ class HandoffMachine(RuleBasedStateMachine):
         decode, handoff_id = data.draw(st.sampled_from(self.received()))
         for rank in ranks:
             decode.claim(handoff_id, rank)
+
+    @precondition(lambda self: self.sends)
+    @rule(data=st.data())
+    def claims_ahead(self, data):
+        """Mostly before it is there."""
+        send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
+        send.target.claim_ahead(send.handoff_id)
 
     @precondition(lambda self: self.grants())
     @rule(data=st.data())

@@ -13,11 +13,11 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiver import (
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.receiving import (
     TRANSITIONS,
     Changed,
     Grant,
-    Receiver,
     ReceiverLimits,
     ReceiveState,
     Reply,
@@ -91,6 +91,8 @@ class Harness:
         self.states: dict[bytes, ReceiveState] = {}
         # The epoch for which each handoff last got its room.
         self.opened: dict[bytes, int] = {}
+        # What was granted ahead.
+        self.granted: list[Grant] = []
 
     def deliver(self, stream: int, message: bytes) -> list[Reply]:
         replies: list[Reply] = []
@@ -108,6 +110,7 @@ class Harness:
                 if before is not None:
                     assert effect.state in TRANSITIONS[before], (before, effect)
                 self.states[effect.handoff_id] = effect.state
+                self.granted += effect.grants
             elif effect.kind == pb.PushReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]
@@ -303,7 +306,12 @@ class ReceiverMachine(RuleBasedStateMachine):
         except TransferRefused:
             return
         harness.seen(effects)
-        assert grant.epoch == harness.opened[sent.handoff_id]
+        self.check(grant, rank)
+
+    def check(self, grant, rank):
+        """What was granted is all there, and true."""
+        harness = self.harness
+        assert grant.epoch == harness.opened[grant.handoff_id]
         expected = rank_truth(grant, rank)
         assert harness.bytes_of(grant) == expected
         at = 0
@@ -314,6 +322,15 @@ class ReceiverMachine(RuleBasedStateMachine):
             assert frames.checksum(expected[start:at]) == frame.checksum
         assert at == len(expected)
         self.grants.append((grant, rank))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), soon=st.booleans())
+    def claims_ahead(self, data, soon):
+        """Also before its open, and once it is over."""
+        harness = self.harness
+        next_id = (len(self.known) + 1).to_bytes(16, "big")
+        handoff_id = next_id if soon else self.pick(data).handoff_id
+        harness.seen(harness.receiver.claim_ahead(handoff_id, harness.now))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), rank=st.integers(0, 2), all_ranks=st.booleans())
@@ -331,6 +348,10 @@ class ReceiverMachine(RuleBasedStateMachine):
     def intact(self):
         harness = self.harness
         harness.receiver.check_integrity()
+        for at, grant in enumerate(harness.granted):
+            if harness.states[grant.handoff_id] is ReceiveState.CLAIMED:
+                self.check(grant, at % LAYOUT.tp_size)
+        harness.granted.clear()
         # What somebody is loading does not change under them.
         self.grants = [
             (grant, rank)
@@ -515,6 +536,64 @@ def test_a_drop_does_not_take_staging_from_who_reads_it(harness):
     assert harness.bytes_of(grant) == rank_truth(grant, 0)
     harness.receiver.release(IDS[0], 0, harness.now, all_ranks=True)
     harness.assert_empty()
+
+
+@pytest.mark.parametrize("when", ["before its open", "while it comes", "once it is committed"])
+def test_what_is_claimed_ahead_is_granted_with_the_commit_and_not_taken_away(harness, when):
+    handoff_id, receiver = IDS[0], harness.receiver
+    if when == "before its open":
+        assert receiver.claim_ahead(handoff_id, harness.now) == []
+    harness.deliver(1, open_message(handoff_id, 1, 2))
+    if when == "while it comes":
+        assert receiver.claim_ahead(handoff_id, harness.now) == []
+    harness.send_all(1, handoff_id, 1, 2)
+    if when == "once it is committed":
+        assert not harness.granted
+        harness.seen(receiver.claim_ahead(handoff_id, harness.now))
+    assert harness.states[handoff_id] is ReceiveState.CLAIMED
+    for rank, grant in enumerate(harness.granted):
+        assert harness.bytes_of(grant) == rank_truth(grant, rank)
+    # A late cancel, and another epoch.
+    receiver.drop(handoff_id, harness.now)
+    assert kinds(harness.deliver(2, open_message(handoff_id, 2, 2))) == refused(
+        pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+    )
+    # As long as a commit may wait, not as short as a load.
+    harness.tick(LIMITS.commit_ttl_s - 1)
+    for rank, grant in enumerate(harness.granted):
+        assert harness.bytes_of(grant) == rank_truth(grant, rank)
+        harness.seen(receiver.release(handoff_id, rank, harness.now))
+    harness.assert_empty()
+    assert receiver.claim_ahead(handoff_id, harness.now) == []
+
+
+def test_what_is_claimed_ahead_and_never_read_expires(harness):
+    harness.receiver.claim_ahead(IDS[0], harness.now)
+    harness.deliver(1, open_message(IDS[0], 1, 2))
+    harness.send_all(1, IDS[0], 1, 2)
+    harness.tick(LIMITS.commit_ttl_s)
+    harness.assert_empty()
+
+
+def test_what_has_too_many_frames_to_be_told_at_once_is_claimed_rank_by_rank():
+    harness = Harness(replace(LIMITS, max_frames_ahead=7))
+    harness.receiver.claim_ahead(IDS[0], harness.now)
+    harness.deliver(1, open_message(IDS[0], 1, 2))
+    harness.send_all(1, IDS[0], 1, 2)
+    assert harness.receiver.claim_ahead(IDS[0], harness.now) == []
+    assert harness.states[IDS[0]] is ReceiveState.COMMITTED
+    for rank in range(2):
+        grant, effects = harness.receiver.claim(IDS[0], rank, harness.now)
+        harness.seen(effects)
+        assert harness.bytes_of(grant) == rank_truth(grant, rank)
+        harness.seen(harness.receiver.release(IDS[0], rank, harness.now))
+    harness.assert_empty()
+
+
+def test_claims_ahead_are_bounded(harness):
+    for number in range(2 * LIMITS.max_tombstones):
+        harness.receiver.claim_ahead(number.to_bytes(16, "big"), harness.now)
+    harness.receiver.check_integrity()
 
 
 def test_a_lost_stream_ends_its_handoff_before_the_commit_only(harness):

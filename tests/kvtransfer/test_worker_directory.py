@@ -19,6 +19,7 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     # As a killed engine leaves one.
     with socket.socket(socket.AF_UNIX) as engines:
         engines.bind(str(directory / "7df7878d-f0d9-4928-87dc-81ff3dcbb83f"))
+    (directory / "vllm_dist_0d1f").write_bytes(b"by which its ranks found each other")
     config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     socket_path = str(directory / "kv.sock")
     service = await TransferClient.start(config, socket_path)

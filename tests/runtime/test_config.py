@@ -92,7 +92,7 @@ def test_what_a_tenant_leaves_out_is_the_defaults():
         ({"ray": {"adress": ""}}, "ray.adress: unknown key; did you mean 'address'"),
         ({"ray": {"namespace": ""}}, "ray.namespace: is ''"),
         ({"ray": {"prefill": {"gpus": -1}}}, "ray.prefill.gpus: is -1; "),
-        ({"ray": {"decode": {"resources": {"GPU": 1}}}}, "must not name gpu; set gpus"),
+        ({"ray": {"decode": {"resources": {"GPU": 1}}}}, "must not name GPU; set gpus"),
         ({"ray": {"decode": {"resources": {"x": 0}}}}, "ray.decode.resources.x: is 0; "),
     ],
 )

@@ -143,7 +143,14 @@ def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
     twice = runner.invoke(app, ["keys", "add", "k", "--name", "one", "--tenant", "a"])
     assert "is in k already" in str(twice.exception)
     nothing = runner.invoke(app, ["keys", "add", "k", "--name", "none"])
-    assert "needs tenant, or admin: true" in str(nothing.exception)
+    assert nothing.exit_code == 2
+    assert "a key needs --tenant" in nothing.output
+    odd = runner.invoke(app, ["keys", "add", "k", "--name", "a b", "--admin"])
+    assert str(odd.exception) == "name: must be 1 to 64 characters of [A-Za-z0-9._:-]"
+    Path("list").write_text("- a\n")
+    assert str(runner.invoke(app, ["keys", "list", "list"]).exception) == (
+        "list: must be a mapping of keys"
+    )
     listed = runner.invoke(app, ["keys", "list", "k"]).output
     assert "one" in listed
     assert key[-43:] not in listed

@@ -75,6 +75,23 @@ async def test_of_a_session_of_many_tenants_only_the_one_is_refused(limited):
             assert (await outcome(gateway, **of["b"], **IN)).name == LET_IN
 
 
+async def test_a_session_of_many_tenants_counts_to_those_it_serves(limited):
+    running, keys = limited
+    of = {tenant: {"authorization": f"Bearer {key}"} for tenant, key in keys.items()}
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            gateway = await stack.enter_async_context(BatonClient(running.address))
+            for tenant in ("a", "b", "a", "b"):
+                assert (await outcome(gateway, **of[tenant], **IN)).name == LET_IN
+        # Both are idle, and were b's last.
+        async with BatonClient(running.address, api_key=keys["b"]) as other:
+            assert (await outcome(other, **IN)).reason == "TENANT_CALLS"
+        own = [BatonClient(running.address, api_key=keys["a"]) for _ in range(2)]
+        for client in own:
+            assert (await outcome(await stack.enter_async_context(client), **IN)).name == LET_IN
+        assert (await outcome(gateway, **of["a"], **IN)).reason == "TENANT_CALLS"
+
+
 async def test_single_requests_are_calls_too_and_give_them_back(limited):
     running, keys = limited
     request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=[1]))

@@ -12,10 +12,10 @@ from vllm_cluster import (
     DECODE,
     RELAY_HOST,
     Cluster,
-    plain_vllm,
     start_cluster,
     stop_cluster,
 )
+from vllm_programs import PlainVllm
 from vllm_relay import Relay, as_it_is
 
 from baton.client.client import BatonClient
@@ -28,8 +28,8 @@ def model() -> str:
 
 
 @pytest.fixture(scope="session")
-def reference(model: str) -> list[cases.Case]:
-    """Every case with what one plain vLLM answers, one request at a time."""
+def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainVllm]:
+    """Answers every case while the cluster starts."""
     given = {
         "cases": cases.length_cases()
         + cases.concurrent_cases()
@@ -41,7 +41,14 @@ def reference(model: str) -> list[cases.Case]:
         + cases.killed_cases(),
         "stop_candidates": cases.stop_candidates(),
     }
-    return plain_vllm(model, given)
+    with PlainVllm(model, given, tmp_path_factory.mktemp("plain")) as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def reference(plain: PlainVllm) -> list[cases.Case]:
+    """Every case with what one plain vLLM answers, one request at a time."""
+    return plain.result()
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +59,8 @@ def expected(reference: list[cases.Case]) -> dict[str, cases.Case]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster(
-    model: str, reference: list[cases.Case], tmp_path_factory: pytest.TempPathFactory
+    model: str, plain: PlainVllm, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
-    # After the reference: three engines at once would be slow to load.
     started = start_cluster({"model": model, **CONFIG}, tmp_path_factory.mktemp("cluster"))
     decode = (await started.workers())[DECODE]
     port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")

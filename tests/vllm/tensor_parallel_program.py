@@ -12,7 +12,7 @@ import json
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class Side:
         self._committed: dict[bytes, asyncio.Event] = {}
         # What its steps said of its prefix cache.
         self._cached: set[int] = set()
-        self._cache_changed = asyncio.Event()
         self.num_evicted = 0
+        self._num_steps, self._stepped = 0, asyncio.Condition()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -81,9 +81,11 @@ class Side:
                 self._cached.difference_update(step.cache.removed)
                 self._cached.update(step.cache.stored)
                 self.num_evicted += len(step.cache.removed)
-                self._cache_changed.set()
             for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
+            self._num_steps += 1
+            async with self._stepped:
+                self._stepped.notify_all()
 
     def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
         """How many first tokens of a prompt it would take from its cache, by what it said."""
@@ -92,17 +94,23 @@ class Side:
         hashes = block_hashes(token_ids[:-1], block_size)
         return block_size * sum(1 for _ in takewhile(self._cached.__contains__, hashes))
 
-    async def cached(self, token_ids: Sequence[int]) -> None:
-        """Waits until all whole blocks of a prompt are in its cache."""
-        block_size = self.info.layout.block_size_tokens
-        while self.num_cached_tokens([*token_ids, 0]) < len(token_ids) // block_size * block_size:
-            self._cache_changed.clear()
-            await self._cache_changed.wait()
+    async def has_looked_around(self) -> None:
+        """Waits until steps have been made that know of all that has come by now, and are over.
+
+        A step may have been made already, another one be on its way here.
+        """
+        until = self._num_steps + 4
+        async with self._stepped:
+            await self._stepped.wait_for(lambda: self._num_steps >= until)
 
     async def _read_events(self) -> None:
         while True:
             for event in await self.transfer.next_events():
-                if event.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+                # Claimed ahead it is committed and claimed at once.
+                if event.state in (
+                    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+                    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
+                ):
                     self._commit(event.handoff_id).set()
 
     def _commit(self, handoff_id: bytes) -> asyncio.Event:
@@ -134,11 +142,11 @@ class Side:
 
 
 @contextlib.asynccontextmanager
-async def side(model: str, ranks: int, socket_path: str) -> AsyncIterator[Side]:
+async def side(model: str, ranks: int, socket_path: str, **engine_args: Any) -> AsyncIterator[Side]:
     async with contextlib.AsyncExitStack() as stack:
         transfer = await TransferClient.start(STAGING, socket_path)
         stack.push_async_callback(transfer.close)
-        arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks}
+        arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks, **engine_args}
         engine = VllmEngine(model, "m", arguments, socket_path)
         stack.push_async_callback(engine.stop)
         info = await engine.start()
@@ -177,7 +185,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(decode, rank, num_blocks)
     if early:
-        await decode.cached(prompt)
+        await decode.has_looked_around()
     if early == "and aborted":
         await decode.engine.abort([f"{name}-d"])
         decode.transfer.drop(handoff_id)
@@ -227,11 +235,30 @@ def shared_segments() -> list[str]:
     return sorted(path for path in mapped if path.startswith("/dev/shm/"))
 
 
+async def an_engine_loads() -> None:
+    """Until there is an engine core: what vLLM does before, it does for one engine at a time."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not any("spawn_main" in " ".join(command) for command in commands_of_children()):
+            await asyncio.sleep(0.05)
+
+
+def commands_of_children() -> Iterator[list[str]]:
+    for child in psutil.Process().children():
+        # vLLM asks others about the machine, which end at once.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield child.cmdline()
+
+
 async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        prefill = await stack.enter_async_context(side(model, ranks, str(directory / "p.sock")))
-        decode = await stack.enter_async_context(side(model, ranks, str(directory / "d.sock")))
+        async with asyncio.TaskGroup() as group:
+            sides = []
+            for name in ("p.sock", "d.sock"):
+                begun = stack.enter_async_context(side(model, ranks, str(directory / name)))
+                sides.append(group.create_task(begun))
+                await an_engine_loads()
+        prefill, decode = (each.result() for each in sides)
         results = []
         async with asyncio.timeout(TIMEOUT_S):
             for case in given["one_by_one"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest_asyncio
 import torch
 import vllm_cases as cases
 from safetensors.torch import save_file
-from vllm_cluster import CONFIG, Cluster, plain_vllm, start_cluster, stop_cluster
+from vllm_cluster import CONFIG, Cluster, start_cluster, stop_cluster
+from vllm_programs import PlainVllm
 
 from baton.client.errors import NotFoundError
 
@@ -54,16 +55,25 @@ def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def answered(model: str, adapters: dict[str, str]) -> list[cases.Case]:
+def plain_tuned(
+    model: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PlainVllm]:
     given = {"adapters": adapters, "cases": cases.adapter_cases(["", *NAMES])}
-    return plain_vllm(model, {**given, "stop_candidates": []})
+    given["stop_candidates"] = []
+    with PlainVllm(model, given, tmp_path_factory.mktemp("plain")) as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def answered(plain_tuned: PlainVllm) -> list[cases.Case]:
+    return plain_tuned.result()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def tuned(
     model: str,
     adapters: dict[str, str],
-    answered: list[cases.Case],
+    plain_tuned: PlainVllm,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Cluster]:
     # Nothing is between its workers.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 
-import psutil
 import pytest
 import vllm_cases as cases
 from vllm_cluster import MAX_DECODES, SEND_BYTES, Cluster
+from worker_parts import stopped
 
 from baton.client import errors
 from baton.client.client import BatonClient
@@ -25,26 +26,22 @@ from baton.v1 import admin_pb2, kv_transfer_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 LONG = 600
+COMMITTED = (
+    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+    # Where it was claimed ahead.
+    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
+)
 # Keys and values of two heads of 64 in float32.
 BYTES_PER_TOKEN_AND_LAYER = 2 * 2 * 64 * 4
 
 
-@contextlib.contextmanager
-def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stops processes as kill -STOP does, and lets them go on after."""
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.resume()
-
-
-async def in_state(cluster: Cluster, state: int) -> None:
-    """Waits until one request is in a state."""
+async def in_state(cluster: Cluster, state: int, *, request_id: str = "") -> None:
+    """Waits until one request is in a state, any request or this one."""
     async with asyncio.timeout(20):
-        while not any(request.state == state for request in await cluster.requests()):
+        while not any(
+            request.state == state and request_id in ("", request.request_id)
+            for request in await cluster.requests()
+        ):
             await asyncio.sleep(0.01)
 
 
@@ -61,13 +58,25 @@ def long_request(client: BatonClient, salt: int, **options: float) -> TokenStrea
     )
 
 
+async def test_what_vllm_writes_goes_with_the_directory_of_its_worker(cluster: Cluster) -> None:
+    for role in ("prefill", "decode"):
+        line = cluster.worker_process(role).cmdline()
+        directory = line[line.index("--directory") + 1]
+        # By this file its ranks have found each other; it stays when they are killed.
+        assert glob.glob(f"{directory}/vllm_dist_*")
+
+
 async def test_cancelled_while_queued(client: BatonClient, cluster: Cluster) -> None:
-    running = [long_request(client, salt) for salt in range(MAX_DECODES)]
-    await asyncio.gather(*(first_token(stream) for stream in running))
+    others = [long_request(client, salt) for salt in range(MAX_DECODES)]
+    for stream in others:
+        # It is accepted: it runs, or waits for blocks that those before it have.
+        await anext(stream)
     queued = long_request(client, 99)
-    await in_state(cluster, admin_pb2.REQUEST_STATE_QUEUED)
+    await anext(queued)
+    await first_token(others[0])
+    await in_state(cluster, admin_pb2.REQUEST_STATE_QUEUED, request_id=queued.request_id)
     await queued.aclose()
-    for stream in running:
+    for stream in others:
         await stream.aclose()
     await cluster.assert_idle()
 
@@ -174,7 +183,7 @@ def committed(port: EnginePort) -> None:
     """Waits until the decode worker's transfer service has one whole handoff."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if any(s.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED for s in port.poll()):
+        if any(s.state in COMMITTED for s in port.poll()):
             return
         time.sleep(0.005)
     raise AssertionError("no handoff was committed")

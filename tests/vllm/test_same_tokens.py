@@ -96,8 +96,6 @@ async def test_handoffs_are_loaded_while_they_arrive(client: BatonClient, cluste
             await asyncio.sleep(0.05)
     told = {name: after[name] - before[name] for name in after}
     assert sum(told.values()) == num_tokens
-    assert told["early"] % cases.BLOCK_SIZE == 0
-    assert told["at_start"] >= sum(len(prompt) % cases.BLOCK_SIZE for prompt in prompts)
     await cluster.assert_idle()
 
 

@@ -7,24 +7,19 @@ close that it matters.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_cases as cases
+from vllm_programs import PlainVllm, Program
 
-from baton.runtime import affinity, demo_model
+from baton.runtime import demo_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent
 MODEL, RANKS = "demo-2-layers", 2
-TIMEOUT_S = 500
 GONE_TIMEOUT_S = 10.0
 SHARED = 4 * cases.BLOCK_SIZE
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
@@ -63,7 +58,7 @@ def one_by_one() -> list[cases.Case]:
 
 
 def early() -> list[cases.Case]:
-    """Announced to the decode engine, which has all whole blocks before the first token."""
+    """Announced to the decode engine, which has all of the prompt before its first token."""
     lengths = {"early-1": 3 * cases.CHUNK + 5, "early-2": 70, "early-3": 64, "early-4": 8}
     return [
         {**cases.greedy("early-0", cases.prompt(300, 70), 8), "early": "and aborted"},
@@ -78,35 +73,6 @@ def together() -> list[cases.Case]:
     return [cases.greedy(f"together-{n}", cases.prompt(20 + 90 * n, 54), 10) for n in range(6)]
 
 
-class Program:
-    """A program of this folder at work on cases."""
-
-    def __init__(self, program: str, *arguments: str, given: Any, directory: Path) -> None:
-        self._output, self._log = directory / f"{program}.json", directory / f"{program}.log"
-        cases_in = directory / f"{program}.in"
-        cases_in.write_text(json.dumps(given))
-        # What may bind this process's engines is not for two ranks.
-        environment = {k: v for k, v in os.environ.items() if k != affinity.VLLM_BIND_THREADS}
-        with cases_in.open() as stdin, self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / program), *arguments, str(self._output)],
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def result(self) -> Any:
-        """Waits for what it writes."""
-        code = self._process.wait(timeout=TIMEOUT_S)
-        assert code == 0, self._log.read_text()[-3000:]
-        return json.loads(self._output.read_text())
-
-
 @pytest.fixture(scope="module")
 def model() -> str:
     return demo_model.ensure("demo-2-layers")
@@ -118,17 +84,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
     model, directory = demo_model.ensure(MODEL), tmp_path_factory.mktemp("ranks")
     alone, at_once = one_by_one(), together()
     given = {"one_by_one": alone, "together": at_once}
-    split = Program(
-        "tensor_parallel_program.py", model, str(RANKS), given=given, directory=directory
-    )
-    # At the same time: most of both is Python's imports.
-    given = {"cases": alone + at_once, "stop_candidates": []}
-    plain = Program("vllm_reference.py", model, given=given, directory=directory)
-    try:
+    same = {"cases": alone + at_once, "stop_candidates": []}
+    with (
+        Program(
+            "tensor_parallel_program.py", model, str(RANKS), given=given, directory=directory
+        ) as split,
+        # At the same time: most of both is Python's imports.
+        PlainVllm(model, same, directory) as plain,
+    ):
         return split.result(), plain.result()
-    finally:
-        split.end()
-        plain.end()
 
 
 @pytest.fixture
@@ -164,12 +128,9 @@ def test_what_was_computed_once_is_loaded(results: Results) -> None:
         assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
 
 
-def test_whole_blocks_are_loaded_before_the_first_token_is_known(results: Results) -> None:
+def test_prompts_are_loaded_before_the_first_token_is_known(results: Results) -> None:
     for case in early()[1:]:
-        # vLLM looks a prompt up before it is told of the first token: of one that ends with a block
-        # it leaves that one out, to have something to compute.
-        found = (len(case["prompt"]) - 1) // cases.BLOCK_SIZE * cases.BLOCK_SIZE
-        assert results[case["name"]]["num_loaded_early"] == found, case["name"]
+        assert results[case["name"]]["num_loaded_early"] == len(case["prompt"]), case["name"]
 
 
 def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> None:

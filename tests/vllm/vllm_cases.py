@@ -123,7 +123,13 @@ def chunked_seed_cases() -> list[Case]:
 
 def flip_cases() -> list[Case]:
     """Prompts of the test of flips alone: where one was computed before is where it goes again."""
-    return [greedy(f"flip-{index}", prompt(230, 3000 + index), 12) for index in range(3)]
+    return [
+        *(greedy(f"flip-{index}", prompt(230, 3000 + index), 12) for index in range(3)),
+        *(
+            greedy(f"flip-chunked-{index}", prompt(3 * CHUNK + 5, 3100 + index))
+            for index in range(2)
+        ),
+    ]
 
 
 def fault_cases() -> list[Case]:

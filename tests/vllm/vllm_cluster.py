@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.request
 from collections.abc import Collection
@@ -31,7 +30,6 @@ from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-HERE = Path(__file__).parent
 START_TIMEOUT_S = 480
 IDLE_TIMEOUT_S = 2.0
 MAX_DECODES = 10
@@ -136,6 +134,10 @@ class Cluster:
         async with AdminClient(self.address) as admin:
             return await admin.list_workers()
 
+    async def worker(self, worker_id: str) -> admin_pb2.WorkerInfo:
+        (found,) = [one for one in await self.all_workers() if one.worker_id == worker_id]
+        return found
+
     async def requests(self) -> list[admin_pb2.RequestInfo]:
         async with AdminClient(self.address) as admin:
             return await admin.list_requests()
@@ -226,32 +228,3 @@ def stop_cluster(cluster: Cluster) -> None:
         for pipe in (cluster.process.stdout, cluster.process.stderr):
             assert pipe is not None
             pipe.close()
-
-
-def plain_vllm(model: str, given: dict[str, Any]) -> list[cases.Case]:
-    """Cases with what one plain vLLM answers, one request at a time.
-
-    Args:
-        model: a local directory.
-        given: see vllm_reference.py.
-    """
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
-        run = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_reference.py"), model, output.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0,1"},
-            process_group=0,
-        )
-        try:
-            said, _ = run.communicate(json.dumps(given), timeout=START_TIMEOUT_S)
-        finally:
-            # Its engine core and rank would outlive it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
-        assert run.returncode == 0, said[-3000:]
-        made: list[cases.Case] = json.load(output)
-        return made

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections import deque
 from pathlib import Path
 
 import psutil
-from vllm_cluster import CONFIG, RELAY_HOST, START_TIMEOUT_S, Cluster, start_worker
-from vllm_relay import Relay
+import vllm_cases as cases
+from vllm_cluster import CONFIG, START_TIMEOUT_S, Cluster, start_worker
+from vllm_relay import Hold, Relay, as_it_is
 from worker_parts import family
 
 from baton.client import AdminClient
 from baton.client.client import BatonClient
+from baton.client.events import Tokens
 from baton.client.stream import TokenStream
 
+LOOPBACK = "127.0.0.1"
 LEASE_S = 1.0
 # For what is noticed at once, or with the lease.
 SOON_S = 10.0
@@ -34,7 +38,7 @@ class Guests:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.relay: Relay | None = None
 
-    def start(self, role: str, name: str, core: int, *, dialled_at: str = RELAY_HOST) -> None:
+    def start(self, role: str, name: str, core: int, *, dialled_at: str = LOOPBACK) -> None:
         # What they send to each other goes as it does by default.
         transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
         transfer["advertise_host"] = dialled_at
@@ -96,12 +100,75 @@ async def next_goes(
     """Sends short requests until it is these workers' turn: of idle ones, the one least used."""
     alive = [each for each in await cluster.all_workers() if each.worker_id not in guests.dead()]
     roles = {each.worker_id: each.role for each in alive}
-    shared = [name for name in (prefill, decode) if [*roles.values()].count(roles[name]) > 1]
-    last = "", decode
-    while last[1] == decode in shared or last[0] == "":
-        probe = client.generate([5, 6, 7], max_tokens=2, temperature=0, ignore_eos=True)
-        await probe.complete()
-        last = await placed(cluster, probe)
-    if last[0] == prefill in shared:
-        # One token takes a prefill worker alone.
-        await client.complete([5, 6, 7], max_tokens=1, temperature=0)
+    async with asyncio.timeout(LOST_S):
+        # With one token alone, a request takes a prefill worker and no turn of those that decode.
+        for wanted, num_tokens in ((decode, 2), (prefill, 1)):
+            others = {name for name, role in roles.items() if role == roles[wanted]} - {wanted}
+            last = deque[str](maxlen=len(others))
+            while set(last) != others:
+                probe = client.generate(
+                    [5, 6, 7], max_tokens=num_tokens, temperature=0, ignore_eos=True
+                )
+                await probe.complete()
+                last.append((await placed(cluster, probe))[num_tokens - 1])
+
+
+def let_pass(relay: Relay) -> None:
+    if isinstance(hold := relay.spoil, Hold):
+        hold.let_go()
+    relay.spoil = as_it_is
+
+
+async def held_up(
+    client: BatonClient, cluster: Cluster, relay: Relay, case: cases.Case
+) -> TokenStream:
+    """A request whose first token is out, and of whose handoff the relay keeps the rest."""
+    hold = relay.spoil = Hold()
+    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+    async for event in stream:
+        if isinstance(event, Tokens):
+            break
+    assert await asyncio.to_thread(hold.reached.wait, SOON_S)
+    return stream
+
+
+async def responds(cluster: Cluster, worker_id: str, expected: bool) -> None:
+    """Waits until the coordinator finds that a worker does, or does not."""
+    async with asyncio.timeout(SOON_S):
+        while True:
+            silent_ms = (await cluster.worker(worker_id)).silent_for.ToMilliseconds()
+            if silent_ms < 1000 if expected else silent_ms > 2200:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def tokens_of(stream: TokenStream) -> list[int]:
+    async with asyncio.timeout(LOST_S):
+        await stream.complete()
+    return list(stream.token_ids)
+
+
+async def serves_on(
+    client: BatonClient, cluster: Cluster, guests: Guests, *next_cases: cases.Case
+) -> None:
+    """The next requests get the right tokens, and nothing is left of any."""
+    for case in next_cases:
+        made = await client.complete(case["prompt"], timeout_s=60, **case["sampling"])
+        assert list(made.token_ids) == case["expected"]["token_ids"]
+    await cluster.assert_idle(dead=guests.dead())
+
+
+async def flip(cluster: Cluster, worker_id: str, role: int) -> None:
+    async with AdminClient(cluster.address) as admin, asyncio.timeout(SOON_S):
+        await admin.flip_worker(worker_id, role)
+        while (await cluster.worker(worker_id)).role != role:
+            await asyncio.sleep(0.02)
+
+
+async def begun(client: BatonClient, case: cases.Case, num_tokens: int) -> TokenStream:
+    """A request that has so many tokens."""
+    stream = client.generate(case["prompt"], timeout_s=120, **case["sampling"])
+    async for event in stream:
+        if isinstance(event, Tokens) and len(stream.token_ids) >= num_tokens:
+            break
+    return stream

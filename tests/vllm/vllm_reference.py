@@ -1,14 +1,19 @@
 """One plain vLLM without any connector, run as a process: cases in on stdin, outputs out to a file.
 
-`python reference.py MODEL OUTPUT < cases.json`; `adapters` there are directories of LoRA adapters
-by name, and a case may name one as its `adapter`.
+`python vllm_reference.py MODEL OUTPUT < cases.json`; `adapters` there are directories of LoRA
+adapters by name, and a case may name one as its `adapter`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
+
+# Before vLLM reads them. One process, so that it is imported once, and one thread, as a worker has:
+# other engines start beside it.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 import vllm_cases as cases
 from vllm import LLM, SamplingParams

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import grpc
 
+from baton.engine.base import Engine
 from baton.runtime import rpc
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, PoolConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
-from baton.worker.main import serve
+from baton.worker.main import make_engine, serve
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Stream:
@@ -179,13 +180,26 @@ class RunningWorker:
 
     def __init__(self, config: BatonConfig, role: int, address: str, worker_id: str) -> None:
         self.stop = asyncio.Event()
-        self.task = asyncio.create_task(
-            serve(config, role, address, worker_id, stop=self.stop), name=worker_id
+        self._engine: Engine | None = None
+        running = serve(
+            config, role, address, worker_id, stop=self.stop, engine_factory=self._make_engine
         )
+        self.task = asyncio.create_task(running, name=worker_id)
+
+    def _make_engine(self, config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
+        self._engine = make_engine(config, pool, transfer_socket)
+        return self._engine
 
     async def exit_code(self) -> int:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.task)
+
+    async def computes_nothing(self) -> None:
+        """Until no request runs in its engine."""
+        assert self._engine is not None
+        async with asyncio.timeout(WAIT_S):
+            while self._engine.load().num_running:
+                await asyncio.sleep(0.01)
 
 
 async def end_worker(worker: RunningWorker) -> None:

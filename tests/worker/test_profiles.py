@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -192,6 +194,32 @@ async def test_cancelled_whenever_it_is(engine, start, tmp_path, when):
     assert reports._outbox.next_unsent() is None
 
 
+def open_files() -> list[str]:
+    """What this process has open, also what is deleted."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # The directory's own is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(descriptor.readlink()))
+    return found
+
+
+async def test_cancelled_while_it_compresses(engine, start, tmp_path):
+    # Takes some seconds as a whole.
+    engine._content = os.urandom(48 * 2**20)
+    profiles, reports = start()
+    profiles.on_command(record(1, 0))
+    await reports.kind("started")
+    async with asyncio.timeout(WAIT_S):
+        while not any(name.endswith(".gz") for name in names(tmp_path)):
+            await asyncio.sleep(0.001)
+    for _ in range(3):
+        profiles.cancel()
+        await asyncio.sleep(0)
+    await until_over(profiles, tmp_path)
+    assert not [path for path in open_files() if path.startswith(str(tmp_path))]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -239,7 +267,8 @@ async def test_a_live_worker_serves_on_and_its_steps_are_there(
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     start_worker()
     stream = await coordinator.stream()
-    await coordinator.command(stream, profile=record(9, 0.3))
+    # All of the request is computed meanwhile, on a busy machine too.
+    await coordinator.command(stream, profile=record(9, 1.0))
     assert (await stream.next_of("profile")).profile.HasField("started")
     decode = cluster_pb2.DecodeCommand(spec=spec("r", list(range(5, 25)), max_tokens=5))
     await coordinator.command(stream, decode=decode)

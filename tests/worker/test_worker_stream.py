@@ -107,14 +107,14 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
 async def test_an_output_that_ends_without_a_coordinator_is_told_to_the_next(
     coordinator, start_worker, vocabulary
 ):
-    start_worker(simulated=SLOW)
+    worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=5))
     await some_outputs(stream, 2)
     address = coordinator.address
     await coordinator.stop()
     # Its last tokens come meanwhile.
-    await asyncio.sleep(0.5)
+    await worker.computes_nothing()
     second = ScriptedCoordinator(generation=2)
     await second.start(address)
     try:
@@ -156,7 +156,7 @@ async def test_a_refused_worker_says_why(coordinator, start_worker, capsys):
 
 async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys):
     worker = start_worker(worker={"attach_timeout_s": 0.3}, address="127.0.0.1:9")
-    assert await worker.exit_code() == 1
+    assert await worker.exit_code() == 3
     assert "no coordinator at 127.0.0.1:9" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -164,14 +164,14 @@ async def test_a_coordinator_gone_for_longer_than_the_grace_ends_the_requests(
     coordinator, start_worker
 ):
     coordinator.grace_s = 0.2
-    start_worker(simulated=SLOW)
+    worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5], max_tokens=900))
     await some_outputs(stream, 1)
     address = coordinator.address
     await coordinator.stop()
     # The worker gives the request up by itself; the same coordinator comes back and hears it.
-    await asyncio.sleep(0.5)
+    await worker.computes_nothing()
     await coordinator.start(address)
     stream = await coordinator.stream()
     outputs = await stream.outputs("r")

@@ -412,6 +412,7 @@ class WorkerInfo(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -427,6 +428,8 @@ class WorkerInfo(_message.Message):
     """The role that it changes to, while it finishes what it has; UNSPECIFIED otherwise."""
     revision: _builtins.str
     config_digest: _builtins.str
+    unresponsive: _builtins.str
+    """Why it gets nothing new for now; empty when all is well."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelDescription: ...
     @_builtins.property
@@ -480,10 +483,11 @@ class WorkerInfo(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         revision: _builtins.str = ...,
         config_digest: _builtins.str = ...,
+        unresponsive: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1820,6 +1824,7 @@ class WatchEvent(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pools(self) -> Global___ListPoolsResponse: ...
     @_builtins.property
@@ -1828,16 +1833,21 @@ class WatchEvent(_message.Message):
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
         """Since the event before; the newest of each pool in the first one."""
 
+    @_builtins.property
+    def rollout(self) -> Global___RolloutStatus:
+        """As GetRollout says it."""
+
     def __init__(
         self,
         *,
         pools: Global___ListPoolsResponse | None = ...,
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
         decisions: _abc.Iterable[Global___ScalingDecision] | None = ...,
+        rollout: Global___RolloutStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "pools", b"pools", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "pools", b"pools", "rollout", b"rollout", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

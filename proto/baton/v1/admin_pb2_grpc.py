@@ -224,8 +224,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
-        fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+        """Pools, workers and the rollout, again whenever they change, at most once per interval. A slow
+        reader gets fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,8 +64,8 @@ class AdminStub:
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListDecisionsRequest, _admin_pb2.ListDecisionsResponse]
     """The last scaling decisions of a pool, newest first, with their numbers and reasons."""
     Watch: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchEvent]
-    """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
-    fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+    """Pools, workers and the rollout, again whenever they change, at most once per interval. A slow
+    reader gets fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
     """
     Profile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileEvent]
     """Records what a worker's engine computes for a while, without a restart, and gives the traces:
@@ -131,8 +131,8 @@ class AdminAsyncStub(AdminStub):
     ListDecisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListDecisionsRequest, _admin_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """The last scaling decisions of a pool, newest first, with their numbers and reasons."""
     Watch: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchEvent]  # type: ignore[assignment]
-    """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
-    fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+    """Pools, workers and the rollout, again whenever they change, at most once per interval. A slow
+    reader gets fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
     """
     Profile: _aio.UnaryStreamMultiCallable[_admin_pb2.ProfileRequest, _admin_pb2.ProfileEvent]  # type: ignore[assignment]
     """Records what a worker's engine computes for a while, without a restart, and gives the traces:
@@ -273,8 +273,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchEvent], _abc.AsyncIterator[_admin_pb2.WatchEvent]]:
-        """Pools and workers, again whenever they change, at most once per interval. A slow reader gets
-        fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+        """Pools, workers and the rollout, again whenever they change, at most once per interval. A slow
+        reader gets fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
         """
 
     @_abc_1.abstractmethod

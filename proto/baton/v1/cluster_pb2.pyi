@@ -1064,6 +1064,7 @@ class RequestOutput(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PREFIX_GONE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -1073,6 +1074,12 @@ class RequestOutput(_message.Message):
     def finished(self) -> Global___WorkerFinished: ...
     @_builtins.property
     def failed(self) -> _common_pb2.RequestError: ...
+    @_builtins.property
+    def prefix_gone(self) -> Global___PrefixGone:
+        """Of a decode that has not begun: what the handoff leaves out is not in the prefix cache any
+        more. Said after the cache changes that made it so.
+        """
+
     @_builtins.property
     def timings(self) -> Global___StageTimings:
         """With the first output of an attempt."""
@@ -1085,17 +1092,33 @@ class RequestOutput(_message.Message):
         delta: _common_pb2.TokenDelta | None = ...,
         finished: Global___WorkerFinished | None = ...,
         failed: _common_pb2.RequestError | None = ...,
+        prefix_gone: Global___PrefixGone | None = ...,
         timings: Global___StageTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "end", b"end", "failed", b"failed", "finished", b"finished", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "end", b"end", "failed", b"failed", "finished", b"finished", "prefix_gone", b"prefix_gone", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delta", b"delta", "end", b"end", "failed", b"failed", "finished", b"finished", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delta", b"delta", "end", b"end", "failed", b"failed", "finished", b"finished", "prefix_gone", b"prefix_gone", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["finished", "failed", "prefix_gone"]  # noqa: Y015
     _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
 
 Global___RequestOutput: _TypeAlias = RequestOutput  # noqa: Y015
+
+@_typing.final
+class PrefixGone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixGone: _TypeAlias = PrefixGone  # noqa: Y015
 
 @_typing.final
 class WorkerFinished(_message.Message):
@@ -1214,7 +1237,7 @@ class HandoffReport(_message.Message):
     fill_us: _builtins.int
     receive_us: _builtins.int
     """From the receiving worker: from the open until the commit was verified or the handoff ended, and
-    from the commit until the engine had loaded it or no longer wanted it.
+    from the commit until the engine had run the step that loads it, or no longer wanted it.
     """
     load_us: _builtins.int
     total_us: _builtins.int

@@ -434,7 +434,6 @@ class LocalRequest(_message.Message):
     RESTART_SEND_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
     PEEK_FIELD_NUMBER: _builtins.int
-    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Echoed in the reply; 0 wants none."""
     @_builtins.property
@@ -463,8 +462,6 @@ class LocalRequest(_message.Message):
     def describe(self) -> Global___LocalDescribe: ...
     @_builtins.property
     def peek(self) -> Global___LocalPeek: ...
-    @_builtins.property
-    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -481,13 +478,12 @@ class LocalRequest(_message.Message):
         restart_send: Global___LocalRestartSend | None = ...,
         describe: Global___LocalDescribe | None = ...,
         peek: Global___LocalPeek | None = ...,
-        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "note", b"note", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek", "note"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -505,7 +501,6 @@ class LocalReply(_message.Message):
     CLAIMED_FIELD_NUMBER: _builtins.int
     STATISTICS_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
-    NOTE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """The call this answers; 0 for notifications."""
     error: _builtins.str
@@ -522,8 +517,6 @@ class LocalReply(_message.Message):
     def statistics(self) -> Global___LocalStatistics: ...
     @_builtins.property
     def send(self) -> Global___LocalSendState: ...
-    @_builtins.property
-    def note(self) -> Global___LocalNote: ...
     def __init__(
         self,
         *,
@@ -535,13 +528,12 @@ class LocalReply(_message.Message):
         claimed: Global___LocalClaimed | None = ...,
         statistics: Global___LocalStatistics | None = ...,
         send: Global___LocalSendState | None = ...,
-        note: Global___LocalNote | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "configured", b"configured", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "note", b"note", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "claimed", b"claimed", "configured", b"configured", "error", b"error", "handoff", b"handoff", "reply", b"reply", "send", b"send", "send_opened", b"send_opened", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send", "note"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["configured", "send_opened", "handoff", "claimed", "statistics", "send"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -826,6 +818,7 @@ class LocalHandoffState(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUM_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -837,6 +830,12 @@ class LocalHandoffState(_message.Message):
     transport: _builtins.str
     """Of the current epoch."""
     num_bytes_received: _builtins.int
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalClaimed]:
+        """Of a handoff that was claimed ahead, when it is committed: what each rank is granted, by rank.
+        Not told to the main process.
+        """
+
     def __init__(
         self,
         *,
@@ -850,10 +849,11 @@ class LocalHandoffState(_message.Message):
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
         num_bytes_received: _builtins.int = ...,
+        claims: _abc.Iterable[Global___LocalClaimed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -944,17 +944,28 @@ class LocalClaim(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_SEEN_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
+    ahead: _builtins.bool
+    """From the engine's scheduler, also before the handoff is opened: claim it for every rank as soon as
+    it is committed, for the time that a commit lasts. No rank needs to ask then: subscribers are told
+    it with the grants. The scheduler releases it for all ranks, or each rank its part.
+    """
+    num_seen: _builtins.int
+    """Frames that the answers before this one have listed; 0: none."""
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
         rank: _builtins.int = ...,
+        ahead: _builtins.bool = ...,
+        num_seen: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,6 +980,7 @@ class LocalClaimed(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Of this rank's bytes in the segment: layer l, block b is at
     offset + (l * num_blocks + b) * block_bytes.
@@ -976,9 +988,13 @@ class LocalClaimed(_message.Message):
     num_blocks: _builtins.int
     num_tokens: _builtins.int
     epoch: _builtins.int
+    num_frames: _builtins.int
+    """There are in all, those seen included."""
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalFrame]:
-        """What was received, in layer order, so that a load can verify the bytes again as it copies."""
+        """What was received, in layer order, so that a load can verify the bytes again as it copies. Of
+        more than one message may hold the first ones after `num_seen`: whoever claims asks again.
+        """
 
     def __init__(
         self,
@@ -988,10 +1004,11 @@ class LocalClaimed(_message.Message):
         num_tokens: _builtins.int = ...,
         frames: _abc.Iterable[Global___LocalFrame] | None = ...,
         epoch: _builtins.int = ...,
+        num_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "frames", b"frames", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "frames", b"frames", "num_blocks", b"num_blocks", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1035,7 +1052,10 @@ Global___LocalPeek: _TypeAlias = LocalPeek  # noqa: Y015
 
 @_typing.final
 class LocalNote(_message.Message):
-    """From the worker's main process to its engine's scheduler, forwarded to all who subscribe. No reply."""
+    """From the worker's main process to its engine's scheduler, on a socket of their own (mode 0600): the
+    control socket's path and ".n". Each message is a 4-byte little-endian length and a LocalNote. No
+    replies.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1043,7 +1063,9 @@ class LocalNote(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     num_submitted: _builtins.int
-    """Requests given to the engine so far: a scheduler that has seen fewer does not wait for handoffs."""
+    """Requests given to the engine so far, but for those that failed before its scheduler saw them: a
+    scheduler that has seen fewer does not wait for handoffs.
+    """
     handoff_id: _builtins.bytes
     """Set when the request that awaits this handoff may go on: the tokens that its prompt was announced
     without.

@@ -1,4 +1,7 @@
-"""Real vLLM workers that die or stand still while a handoff is half on its way."""
+"""Real vLLM workers that join a cluster: one flips, and then they stand still and die.
+
+They die while a handoff is half on its way; the session's own workers are there to go on.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,32 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 import vllm_cases as cases
-from vllm_cluster import RELAY_HOST, Cluster
-from vllm_guests import LOST_S, SOON_S, Guests, next_goes, placed
-from vllm_relay import Hold, Once, Relay, as_it_is
+from vllm_cluster import DECODE, PREFILL, RELAY_HOST, Cluster
+from vllm_guests import (
+    SOON_S,
+    Guests,
+    begun,
+    flip,
+    held_up,
+    let_pass,
+    next_goes,
+    placed,
+    responds,
+    serves_on,
+    tokens_of,
+)
+from vllm_relay import Once, Relay
 from worker_parts import Remains, family, released, staging, stopped
 
 from baton.client.client import BatonClient
-from baton.client.events import Tokens
 from baton.client.stream import TokenStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-# The session's own.
-DECODE_ID = "decode-0"
+# The session's own, and the guest that flips.
+PREFILL_ID, DECODE_ID, FLIPPER = "prefill-0", "decode-0", "p2"
 KILLED = ("killed-greedy", "killed-seeded", "killed-grammar")
+LONG = (*KILLED, "outgrow-0", "outgrow-1", "outgrow-2")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -32,8 +47,9 @@ async def guests(
     guests = Guests(cluster, model, tmp_path_factory.mktemp("guests"))
     try:
         guests.start("prefill", "p2", 0)
-        guests.start("decode", "d2", 1)
-        await guests.attached("p2", "d2")
+        guests.start("decode", "d2", 1, dialled_at=RELAY_HOST)
+        guests.start("prefill", "p3", 0)
+        await guests.attached("p2", "d2", "p3")
         address = {each.worker_id: each.kv_address for each in await cluster.all_workers()}["d2"]
         guests.relay = Relay(address, f"127.0.0.1:{address.removeprefix(f'{RELAY_HOST}:')}")
         yield guests
@@ -49,59 +65,52 @@ def to_d2(guests: Guests) -> Iterator[Relay]:
     let_pass(guests.relay)
 
 
-def let_pass(relay: Relay) -> None:
-    if isinstance(hold := relay.spoil, Hold):
-        hold.let_go()
-    relay.spoil = as_it_is
+async def rest(streams: list[TokenStream]) -> list[list[int]]:
+    await asyncio.gather(*(stream.complete() for stream in streams))
+    return [list(stream.token_ids) for stream in streams]
 
 
-async def held_up(
-    client: BatonClient, cluster: Cluster, relay: Relay, case: cases.Case
-) -> TokenStream:
-    """A request whose first token is out, and of whose handoff the relay keeps the rest."""
-    hold = relay.spoil = Hold()
-    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
-    async for event in stream:
-        if isinstance(event, Tokens):
-            break
-    assert await asyncio.to_thread(hold.reached.wait, SOON_S)
-    return stream
-
-
-async def flows(client: BatonClient, case: cases.Case) -> TokenStream:
-    """A request whose decode worker has said something."""
-    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
-    async for _ in stream:
-        if len(stream.token_ids) > 1:
-            break
-    return stream
-
-
-async def responds(cluster: Cluster, worker_id: str, expected: bool) -> None:
-    """Waits until the coordinator finds that a worker does, or does not."""
-    async with asyncio.timeout(SOON_S):
-        while True:
-            (worker,) = [w for w in await cluster.all_workers() if w.worker_id == worker_id]
-            silent_ms = worker.silent_for.ToMilliseconds()
-            if silent_ms < 1000 if expected else silent_ms > 2200:
-                return
-            await asyncio.sleep(0.05)
-
-
-async def tokens_of(stream: TokenStream) -> list[int]:
-    async with asyncio.timeout(LOST_S):
-        await stream.complete()
-    return list(stream.token_ids)
-
-
-async def serves_on(
-    client: BatonClient, cluster: Cluster, guests: Guests, *next_cases: cases.Case
+async def test_a_worker_flips_under_load_and_back(
+    client: BatonClient, cluster: Cluster, guests: Guests, expected: dict[str, cases.Case]
 ) -> None:
-    """The next requests get the right tokens, and nothing is left of any."""
-    for case in next_cases:
-        made = await client.complete(case["prompt"], timeout_s=60, **case["sampling"])
-        assert list(made.token_ids) == case["expected"]["token_ids"]
-    await cluster.assert_idle(dead=guests.dead())
+    long = [expected[name] for name in LONG]
+    tokens = [case["expected"]["token_ids"] for case in long]
+    before, processes = await cluster.worker(FLIPPER), family(guests.main(FLIPPER))
+
+    # 1. With prompts in it, which it finishes: then it decodes, and its tokens are right.
+    await next_goes(client, cluster, guests, FLIPPER, DECODE_ID)
+    chunked = [expected[f"flip-chunked-{index}"] for index in range(2)]
+    streams = [
+        client.generate(case["prompt"], timeout_s=120, **case["sampling"]) for case in chunked
+    ]
+    for stream in streams:
+        # It is accepted, and its prompt is dispatched.
+        await anext(stream)
+    await flip(cluster, FLIPPER, DECODE)
+    assert await rest(streams) == [case["expected"]["token_ids"] for case in chunked]
+    assert FLIPPER in [(await placed(cluster, stream))[0] for stream in streams]
+    for name in ("flip-0", "flip-1"):
+        await next_goes(client, cluster, guests, PREFILL_ID, FLIPPER)
+        stream = await begun(client, expected[name], 2)
+        assert await placed(cluster, stream) == (PREFILL_ID, FLIPPER)
+        assert await rest([stream]) == [expected[name]["expected"]["token_ids"]]
+
+    # 2. Back, with outputs in it: those that move elsewhere go on as if nothing had happened.
+    streams = list(await asyncio.gather(*(begun(client, case, 3) for case in long)))
+    there = [stream for stream in streams if (await placed(cluster, stream))[1] == FLIPPER]
+    assert there
+    await flip(cluster, FLIPPER, PREFILL)
+    assert await rest(streams) == tokens
+
+    # 3. It computes prompts again. It is the same process, whose engine never ended.
+    await next_goes(client, cluster, guests, FLIPPER, DECODE_ID)
+    stream = await begun(client, expected["flip-2"], 2)
+    assert await placed(cluster, stream) == (FLIPPER, DECODE_ID)
+    assert await rest([stream]) == [expected["flip-2"]["expected"]["token_ids"]]
+    after = await cluster.worker(FLIPPER)
+    assert (after.incarnation, after.startup_ms) == (before.incarnation, before.startup_ms)
+    assert all(process.is_running() for process in processes)
+    await cluster.assert_idle()
 
 
 async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
@@ -179,8 +188,6 @@ async def test_a_prefill_worker_killed_in_mid_push_is_not_missed(
     assert await placed(cluster, stream) == ("p2", "d2")
     remains = Remains(guests.main("p2"))
     guests.main("p2").kill()
-    # While its successor loads, nothing waits for it.
-    guests.start("prefill", "p3", 0)
     await released(guests.main("d2"), SOON_S)
     assert await tokens_of(stream) == case["expected"]["token_ids"]
     await guests.ended("p2")
@@ -197,13 +204,12 @@ async def test_all_that_a_killed_decode_worker_had_goes_on_elsewhere(
     expected: dict[str, cases.Case],
 ) -> None:
     """Streams that flow, and one whose handoff it was receiving."""
-    await guests.attached("p3")
     flowing, received = [expected[name] for name in KILLED], expected["fault-11"]
     with contextlib.ExitStack() as stopping:
         # The other decode worker does not respond: everything goes to this one.
         with stopped([cluster.worker_process("decode")]):
             await responds(cluster, DECODE_ID, False)
-            streams = [await flows(client, case) for case in flowing]
+            streams = [await begun(client, case, 2) for case in flowing]
             # None of its streams ends before it is killed.
             stopping.enter_context(stopped([guests.rank("d2")]))
             streams.append(await held_up(client, cluster, to_d2, received))

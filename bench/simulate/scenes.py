@@ -1,0 +1,241 @@
+"""Traces, workers that serve them, and ways to size these: the scenes of baton.bench.autoscale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from baton.bench.simulate import baselines, hardware, traces
+from baton.bench.simulate.cell import ColdStart, SimulatedCell
+from baton.bench.simulate.parts import Shape
+from baton.bench.simulate.peak import Search, Sizes
+from baton.bench.simulate.policies import Baton, Policy, Static
+from baton.bench.simulate.record import Record
+from baton.bench.simulate.traces import Arrival
+from baton.coordinator.autoscale import queueing
+from baton.coordinator.autoscale.types import PoolLimits, ScalingConfig, Targets
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.load_index import Pool
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+
+DATA = Path("tests/data")
+GPUS = 8
+# 640 GB less 140 GB of weights, nine tenths of it, by 327,680 bytes per token (80 layers, 8 heads
+# of 128, two bytes, keys and values).
+KV_TOKENS = 1_370_000
+# 80 layers of 8,192, 70 billion parameters.
+ATTENTION_SHARE = 80 * 8192 / 70e9
+BLOCK_TOKENS = 512
+SPAN_S = 60.0
+# Workers of a pool that are more than it can use.
+PLENTY = 12
+ITL_S = 0.05
+STATIC, HPA, PLANNER, HINDSIGHT = "static at peak", "HPA", "planner", "hindsight"
+# Baton's targets hold at the 95th percentile unless an operator says otherwise.
+BATON_AT = {"Baton": 95.0, "Baton, p99": 99.0, "Baton, p80": 80.0}
+BATON = "Baton"
+POLICIES = (STATIC, *BATON_AT, HPA, PLANNER, HINDSIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One trace, scaled.
+
+    Attributes:
+        factor: of its load.
+        hit_share: of its prompt tokens, found in caches.
+        tide_s: it is repeated until then, with one tide that rises from a fifth and ebbs back to
+            it; 0: as it is.
+        warm_up_s: of it, that a minute needs before it to be as it is within the whole.
+        num_seeds: that it is run with unless told.
+    """
+
+    name: str
+    path: Path
+    ttft_s: float
+    factor: float
+    hit_share: float = 0.0
+    tide_s: float = 0.0
+    warm_up_s: float = 30.0
+    num_seeds: int = 1
+
+    def arrivals(self, seed: int, factor: float, at_most_s: float) -> list[Arrival]:
+        """Args: seed: which of the requests are taken, and where their copies come."""
+        found = traces.read(self.path)
+        if self.tide_s:
+            found = traces.tidal(traces.repeated(found, self.tide_s), self.tide_s, 0.2, seed)
+        found = traces.scaled(found, self.factor * factor, seed)
+        return [one for one in found if one.at_s < at_most_s]
+
+
+AZURE = DATA / "azure/conv_first3000.csv"
+TRACES = {
+    one.name: one
+    for one in (
+        Trace("azure", AZURE, 0.5, 4.0, num_seeds=3),
+        Trace(
+            "mooncake",
+            DATA / "mooncake_conversation.csv",
+            2.0,
+            0.6,
+            hit_share=0.3,
+            warm_up_s=120.0,
+        ),
+        Trace("tides", AZURE, 0.5, 4.0, tide_s=1200.0),
+    )
+}
+
+
+def scaling(ttft_s: float, cold_start_s: float, percentile: float = 95.0) -> ScalingConfig:
+    limits = PoolLimits(1, 32, GPUS)
+    return ScalingConfig(
+        targets=(("interactive", Targets(ttft_s, ITL_S, percentile)),),
+        prefill=limits,
+        decode=limits,
+        cold_start_s=cold_start_s,
+    )
+
+
+def core_config(latency: LatencyModel) -> CoreConfig:
+    free = {"max_queued": 10**6, "max_queue_s": 600}
+    values = {
+        "model": "simulated",
+        "coordinator": {"max_running_requests": 10**6},
+        "decode": {"local_prefill": False},
+        "lanes": {"interactive": {**free, "itl_ms": round(ITL_S * 1e3)}},
+    }
+    return replace(CoreConfig.of(parse(values, "bench")), latency=latency)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """In workers.
+
+    Attributes:
+        by_span: what each span of SPAN_S needs.
+        peak: what all of them need.
+        lasts_s: the whole.
+    """
+
+    by_span: list[dict[Pool, int]]
+    peak: dict[Pool, int]
+    lasts_s: float
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the needs alone: without a start, a drain or a worker too many."""
+        spans = [SPAN_S] * (len(self.by_span) - 1)
+        spans.append(self.lasts_s - sum(spans))
+        workers = (sum(one.values()) for one in self.by_span)
+        return GPUS / 3600 * math.fsum(s * n for s, n in zip(spans, workers, strict=True))
+
+    @property
+    def peak_gpu_hours(self) -> float:
+        return GPUS / 3600 * self.lasts_s * sum(self.peak.values())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One trace, by one seed, and the workers that serve it.
+
+    Attributes:
+        at_most_s: of the trace.
+    """
+
+    name: str
+    seed: int = 0
+    factor: float = 1.0
+    at_most_s: float = math.inf
+
+    @property
+    def trace(self) -> Trace:
+        return TRACES[self.name]
+
+    @cached_property
+    def arrivals(self) -> list[Arrival]:
+        return self.trace.arrivals(self.seed, self.factor, self.at_most_s)
+
+    @cached_property
+    def latency(self) -> LatencyModel:
+        return hardware.splitwise(
+            DATA / "splitwise/llama2-70b-h100-tp8.csv",
+            "llama2-70b",
+            "h100-80gb",
+            GPUS,
+            ATTENTION_SHARE,
+        )
+
+    @property
+    def lasts_s(self) -> float:
+        return self.arrivals[-1].at_s + 1
+
+    @property
+    def num_spans(self) -> int:
+        return math.floor(self.arrivals[-1].at_s / SPAN_S) + 1
+
+    def cell(self, policy: Policy, cold_start_s: float) -> SimulatedCell:
+        shape = Shape(
+            self.latency,
+            kv_tokens=KV_TOKENS,
+            block_size_tokens=BLOCK_TOKENS if self.trace.hit_share else 16,
+            prefix_caching=self.trace.hit_share > 0,
+            max_num_batched_tokens=4096,
+        )
+        return SimulatedCell(
+            core_config(self.latency),
+            dict.fromkeys(Pool, shape),
+            policy,
+            cold_start=ColdStart.lasting(cold_start_s),
+            gpus=dict.fromkeys(Pool, GPUS),
+            seed=self.seed,
+        )
+
+    @property
+    def search(self) -> Search:
+        config = scaling(self.trace.ttft_s, 1.0)
+
+        def trial(arrivals: Sequence[Arrival], sizes: Sizes) -> Record:
+            cell = self.cell(Static(config), 1.0)
+            return cell.run(arrivals, dict(sizes), arrivals[-1].at_s + 1)
+
+        targets = dict(config.targets)["interactive"]
+        return Search(trial, targets, PLENTY, SPAN_S, self.trace.warm_up_s)
+
+    @cached_property
+    def predicted(self) -> list[dict[Pool, int]]:
+        """What each span needs by queueing theory, from which the search begins."""
+        return baselines.needed_sizes(
+            self.arrivals,
+            scaling(self.trace.ttft_s, 1.0),
+            self.latency,
+            KV_TOKENS,
+            span_s=SPAN_S,
+            hit_share=self.trace.hit_share,
+        )
+
+    def policy(self, name: str, cold_start_s: float, needs: Needs) -> Policy:
+        """By its name in POLICIES; `needs` may be another seed's."""
+        config = scaling(self.trace.ttft_s, cold_start_s, BATON_AT.get(name, 95.0))
+        if name in BATON_AT:
+            return Baton(config)
+        if name == STATIC:
+            return Static(config)
+        if name == PLANNER:
+            return baselines.Planner(config, self.latency, KV_TOKENS)
+        if name == HINDSIGHT:
+            return baselines.Hindsight(config, needs.by_span, SPAN_S, cold_start_s)
+        assert name == HPA
+        held = sum(one.num_prompt_tokens + one.num_output_tokens for one in self.arrivals)
+        batch = queueing.most_requests(self.latency, ITL_S, held / len(self.arrivals))
+        # One prompt waiting for each that is computed; four fifths of the largest batch.
+        return baselines.Hpa(config, 2.0, 0.8 * batch)
+
+
+@lru_cache(maxsize=2)
+def scene(name: str, seed: int, factor: float, at_most_s: float) -> Scene:
+    """Kept by each process, so that its trace is read once."""
+    return Scene(name, seed, factor, at_most_s)

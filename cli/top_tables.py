@@ -1,0 +1,197 @@
+"""The tables of `baton top`, as wide as there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.columns import shown
+from baton.runtime.enum_names import enum_name, lane_name, role_name
+from baton.v1 import admin_pb2, cluster_pb2
+
+GOOD, BAD, DIM, HEAD = "green", "red", "bright_black", "bold"
+_GAP = 2
+
+
+def pools(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
+    if not status.pools:
+        return Text("no pools", style=DIM)
+    rows = [
+        (
+            role_name(pool.role),
+            Text(str(pool.num_serving), style="" if pool.num_serving else BAD),
+            str(pool.num_starting),
+            str(pool.num_draining),
+            str(pool.desired) if pool.desired else "-",
+            str(pool.num_running),
+            str(pool.num_waiting),
+            _share(pool.kv_tokens_used, pool.kv_tokens_total),
+        )
+        for pool in status.pools
+    ]
+    return _table(
+        (
+            "POOL",
+            ">SERVING",
+            ">STARTING",
+            ">DRAINING",
+            ">WANTED",
+            ">RUNNING",
+            ">WAITING",
+            ">KV USED",
+        ),
+        rows,
+        width,
+        ("DRAINING", "RUNNING", "WANTED", "STARTING", "KV USED", "WAITING"),
+    )
+
+
+def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
+    if not status.lanes:
+        return Text("no lanes", style=DIM)
+    # A coordinator that is younger than the window has counted for as long as it lives.
+    window_s = min(one.ToNanoseconds() / 1e9 for one in (status.window, status.uptime)) or 1.0
+    rows = list[Sequence[str | Text]]()
+    for lane in status.lanes:
+        counts = (
+            lane_name(lane.info.lane),
+            str(lane.info.num_queued),
+            str(lane.info.num_running),
+            f"{lane.num_ended / window_s:.1f}",
+            f"{lane.num_output_tokens / window_s:.0f}",
+            str(sum(lane.sheds.values())),
+        )
+        targets = lane.targets
+        for name, values, target_ms, attained in (
+            ("TTFT", lane.ttft, targets.ttft_ms, _attained(lane, "ttft_attained")),
+            ("ITL", lane.itl, targets.itl_ms, _attained(lane, "itl_attained")),
+        ):
+            rows.append(
+                (
+                    *(counts if name == "TTFT" else ("",) * len(counts)),
+                    Text(name, style=DIM),
+                    *(
+                        _time(value_us, values.num, target_ms)
+                        for value_us in (values.p50_us, values.p95_us, values.p99_us)
+                    ),
+                    f"{target_ms} ms" if target_ms else "-",
+                    _kept(attained, targets.percentile),
+                )
+            )
+    return _table(
+        (
+            "LANE",
+            ">QUEUED",
+            ">RUNNING",
+            ">REQ/S",
+            ">TOK/S",
+            ">SHED",
+            "",
+            ">P50",
+            ">P95",
+            ">P99",
+            ">TARGET",
+            ">KEPT",
+        ),
+        rows,
+        width,
+        ("REQ/S", "TOK/S", "SHED", "P50", "RUNNING", "P99", "TARGET", "QUEUED"),
+    )
+
+
+def workers(status: admin_pb2.GetStatusResponse, room: int, width: int) -> RenderableType:
+    if not status.workers:
+        return Text(
+            "no workers are attached: baton worker --role prefill|decode --coordinator HOST:PORT",
+            style=BAD,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    rows = list[Sequence[str | Text]]()
+    for worker in status.workers[: room if len(status.workers) <= room else room - 1]:
+        state = enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state)
+        if worker.unresponsive:
+            state = "silent"
+        rows.append(
+            (
+                worker.worker_id if len(worker.worker_id) <= 20 else f"{worker.worker_id[:19]}…",
+                role_name(worker.role),
+                Text(state, style=GOOD if state == "serving" else BAD),
+                str(worker.num_requests),
+                str(worker.num_waiting),
+                _share(worker.kv_tokens_used, worker.kv_tokens_total),
+                _share(worker.staging_bytes_used, worker.staging_bytes_total),
+            )
+        )
+    table = _table(
+        ("WORKER", "ROLE", "STATE", ">REQUESTS", ">WAITING", ">KV USED", ">STAGING"),
+        rows,
+        width,
+        ("STAGING", "WAITING", "REQUESTS", "KV USED", "ROLE"),
+    )
+    left = len(status.workers) - len(rows)
+    return Group(table, Text(f"and {left} more", style=DIM)) if left else table
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    width: int,
+    spare: Sequence[str],
+) -> Table:
+    """A table with as many columns as there is room for.
+
+    Args:
+        columns: those that begin with ">" are aligned right.
+        rows: a cell for each column.
+        width: of the terminal, or of the table's part of it.
+        spare: columns that are left out where it is too narrow, in this order.
+    """
+    names = [column.removeprefix(">") for column in columns]
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [
+        max(len(name), *(row[index].cell_len for row in cells)) for index, name in enumerate(names)
+    ]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=DIM)
+    kept = shown(names, widths, spare, width, _GAP)
+    for index in kept:
+        justify: Literal["left", "right"] = "right" if columns[index].startswith(">") else "left"
+        table.add_column(names[index], justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in cells:
+        table.add_row(*(row[index] for index in kept))
+    return table
+
+
+def _time(value_us: int, num: int, target_ms: int) -> Text:
+    if not num:
+        return Text("-", style=DIM)
+    late = bool(target_ms) and value_us > target_ms * 1000
+    value_ms = value_us / 1e3
+    if value_ms >= 10_000:
+        told = f"{value_ms / 1e3:.1f} s"
+    else:
+        told = f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.1f} ms"
+    return Text(told, style=BAD if late else "")
+
+
+def _attained(
+    lane: admin_pb2.LaneStatus, field: Literal["ttft_attained", "itl_attained"]
+) -> float | None:
+    value: float = getattr(lane, field)
+    return value if lane.HasField(field) else None
+
+
+def _kept(attained: float | None, percentile: float) -> Text:
+    if attained is None:
+        return Text("-", style=DIM)
+    # 100 % is all of them.
+    told = "100 %" if attained == 1 else f"{min(99.9, 100 * attained):.1f} %"
+    return Text(told, style=GOOD if attained >= percentile / 100 else BAD)
+
+
+def _share(used: int, total: int) -> str:
+    return f"{100 * used / total:.0f} %" if total else "-"

@@ -1,0 +1,63 @@
+"""How long a request waits for a worker that is on its way into an empty pool."""
+
+from __future__ import annotations
+
+from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.load_index import ROLE_OF, Pool
+from baton.coordinator.request import Request, RequestState
+from baton.coordinator.scaling import Scaler
+from baton.coordinator.workers import AttachedWorkers, WorkerRegistry
+from baton.v1 import cluster_pb2, common_pb2
+
+_DRAINING = cluster_pb2.WORKER_STATE_DRAINING
+
+
+class Patience:
+    """Lets requests that lost their worker wait for a start, for as long as a start may take.
+
+    Without it a start that takes longer than max_recovery_s would come for nobody.
+    """
+
+    def __init__(self, config: CoreConfig, workers: WorkerRegistry, scaler: Scaler) -> None:
+        self._max_recovery_s, self._workers, self._scaler = config.max_recovery_s, workers, scaler
+
+    def waits_until(self, request: Request, now: float) -> float:
+        """When a recovering request is to be looked at again, or has waited for long enough.
+
+        While its revision has no worker in a pool, and one is on its way there, it waits; from then
+        on for max_recovery_s, as if it had lost its worker just now. In all it waits no longer than
+        max_recovery_s and what a start takes: a job the longest that any may, a person what one
+        takes as a rule.
+
+        Args:
+            request: not ended.
+            now: by the core's clock.
+
+        Returns:
+            By the core's clock; in the past where there is nothing to wait for.
+        """
+        if request.state is not RequestState.RECOVERING or not self._scaler.active:
+            return request.waits_until
+        since, members = request.state_since, self._workers.of(request.revision)
+        until = since
+        for pool, role in ROLE_OF.items():
+            there = [
+                one.attached_at for one in members if one.role == role and one.state != _DRAINING
+            ]
+            if there:
+                until = max(until, min(there))
+            elif self._comes(members, pool, request.revision):
+                until = now
+            else:
+                return request.waits_until
+        if until == since:
+            return request.waits_until
+        is_batch = request.submission.lane == common_pb2.LANE_BATCH
+        start_s = self._scaler.start_timeout_s if is_batch else self._scaler.cold_start_s
+        return min(until, since + start_s) + self._max_recovery_s
+
+    def _comes(self, members: AttachedWorkers, pool: Pool, revision: str) -> bool:
+        """Whether a worker is on its way into a pool."""
+        return self._scaler.launches.num_starting(pool, revision) > 0 or any(
+            one.flip is not None and one.flip.into == ROLE_OF[pool] for one in members
+        )

@@ -1,0 +1,33 @@
+"""Times as messages say them."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from baton.runtime.errors import InvalidArgument
+
+LONGEST_S = 3.2e7
+"""A year: any more fits no timer."""
+
+
+def duration(seconds: float) -> Duration:
+    found = Duration()
+    found.FromMicroseconds(round(seconds * 1e6))
+    return found
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Of a moment since the epoch."""
+    found = Timestamp()
+    found.FromMicroseconds(round(seconds * 1e6))
+    return found
+
+
+def drain_s(field: str, asked: Duration) -> float:
+    """What requests may take before they end; raises InvalidArgument."""
+    seconds: float = asked.ToNanoseconds() / 1e9
+    if not 0 < seconds <= LONGEST_S:
+        allowed = f"more than 0 and at most {LONGEST_S:.0f} s"
+        raise InvalidArgument(field, f"{seconds:g} s", allowed)
+    return seconds

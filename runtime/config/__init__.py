@@ -1,0 +1,66 @@
+"""The one configuration object of every process.
+
+Read once at start, from a YAML file and command-line overrides; nothing else reads the environment.
+An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
+from baton.runtime.config.files import ConfigError, dump, load, parse, shown, split_address
+from baton.runtime.config.http import HttpConfig
+from baton.runtime.config.lanes import (
+    BatchLaneConfig,
+    InteractiveLaneConfig,
+    LaneConfig,
+    LanesConfig,
+    TenantConfig,
+)
+from baton.runtime.config.ray import RayConfig, RayPoolConfig
+from baton.runtime.config.scaling import (
+    LaneTargetsConfig,
+    NoTargetsConfig,
+    PoolLimitsConfig,
+    ScalingSection,
+    TargetsConfig,
+)
+from baton.runtime.config.tracing import TracingConfig
+from baton.runtime.config.whole import BatonConfig
+from baton.runtime.config.workers import (
+    DecodePoolConfig,
+    KvTransferConfig,
+    PoolConfig,
+    SimulatedConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "BatchLaneConfig",
+    "BatonConfig",
+    "ConfigError",
+    "CoordinatorConfig",
+    "DecodePoolConfig",
+    "HttpConfig",
+    "InteractiveLaneConfig",
+    "KvTransferConfig",
+    "LaneConfig",
+    "LaneTargetsConfig",
+    "LanesConfig",
+    "LatencyConfig",
+    "NoTargetsConfig",
+    "PoolConfig",
+    "PoolLimitsConfig",
+    "RayConfig",
+    "RayPoolConfig",
+    "ScalingSection",
+    "SimulatedConfig",
+    "TargetsConfig",
+    "TenantConfig",
+    "TracingConfig",
+    "WorkerConfig",
+    "dump",
+    "load",
+    "parse",
+    "shown",
+    "split_address",
+]

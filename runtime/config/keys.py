@@ -1,0 +1,41 @@
+"""What the keys of the configuration are, for people: names, defaults, meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
+
+from baton.runtime.config.whole import BatonConfig
+from baton.runtime.section import Section
+
+
+class Key(NamedTuple):
+    """One key.
+
+    Attributes:
+        name: with its sections: "lanes.batch.share".
+        default: as it stands in YAML.
+        meaning: in words.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+
+
+def keys() -> list[Key]:
+    """All of them, in the order of the file that `baton config show` prints."""
+    return list(_of(BatonConfig, ""))
+
+
+def _of(section: type[Section], above: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _of(kind, f"{above}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        yield Key(f"{above}{name}", default, field.description or "")
+        for part in get_args(kind):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from _of(part, f"{above}{name}.NAME.")

@@ -1,0 +1,135 @@
+"""The configuration as a whole, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
+from baton.runtime.config.http import HttpConfig
+from baton.runtime.config.lanes import LanesConfig, TenantConfig
+from baton.runtime.config.ray import RayConfig
+from baton.runtime.config.scaling import ScalingSection
+from baton.runtime.config.tracing import TracingConfig
+from baton.runtime.config.workers import (
+    DecodePoolConfig,
+    KvTransferConfig,
+    PoolConfig,
+    SimulatedConfig,
+    WorkerConfig,
+)
+from baton.runtime.names import TENANT_NAMES, is_tenant
+from baton.runtime.section import Section
+from baton.runtime.security_config import SecurityConfig
+
+
+class BatonConfig(Section):
+    """Everything. `baton config show` prints it with the defaults filled in."""
+
+    model: str = Field(
+        "glossary",
+        min_length=1,
+        description='local directory, hub id, "glossary": the toy that ships with Baton, '
+        'or "demo": random weights, made on first use',
+    )
+    served_model_name: str = Field("", description="what requests call it; empty: from model")
+    engine: Literal["vllm", "simulated"] = Field(
+        "vllm", description="what computes; simulated: real processes and bytes, no model"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM's own engine arguments, passed through"
+    )
+    lora_adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters: local directory or hub id of each, by the name that requests "
+        "give as their model; every worker loads all",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="of Baton's own lines on standard error"
+    )
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    lanes: LanesConfig = Field(default_factory=LanesConfig)
+    tenant_defaults: TenantConfig = Field(default_factory=TenantConfig)
+    tenants: dict[str, TenantConfig] = Field(
+        default_factory=dict, description="by name; what one leaves out is tenant_defaults'"
+    )
+    prefill: PoolConfig = Field(default_factory=PoolConfig)
+    decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+    latency: LatencyConfig = Field(default_factory=LatencyConfig)
+    simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
+    scaling: ScalingSection = Field(default_factory=ScalingSection)
+    launcher: Literal["local", "ray"] = Field(
+        "local", description="how baton up starts workers: on this host, or through Ray"
+    )
+    ray: RayConfig = Field(default_factory=RayConfig)
+
+    @field_validator("tenants")
+    @classmethod
+    def _have_defaults(
+        cls, tenants: dict[str, TenantConfig], info: ValidationInfo
+    ) -> dict[str, TenantConfig]:
+        defaults = info.data.get("tenant_defaults", TenantConfig())
+        return {
+            name: defaults.model_copy(update=one.model_dump(exclude_unset=True))
+            for name, one in tenants.items()
+        }
+
+    @model_validator(mode="after")
+    def _tenants_make_sense(self) -> BatonConfig:
+        for name in self.tenants:
+            if not is_tenant(name):
+                raise ValueError(f"tenants: a name is {name!r}; must be {TENANT_NAMES}")
+        named = {f"tenants.{name}": tenant for name, tenant in self.tenants.items()}
+        for key, tenant in {"tenant_defaults": self.tenant_defaults, **named}.items():
+            if tenant.burst_tokens is not None and tenant.tokens_per_s is None:
+                raise ValueError(
+                    f"{key}.burst_tokens: is {tenant.burst_tokens}; needs tokens_per_s, "
+                    "the rate at which it fills again"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_make_sense(self) -> BatonConfig:
+        for name, path in self.lora_adapters.items():
+            if not name or name == self.model_name:
+                taken = f"must not be empty, nor {self.model_name!r}, which is the base model's"
+                raise ValueError(f"lora_adapters: a name is {name!r}; {taken}")
+            if not path:
+                raise ValueError(f"lora_adapters.{name}: is empty; must be a directory or hub id")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_match(self) -> BatonConfig:
+        """Rank i hands over to rank i."""
+        sizes = [self.tensor_parallel_size(pool) for pool in (self.prefill, self.decode)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"tensor_parallel_size is {sizes[0]} for prefill and {sizes[1]} for decode; rank i "
+                "hands over to rank i: both pools must have the same size"
+            )
+        return self
+
+    def tensor_parallel_size(self, pool: PoolConfig) -> Any:
+        """Ranks of each of a pool's engines, as configured: vLLM checks that it is a number."""
+        return (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
+
+    def num_ranks(self, pool: PoolConfig) -> int:
+        """The same as a number; 0 where it is none, which vLLM says then."""
+        size = self.tensor_parallel_size(pool)
+        return size if isinstance(size, int) and size > 0 else 0
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model)
+        # Of ".", too.
+        return path.name if path.name not in ("", "..") else path.resolve().name or "model"

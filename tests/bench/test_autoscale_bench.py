@@ -1,0 +1,113 @@
+"""The benchmark of autoscaling: what it makes of runs, and that it runs from end to end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.bench import autoscale
+from baton.bench.autoscale import Runs
+from baton.bench.simulate.report import Figures
+from baton.bench.simulate.scenes import BATON, BATON_AT, HPA, PLANNER, POLICIES, STATIC
+
+
+def figures(attained: float, gpu_hours: float) -> Figures:
+    nothing: dict[int, float] = {}
+    return Figures(
+        num_requests=100,
+        num_failed=0,
+        lasted_s=60.0,
+        targets={},
+        ttft_ms=nothing,
+        itl_ms=nothing,
+        tpot_ms=nothing,
+        e2e_ms=nothing,
+        attained=attained,
+        ttft_within=attained,
+        tpot_within=attained,
+        itl_within=attained,
+        requests_per_s=1.0,
+        goodput_per_s=1.0,
+        goodput_per_gpu=1.0,
+        gpu_hours=gpu_hours,
+        num_cold_starts=0,
+        cold_start_s=0.0,
+        num_events=0,
+    )
+
+
+def runs(*seeds: tuple[float, float]) -> Runs:
+    return Runs([figures(*one) for one in seeds])
+
+
+def test_a_setting_beats_another_on_both_axes_or_not_at_all():
+    one = runs((0.9, 10.0), (0.8, 12.0), (0.95, 11.0))
+    assert (one.attained, one.gpu_hours) == (0.9, 11.0)
+    assert one.beats(runs((0.89, 11.5)))
+    assert not one.beats(runs((0.89, 10.5)))
+    assert not one.beats(runs((0.91, 11.5)))
+
+
+def test_a_baseline_is_met_with_the_best_that_is_no_dearer():
+    strict, loose = (one for one in BATON_AT if one != BATON)
+    found = {
+        strict: runs((0.99, 17.0)),
+        BATON: runs((0.98, 16.0)),
+        loose: runs((0.95, 15.0)),
+        HPA: runs((0.97, 16.5)),
+        PLANNER: runs((0.6, 13.0)),
+    }
+    hpa, planner = autoscale.frontier(found)
+    assert hpa.endswith("Baton 98.0% for 16.0")
+    assert planner.endswith("no setting of Baton has as few")
+
+
+def test_reaches_are_told_by_setting():
+    found = {
+        STATIC: runs((0.99, 20.0)),
+        BATON: runs((0.985, 14.0)),
+        HPA: runs((0.97, 16.5)),
+        PLANNER: runs((0.6, 13.0)),
+    }
+    by_name = {one.what: one for one in autoscale.reaches({("azure", 60.0): found})}
+    assert by_name["azure, 60 s: attained / static's"].reached
+    assert by_name["azure, 60 s: GPU-hours / static's"].reached
+    assert by_name["azure, 60 s: settings better than HPA on both"].reached
+    assert not by_name["azure, 60 s: settings better than planner on both"].reached
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--traces", "nile"], "--traces: nile; must be of azure"),
+        (["--policies", "none"], "--policies: none"),
+        (["--seeds", "0"], "--seeds: is 0"),
+        (["--factor", "nan"], "--factor: is nan"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        autoscale.parsed(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_it_runs_from_end_to_end(capsys):
+    arguments = autoscale.parsed(
+        [
+            *("--traces", "azure", "--cold-starts", "10", "--seeds", "2"),
+            *("--processes", "1", "--factor", "0.1"),
+        ]
+    )
+    arguments.at_most_s = 20.0
+    results, details = autoscale.run(arguments)
+    found = results["azure", 10.0]
+    assert tuple(found) == POLICIES
+    for one in found.values():
+        assert len(one.by_seed) == 2
+        assert 0 < one.attained <= 1
+        assert math.isfinite(one.gpu_hours)
+    # Seeds are other loads.
+    assert len({one.num_requests for one in found[STATIC].by_seed}) == 2
+    assert "medians of 2 seeds" in capsys.readouterr().out
+    assert details["azure, needs"]["prefill"]

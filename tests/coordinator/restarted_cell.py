@@ -1,0 +1,104 @@
+"""A virtual cell whose coordinator dies and whose workers stand still."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+from baton.bench.simulate.hello import hello
+from baton.bench.virtual_cell import VirtualCell
+from baton.client.resume import backoff_s
+from baton.coordinator import events as ev
+from baton.coordinator.core import Core
+from baton.coordinator.request import StreamKey
+from baton.runtime.request_digest import request_digest
+from baton.v1 import cluster_pb2
+from baton.worker import attach
+
+# Of a connection to a coordinator that listens.
+_CONNECT_S = 0.03
+
+
+class RestartedCell(VirtualCell):
+    """Workers go on without a coordinator, and report to the next one; one client has them all.
+
+    Both look for it as the real ones do.
+    """
+
+    def __init__(self, config, **options) -> None:
+        super().__init__(config, **options)
+        self._config, self._is_up, self._session = config, True, 1
+        self._submitted = {}
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP: its connections stay, and nothing comes of them."""
+        for key, worker in self._workers.items():
+            if key[0] == name:
+                worker.gone = True
+
+    def restart(self, after_s: float) -> None:
+        """The coordinator is killed; another one listens so much later."""
+        self._is_up, died_at, up_at = False, self.now, self.now + after_s
+        self.core = Core(self._config, self.random.randbytes)
+        self.at(up_at, self._listens)
+        for worker in self._workers.values():
+            at, pause_s = died_at, attach._BACKOFF_S[0]
+            while at < up_at:
+                at += pause_s * self.random.uniform(0.5, 1.0)
+                pause_s = min(attach._BACKOFF_GROWTH * pause_s, attach._BACKOFF_S[1])
+            self.at(at + _CONNECT_S, lambda worker=worker: self._comes_back(worker))
+        at, num_failures = died_at, 0
+        while at < up_at:
+            at += backoff_s(max(0, num_failures - 1), self.random.random())
+            num_failures += 1
+        self.at(at + _CONNECT_S, self._resubmits)
+
+    def post(self, event) -> None:
+        if self._is_up:
+            if isinstance(event, ev.Submitted):
+                self._submitted[event.submission.to] = event.submission
+            super().post(event)
+
+    def carry_out(self, effect) -> None:
+        if isinstance(effect, ev.WelcomeWorker):
+            worker = self._workers[effect.worker]
+            adopted = {(one.request_id, one.attempt) for one in effect.adopted}
+            for key in [one for one in worker.live if one not in adopted]:
+                worker._drop(key)
+        super().carry_out(effect)
+
+    def _listens(self) -> None:
+        self._is_up = True
+
+    def _comes_back(self, worker) -> None:
+        if worker.gone:
+            return
+        says = hello(worker.key, worker.role, worker.shape, worker.shape.kv_tokens)
+        says.generation = 77
+        says.running.extend(
+            cluster_pb2.RunningRequest(
+                request_id=live.spec.request_id,
+                attempt=live.spec.attempt,
+                role=worker.role,
+                next_offset=live.offset,
+                token_ids=[7] * live.offset,
+                decoding=live.told,
+                digest=request_digest(live.spec.prompt_token_ids, live.spec.sampling),
+                tenant=live.spec.tenant,
+            )
+            for live in worker.live.values()
+        )
+        self.post(ev.WorkerAttached(says, returns=True))
+
+    def _resubmits(self) -> None:
+        self._session += 1
+        streams, self._by_stream = self._by_stream, {}
+        for to, outcome in streams.items():
+            again = replace(
+                self._submitted[to],
+                to=StreamKey(self._session, to.stream),
+                known_token_ids=array("I", [7] * len(outcome.token_times)),
+                arrived_at=self.now,
+            )
+            self._by_stream[again.to] = outcome
+            self.post(ev.Submitted(again))

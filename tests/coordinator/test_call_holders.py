@@ -1,0 +1,96 @@
+"""A call is counted to each tenant with a request in it, and to one while it has none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.coordinator.call_holders import CallHolders
+
+LIMIT = 2
+
+
+class Calls:
+    """What tenants hold, at most so many each."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+
+    def hold(self, tenant):
+        def take():
+            if self.held[tenant] >= LIMIT:
+                raise PermissionError(tenant)
+            self.held[tenant] += 1
+
+            def give_back():
+                self.held[tenant] -= 1
+                assert self.held[tenant] >= 0
+
+            return give_back
+
+        return take
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["enter", "enter", "leave", "close"]),
+        st.integers(0, 3),
+        st.sampled_from("abc"),
+        st.integers(0, 99),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps):
+    calls, numbers = Calls(), count()
+    open_calls = [CallHolders() for _ in range(4)]
+    live: list[dict[int, str]] = [{} for _ in open_calls]
+    last: list[str | None] = [None for _ in open_calls]
+    for step, which, tenant, number in steps:
+        call, running = open_calls[which], live[which]
+        if step == "enter":
+            stream = next(numbers)
+            try:
+                call.enter(stream, tenant, calls.hold(tenant))
+            except PermissionError:
+                # It has its fill, and would have needed one more.
+                assert calls.held[tenant] == LIMIT
+                assert tenant not in running.values()
+            else:
+                running[stream], last[which] = tenant, tenant
+        elif step == "leave" and running:
+            stream = sorted(running)[number % len(running)]
+            last[which] = running.pop(stream)
+            call.leave(stream)
+            call.leave(stream)
+        elif step == "close":
+            call.release()
+            call.release()
+            running.clear()
+            last[which] = None
+        wanted = Counter()
+        for one, had in zip(live, last, strict=True):
+            wanted.update(set(one.values()) or ({had} if had else set()))
+        assert +calls.held == wanted
+        assert max(wanted.values(), default=0) <= LIMIT
+    assert [bool(call) for call in open_calls] == [one is not None for one in last]
+    for call in open_calls:
+        call.release()
+    assert not +calls.held
+
+
+def test_one_that_is_refused_leaves_all_as_it_was():
+    calls, call = Calls(), CallHolders()
+    calls.held["b"] = LIMIT
+    call.enter(1, "a", calls.hold("a"))
+    call.leave(1)
+    with pytest.raises(PermissionError):
+        call.enter(2, "b", calls.hold("b"))
+    call.leave(2)
+    assert (calls.held["a"], calls.held["b"]) == (1, LIMIT)

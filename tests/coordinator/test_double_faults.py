@@ -1,0 +1,78 @@
+"""A worker stands still and the coordinator dies: how long streams pause, by default settings.
+
+The cell of bench/chaos.py under the virtual clock. Stages of the longest pause, for a coordinator
+that dies just as the streams of the worker were about to go on elsewhere: the worker's silence is
+noticed, prompts are computed anew, another coordinator starts, client and workers find it, and the
+prompts are computed once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from restarted_cell import RestartedCell
+
+from baton.bench.virtual_cell import WorkerShape
+from baton.coordinator.core_config import CoreConfig
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+SHAPE = WorkerShape(
+    LatencyModel(0.010, 0.0001, 0.0, 0.100, 0.0001, 0.0),
+    kv_tokens=2**19,
+    max_num_seqs=400,
+    max_num_batched_tokens=2048,
+)
+NUM_STREAMS = 200
+# From the end of a coordinator until the next one listens: seen of real ones.
+OUTAGE_S = 0.65
+
+
+def streaming_cell() -> RestartedCell:
+    """Every stream flows, and every worker has been heard for a while."""
+    cell = RestartedCell(CoreConfig.of(parse({"model": "simulated"}, "test")))
+    for index in range(4):
+        cell.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
+        cell.add_worker(f"d{index}", common_pb2.ROLE_DECODE, SHAPE)
+    for number in range(NUM_STREAMS):
+        cell.at(
+            cell.now + 3 + 6 * number / NUM_STREAMS,
+            lambda: cell.submit(cell.random.randint(20, 500), 120),
+        )
+    cell.run(cell.now + 10)
+    return cell
+
+
+def longest_pause_s(cell: RestartedCell) -> float:
+    return max(
+        after - before
+        for one in cell.outcomes
+        for before, after in itertools.pairwise([one.arrived_at, *one.token_times])
+    )
+
+
+@pytest.mark.parametrize("dies_after_s", [0.1, 0.95, 1.1, 1.3, 1.5, 1.8])
+@pytest.mark.parametrize("name", ["d1", "p1"])
+def test_streams_pause_for_less_than_three_seconds(name, dies_after_s):
+    cell = streaming_cell()
+    cell.stop(name)
+    cell.run(cell.now + dies_after_s)
+    cell.restart(OUTAGE_S)
+    cell.run(cell.now + 30)
+    for one in cell.outcomes:
+        assert one.error is None
+        assert len(one.token_times) == one.num_output_tokens
+    assert longest_pause_s(cell) < 3.0
+    cell.core.check_integrity()
+
+
+def test_without_a_lost_worker_nothing_is_computed_again():
+    cell = streaming_cell()
+    cell.restart(OUTAGE_S)
+    cell.run(cell.now + 30)
+    assert all(len(one.token_times) == one.num_output_tokens for one in cell.outcomes)
+    assert cell.core.stats.num_adopted == NUM_STREAMS
+    assert cell.core.stats.num_recoveries == 0
+    assert longest_pause_s(cell) < 1.5

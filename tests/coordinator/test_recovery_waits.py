@@ -1,0 +1,110 @@
+"""Requests whose pool is empty wait for the worker that is being started, within bounds."""
+
+from __future__ import annotations
+
+import pytest
+from launched_world import Launched
+
+from baton.coordinator import events as ev
+from baton.coordinator.load_index import Pool
+from baton.coordinator.request import RequestState
+from baton.runtime import errors
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig
+from baton.v1 import common_pb2
+
+STOP = common_pb2.FINISH_REASON_STOP
+# Batch outputs make room for the first interactive one.
+LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
+
+
+class Cell(Launched):
+    """With three batch requests that have begun, most of them parked, and an interactive one."""
+
+    def __init__(self, new_world, out, **config) -> None:
+        super().__init__(new_world, world={"lanes": LANES}, **config)
+        self.out = out
+        self.come_up()
+        self.wait(11)
+        lanes = [common_pb2.LANE_BATCH] * 3 + [common_pb2.LANE_INTERACTIVE]
+        self.streams = [self.begin(lane=lane) for lane in lanes]
+        states = {self.request(to).state for to in self.streams}
+        assert states == {RequestState.DECODING, RequestState.PARKED}
+
+    def request(self, to):
+        return self.core.request(f"r{to.stream}")
+
+    def begin(self, **fields):
+        to = self.world.submit(**fields)
+        self.say(to, self.request(to).prefill[0], finish=0)
+        self.say(to, self.request(to).decode[0])
+        return to
+
+    def say(self, to, worker_id, finish=None):
+        request = self.request(to)
+        at = len(request.token_ids)
+        told = self.out(request.id, [at], at, finish=finish, attempt=request.attempt_number)
+        self.world.step(worker_id, told)
+
+    def lose_decode(self) -> None:
+        self.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+
+    def num_ended(self) -> int:
+        return sum(self.request(to).state is RequestState.FAILED for to in self.streams)
+
+    def finish_all(self) -> None:
+        """One after the other, as there is room for them."""
+        for _ in self.streams:
+            for to in self.streams:
+                request = self.request(to)
+                if request.state is RequestState.PREFILLING:
+                    self.say(to, request.prefill[0], finish=0)
+                    self.say(to, request.decode[0], finish=STOP)
+
+
+@pytest.fixture
+def cell(new_world, out):
+    return lambda **config: Cell(new_world, out, **config)
+
+
+def test_they_wait_for_a_start_that_takes_longer_than_a_recovery(cell):
+    made = cell(cold_start_s=90.0, start_timeout_s=100.0)
+    made.lose_decode()
+    made.wait(80)
+    assert made.started[-1] == "decode-1"
+    assert made.num_ended() == 0
+    # Once it is there they wait for room as if they had lost their worker just now.
+    made.come_up()
+    made.wait(20)
+    made.finish_all()
+    assert {made.world.last(to).reason for to in made.streams} == {STOP}
+
+
+def test_a_start_that_hangs_is_not_waited_for_longer_than_a_start_may_take(cell):
+    """Of a job, the longest that it may take; of a person, what it takes as a rule."""
+    made = cell(cold_start_s=10.0, start_timeout_s=30.0)
+    made.lose_decode()
+    *batch, person = made.streams
+    for waits_s, streams in ((40, [person]), (20, batch)):
+        made.wait(waits_s - 1)
+        assert not any(made.request(to).ended for to in streams)
+        made.wait(1)
+        made.world.after(0.5)
+        for to in streams:
+            error = made.world.last(to).error
+            assert isinstance(error, errors.Unavailable)
+            assert "no decode worker is attached" in str(error)
+            assert f"waited {40 if to is person else 60} s" in str(error)
+
+
+def test_starts_that_fail_are_not_waited_for_longer(cell):
+    made = cell()
+    made.lose_decode()
+    failed = {"decode-0"}
+    for _ in range(61):
+        made.wait(1)
+        for worker_id in set(made.started) - failed:
+            if made.pool_of(worker_id) is Pool.DECODE:
+                failed.add(worker_id)
+                made.world.handle(ev.WorkerExited(worker_id, "exited with code 1"))
+    assert len(failed) > 2
+    assert made.num_ended() == len(made.streams)

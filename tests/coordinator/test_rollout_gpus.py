@@ -1,0 +1,136 @@
+"""GPUs while revisions of different tensor-parallel sizes are there: each counts with its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from launched_world import CONFIG, ROLES, Launched
+
+from baton.coordinator import events as ev
+from baton.coordinator.load_index import Pool
+from baton.coordinator.revision import Revision
+from baton.v1 import kv_transfer_pb2
+
+DOUBLE = Revision("r2", "", {"tensor_parallel_size": 2})
+SINGLE = Revision("r2", "", {"tensor_parallel_size": 1})
+
+
+@pytest.fixture
+def launched(new_world):
+    """With one worker in each pool, of so many GPUs."""
+
+    def make(max_gpus, gpus=1):
+        limits = {pool.value: replace(CONFIG.limits(pool), gpus=gpus) for pool in Pool}
+        made = Launched(new_world, limits=limits, max_gpus=max_gpus)
+        made.come_up()
+        made.wait(11)
+        return made
+
+    return make
+
+
+def promoted(made, revision):
+    """It has taken the stable one's place, whose workers are gone."""
+    made.world.handle(ev.RolloutAsked(revision, 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionAsked())
+    made.wait(5)
+    assert made.core.workers.revisions == [revision.name]
+
+
+def test_a_canary_that_is_too_large_is_refused(launched):
+    start_error = launched(max_gpus=5).core.rollouts.start_error
+    refused = start_error(DOUBLE, 0.1, {})
+    assert "max_gpus is 5; 2 are the stable revision's, and the canary would need 4" in str(refused)
+    assert start_error(Revision("r2"), 0.1, {}) is None
+
+
+def test_a_canary_that_is_small_enough_is_let_in(launched):
+    rollouts = launched(max_gpus=6, gpus=2).core.rollouts
+    assert rollouts.start_error(SINGLE, 0.1, {}) is None
+    assert rollouts.start_error(Revision("r2"), 0.1, {}) is not None
+
+
+def test_promotion_needs_room_for_what_the_canary_has(launched):
+    made = launched(max_gpus=6)
+    made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
+    made.come_up()
+    assert made.core.rollouts.promote_error() is None
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    assert "3 are the stable revision's" in str(made.core.rollouts.promote_error())
+
+
+def test_the_pools_do_not_grow_into_the_canarys(launched):
+    made = launched(max_gpus=6)
+    made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.wait(10)
+    assert "decode-1" not in made.started
+    # They hold their GPUs until they have ended.
+    made.world.handle(ev.AbortAsked("test"))
+    made.world.after(1.0)
+    assert "decode-1" not in made.started
+    made.wait(10)
+    assert "decode-1" in made.started
+
+
+def elsewhere(made):
+    """A pair of workers of another revision, of two GPUs each, that somebody else has started."""
+    for worker_id, role in (("guest-p", ROLES[Pool.PREFILL]), ("guest-d", ROLES[Pool.DECODE])):
+        fingerprint = kv_transfer_pb2.KvFingerprint(tp_size=2)
+        made.world.attach(worker_id, role, revision="r2", fingerprint=fingerprint)
+
+
+def test_a_canary_that_was_started_elsewhere_counts_with_what_it_has(launched):
+    made = launched(max_gpus=7)
+    elsewhere(made)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.wait(10)
+    # 2 are the stable one's, 4 the canary's.
+    assert made.started[2:] == ["decode-1"]
+    assert "0 of 3 GPUs are free" in made.reason(Pool.DECODE)
+
+
+def test_a_canary_that_was_started_elsewhere_needs_room_only_for_more(launched):
+    made = launched(max_gpus=5)
+    elsewhere(made)
+    start_error = made.core.rollouts.start_error
+    assert start_error(Revision("r2"), 0.1, {}) is None
+    refused = str(start_error(Revision("r2"), 0.1, {Pool.DECODE: 2}))
+    assert "2 are the stable revision's, and the canary would need 5" in refused
+
+
+def test_a_promoted_revision_grows_by_its_own_size(launched):
+    made = launched(max_gpus=7)
+    promoted(made, DOUBLE)
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.wait(10)
+    assert "decode-r2-1" in made.started
+    assert "decode-r2-2" not in made.started
+    assert "1 of 7 GPUs are free" in made.reason(Pool.DECODE)
+
+
+def test_a_smaller_one_has_room_for_more(launched):
+    made = launched(max_gpus=6, gpus=2)
+    promoted(made, SINGLE)
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 4))
+    made.wait(10)
+    assert "decode-r2-3" in made.started
+
+
+def test_workers_of_the_one_before_count_with_theirs_until_they_have_left(launched):
+    made = launched(max_gpus=7, gpus=2)
+    made.world.submit()
+    made.world.handle(ev.RolloutAsked(SINGLE, 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionAsked())
+    made.world.after(1.0)
+    assert set(made.core.workers.revisions) == {"1", "r2"}
+    # 4 are the old ones', 2 the new ones'.
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.world.after(1.0)
+    assert "decode-r2-1" in made.started
+    assert "decode-r2-2" not in made.started

@@ -1,0 +1,274 @@
+"""As much of vLLM as the connector's halves see of it, and a transfer service's receiver for them.
+
+One token is a byte; the keys and values of a token are a digest of all tokens up to it.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.control import Claim
+from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.receiving import Changed, ReceiverLimits
+from baton.v1 import kv_transfer_pb2 as pb
+
+RANKS, LAYERS, SIZE, TOKEN_BYTES = 2, 2, 4, 16
+LAYOUT = KvLayout(
+    "m", "r", "uint8", LAYERS, 1, 8, SIZE, SIZE * TOKEN_BYTES, "heads,tokens,content", RANKS
+)
+# As numbers that are none: whatever is computed from a block that has them anywhere becomes as bad.
+POISON = b"\xff" * TOKEN_BYTES
+LIMITS = ReceiverLimits(
+    max_wait_s=4, idle_timeout_s=30, commit_ttl_s=30, claim_timeout_s=30, retry_timeout_s=1,
+    progress_bytes=3 * LAYOUT.block_bytes,
+)  # fmt: skip
+STAGED_BLOCKS, NUM_BLOCKS = 40, 22
+
+
+def content(tokens, rank, layer) -> bytes:
+    """The keys and values of the last of these tokens."""
+    return hashlib.blake2b(bytes([*tokens, 255, rank, layer]), digest_size=TOKEN_BYTES).digest()
+
+
+def block_content(tokens, index, rank, layer) -> bytes:
+    ends = range(index * SIZE + 1, min((index + 1) * SIZE, len(tokens)) + 1)
+    return b"".join(content(tokens[:end], rank, layer) for end in ends)
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: tuple | None = None
+
+
+class Pool:
+    """As much of vLLM's BlockPool as is used, by its rules; block 0 is nobody's."""
+
+    enable_caching, num_gpu_blocks = True, NUM_BLOCKS
+
+    def __init__(self):
+        self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
+        self.free = OrderedDict((block, None) for block in self.blocks[1:])
+        self.cached: dict[tuple, Block] = {}
+
+    def get_num_free_blocks(self):
+        return len(self.free)
+
+    def get_new_blocks(self, count):
+        taken = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            assert block.ref_cnt == 0
+            self.evict(block)
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0:
+                del self.free[block]
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        nameless = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0 and block.block_hash is None:
+                nameless.append(block)
+            elif block.ref_cnt == 0:
+                self.free[block] = None
+        # The first of them is the next to be taken.
+        for block in reversed(nameless):
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)
+
+    def get_cached_block(self, name, groups):
+        block = self.cached.get(name)
+        return None if block is None else [block]
+
+    def cache_full_blocks(self, request, blocks, num_cached, num_full, size, group):
+        for index in range(num_cached, num_full):
+            if blocks[index].block_hash is None:
+                blocks[index].block_hash = request.block_hashes[index]
+                self.cached.setdefault(blocks[index].block_hash, blocks[index])
+
+    def evict(self, block):
+        if block.block_hash is not None and self.cached.get(block.block_hash) is block:
+            del self.cached[block.block_hash]
+        block.block_hash = None
+
+
+@dataclass(eq=False)
+class Request:
+    """As much of vLLM's Request as is used."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict
+    block_hashes: list[tuple] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    num_computed: int = 0
+    num_outputs: int = 0
+
+    def __post_init__(self):
+        self._all_token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self._all_token_ids)
+        self.update_block_hashes()
+
+    @property
+    def num_tokens(self):
+        return len(self._all_token_ids)
+
+    @property
+    def tokens(self):
+        return self._all_token_ids
+
+    def update_block_hashes(self):
+        begin = len(self.block_hashes) + 1
+        ends = range(begin * SIZE, len(self._all_token_ids) + 1, SIZE)
+        self.block_hashes += [tuple(self._all_token_ids[:end]) for end in ends]
+
+
+class Scribbled(Arena):
+    """Whoever reads what was given back finds something else."""
+
+    def __init__(self, memory):
+        super().__init__(0, len(memory))
+        self.memory = memory
+
+    def free(self, extent):
+        self.memory[extent.offset : extent.offset + extent.size_bytes] = b"\xee" * extent.size_bytes
+        super().free(extent)
+
+
+class Service:
+    """A receiver, and the ports of the scheduler and the ranks to it."""
+
+    alive = True
+
+    def __init__(self):
+        size = LAYOUT.handoff_bytes(STAGED_BLOCKS)
+        self.buffer = bytearray(size)
+        self.memory = memoryview(self.buffer)
+        self.receiver = Receiver(Scribbled(self.memory), self.memory, LIMITS)
+        self.receiver.configure(LAYOUT)
+        self.now = 0.0
+        self.states: dict[bytes, pb.LocalHandoffState] = {}
+
+    def told(self, effects):
+        for effect in effects:
+            if isinstance(effect, Changed):
+                state = pb.LocalHandoffState(
+                    handoff_id=effect.handoff_id, epoch=effect.epoch, state=effect.state.value,
+                    num_bytes_received=effect.num_bytes_received,
+                    claims=[claimed(grant) for grant in effect.grants],
+                )  # fmt: skip
+                self.states.pop(effect.handoff_id, None)
+                self.states[effect.handoff_id] = state
+
+    # An EnginePort.
+
+    def subscribe(self):
+        pass
+
+    def prefault(self):
+        pass
+
+    def poll(self):
+        states, self.states = list(self.states.values()), {}
+        return states
+
+    def wait(self, timeout_s, beside):
+        pass
+
+    def claim_ahead(self, handoff_id):
+        self.told(self.receiver.claim_ahead(handoff_id, self.now))
+
+    def claim(self, handoff_id, rank):
+        try:
+            grant, effects = self.receiver.claim(handoff_id, rank, self.now)
+        except TransferRefused:
+            return None
+        self.told(effects)
+        return Claim.of(claimed(grant))
+
+    def peek(self, handoff_id, rank, epoch, num_seen):
+        try:
+            return Claim.of(claimed(self.receiver.peek(handoff_id, rank, epoch, num_seen)))
+        except TransferRefused:
+            return None
+
+    def release(self, handoff_id, rank=0, *, all_ranks=False):
+        self.told(self.receiver.release(handoff_id, rank, self.now, all_ranks=all_ranks))
+
+
+def claimed(grant):
+    return pb.LocalClaimed(
+        offset=grant.offset, num_blocks=grant.num_blocks, num_tokens=grant.num_tokens,
+        epoch=grant.epoch,
+        frames=[
+            pb.LocalFrame(
+                layer=frame.layer, first_block=frame.first_block, num_blocks=frame.num_blocks,
+                checksum=frame.checksum,
+            )
+            for frame in grant.frames
+        ],
+    )  # fmt: skip
+
+
+class Notes:
+    sockets = ()
+
+    def __init__(self):
+        self.notes = []
+
+    def take(self):
+        notes, self.notes = self.notes, []
+        return notes
+
+
+def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=None):
+    """Everything a sender sends of a prompt: the open, a frame for each block, the commits.
+
+    Args:
+        epoch: of all of it.
+        at_once: blocks that are computed in one chunk.
+        alter: takes a block's bytes, and returns those that are sent in their place.
+    """
+    num_blocks = LAYOUT.num_blocks(len(tokens)) - skip_blocks
+    opened = pb.PushOpen(
+        handoff_id=handoff_id, epoch=epoch, fingerprint=LAYOUT.fingerprint(),
+        num_blocks=num_blocks, num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
+    )  # fmt: skip
+    messages, totals = [frames.encode_open(opened)], [Totals()] * RANKS
+    # As prompts are computed: layer after layer, some blocks at a time.
+    for first in range(0, num_blocks, at_once):
+        for layer in range(LAYERS):
+            for rank in range(RANKS):
+                for block in range(first, min(first + at_once, num_blocks)):
+                    data = block_content(tokens, skip_blocks + block, rank, layer)
+                    data = data.ljust(LAYOUT.block_bytes, b"\0")
+                    sent = alter(data) if alter is not None else data
+                    message = frames.encode(
+                        FrameKind.DATA, handoff_id, epoch, sent,
+                        rank=rank, layer=layer, first_block=block, num_blocks=1,
+                    )  # fmt: skip
+                    checksum = frames.checksum(data)
+                    digest = frames.position_digest(rank, layer, block, 1, checksum)
+                    totals[rank] = totals[rank].plus(len(data), digest)
+                    messages.append(message)
+    return messages + [
+        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), rank=rank)
+        for rank, total in enumerate(totals)
+    ]
+
+
+def flipped(message):
+    """A message whose last byte was altered on the way."""
+    return message[:-1] + bytes([message[-1] ^ 0x40])

@@ -1,0 +1,97 @@
+"""Handoffs of more frames than a message of the control socket may list."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from baton.kvtransfer import frames, local_wire
+from baton.kvtransfer.arena import Arena, Segment
+from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.core import TransferCore
+from baton.kvtransfer.local_server import LocalConnection
+from baton.kvtransfer.negotiation import Negotiator
+from baton.kvtransfer.receiver import Receiver
+from baton.kvtransfer.receiving import ReceiverLimits
+from baton.kvtransfer.sender import Sender, SenderLimits
+from baton.v1 import kv_transfer_pb2 as pb
+
+sys.path.append(str(Path(__file__).parent))
+
+from small_engine import LAYERS, LAYOUT, LIMITS, RANKS, messages_of
+
+ID, NUM_BLOCKS = b"h" * 16, 9
+EVERY_FRAME = [(layer, block) for layer in range(LAYERS) for block in range(NUM_BLOCKS)]
+
+
+@pytest.fixture
+async def service(tmp_path, monkeypatch):
+    """The receiver of a service whose messages hold eight frames, and a port to that service."""
+    monkeypatch.setattr(local_wire, "MAX_LOCAL_MESSAGE_BYTES", 512)
+    monkeypatch.setattr(local_wire, "MAX_LISTED_FRAMES", 8)
+    size, path = LAYOUT.handoff_bytes(NUM_BLOCKS), str(tmp_path / "kv.sock")
+    segment = Segment.create(2 * size)
+    negotiator = Negotiator(["grpc"], segment.name)
+    limits = SenderLimits(max_wait_s=1, idle_timeout_s=1)
+    sender = Sender(Arena(0, size), segment.memory, limits, negotiator.offers)
+    receiver = Receiver(Arena(size, size), segment.memory, LIMITS)
+    receiver.configure(LAYOUT)
+    core = TransferCore(sender, receiver, negotiator, SimpleNamespace(), asyncio.Event())
+    core.describe_as("127.0.0.1:1", segment.name, size, size)
+    local = await asyncio.get_running_loop().create_unix_server(
+        lambda: LocalConnection(core.handle_request, core.connection_lost),
+        sock=local_wire.bind(path),
+    )
+    port = await asyncio.to_thread(EnginePort, path)
+    yield receiver, port
+    port.close()
+    local.close()
+    core.close_connections()
+    negotiator.close()
+    segment.close()
+
+
+def deliver(receiver):
+    """A frame for each block."""
+    for message in messages_of(ID, bytes(NUM_BLOCKS * LAYOUT.block_size_tokens), 0):
+        for frame in frames.decode(message):
+            receiver.handle_frame(1, frame, time.monotonic())
+
+
+async def test_a_claim_comes_in_parts(service):
+    receiver, port = service
+    deliver(receiver)
+    for rank in range(RANKS):
+        claim = await asyncio.to_thread(port.claim, ID, rank)
+        assert [(frame.layer, frame.first_block) for frame in claim.frames] == EVERY_FRAME
+        assert (claim.epoch, claim.num_blocks) == (1, NUM_BLOCKS)
+        port.release(ID, rank)
+    assert await asyncio.to_thread(port.claim, ID, 0) is None
+    assert port.alive
+    assert receiver.num_live == 0
+
+
+async def test_a_peek_shows_the_beginning(service):
+    receiver, port = service
+    deliver(receiver)
+    seen = []
+    while more := (await asyncio.to_thread(port.peek, ID, 1, 1, len(seen))).frames:
+        seen += [(frame.layer, frame.first_block) for frame in more]
+        assert len(more) <= 8
+    assert sorted(seen) == EVERY_FRAME
+    assert port.alive
+
+
+def test_as_many_frames_as_may_be_listed_fit_a_message():
+    most = 2**32 - 1
+    frame = pb.LocalFrame(
+        handoff_id=ID, epoch=most, rank=most, layer=most, first_block=most, num_blocks=most,
+        checksum=2**64 - 1,
+    )  # fmt: skip
+    one = pb.LocalReply(claimed=pb.LocalClaimed(frames=[frame])).ByteSize()
+    # Those of a handoff that is claimed ahead are told all at once.
+    ahead = ReceiverLimits(1, 1, 1, 1, 1).max_frames_ahead
+    assert one * max(ahead, local_wire.MAX_LISTED_FRAMES) < local_wire.MAX_LOCAL_MESSAGE_BYTES

@@ -1,0 +1,152 @@
+"""Notes from a worker's main process to its engine's scheduler."""
+
+import asyncio
+import os
+import socket
+import stat
+
+import pytest
+
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.notes import NoteReader, NoteWriter, path_beside
+
+
+@pytest.fixture
+def socket_path(tmp_path):
+    return str(tmp_path / "kv.sock")
+
+
+@pytest.fixture
+def reader(socket_path):
+    reader = NoteReader(socket_path)
+    yield reader
+    reader.close()
+
+
+def told(notes):
+    return [(note.num_submitted, note.handoff_id, list(note.token_ids)) for note in notes]
+
+
+def test_notes_come_in_their_order(reader, socket_path):
+    assert reader.take() == []
+    writer = NoteWriter(socket_path)
+    assert writer.note(1)
+    assert writer.note(2, b"h" * 16, [7, 8])
+    assert told(reader.take()) == [(1, b"", []), (2, b"h" * 16, [7, 8])]
+    assert reader.take() == []
+    assert writer.note(3)
+    assert told(reader.take()) == [(3, b"", [])]
+    writer.close()
+    assert not writer.note(4)
+    assert reader.take() == []
+
+
+def test_only_this_user_may_write(reader, socket_path):
+    assert stat.S_IMODE(os.stat(path_beside(socket_path)).st_mode) == 0o600
+
+
+def test_whoever_connects_last_is_the_writer(reader, socket_path):
+    first = NoteWriter(socket_path)
+    assert first.note(1)
+    assert told(reader.take()) == [(1, b"", [])]
+    second = NoteWriter(socket_path)
+    assert second.note(2)
+    assert told(reader.take()) == [(2, b"", [])]
+    second.close()
+    assert reader.take() == []
+    third = NoteWriter(socket_path)
+    assert third.note(3)
+    assert told(reader.take()) == [(3, b"", [])]
+    third.close()
+    first.close()
+
+
+def test_garbage_ends_its_writer_and_nobody_else(reader, socket_path):
+    with socket.socket(socket.AF_UNIX) as garbage:
+        garbage.connect(path_beside(socket_path))
+        garbage.sendall(b"\xff" * 64)
+        assert reader.take() == []
+    writer = NoteWriter(socket_path)
+    assert writer.note(1)
+    assert told(reader.take()) == [(1, b"", [])]
+    writer.close()
+
+
+def test_a_writer_finds_out_that_its_reader_has_gone(socket_path):
+    reader = NoteReader(socket_path)
+    writer = NoteWriter(socket_path)
+    assert reader.take() == []
+    reader.close()
+    assert not os.path.exists(path_beside(socket_path))
+    while writer.note(1):
+        pass
+    assert not writer.alive
+    with pytest.raises(OSError, match="No such file"):
+        NoteWriter(socket_path)
+
+
+async def test_many_notes_wait_for_a_reader_that_is_busy(reader, socket_path):
+    writer = NoteWriter(socket_path)
+    num_notes, tokens = 2000, list(range(1000, 1100))
+    # All of them while nobody reads: whoever tells them does not wait.
+    assert all(writer.note(number, b"h" * 16, tokens) for number in range(num_notes))
+    got = []
+    while len(got) < num_notes:
+        got += reader.take()
+        await asyncio.sleep(0)
+    assert [note.num_submitted for note in got] == list(range(num_notes))
+    assert all(list(note.token_ids) == tokens for note in got)
+    # And so it goes on.
+    assert writer.note(num_notes, b"h" * 16, [7])
+    assert told(reader.take()) == [(num_notes, b"h" * 16, [7])]
+    writer.close()
+
+
+async def test_there_is_a_bound_to_what_waits(reader, socket_path):
+    writer = NoteWriter(socket_path)
+    tokens = list(range(1000, 1100))
+    num_notes = 0
+    while writer.note(num_notes, b"h" * 16, tokens):
+        num_notes += 1
+    # That one is not told; those before it are, and so are others when there is room.
+    got = []
+    while len(got) < num_notes:
+        got += reader.take()
+        await asyncio.sleep(0)
+    assert [note.num_submitted for note in got] == list(range(num_notes))
+    assert writer.note(num_notes, b"h" * 16, [7])
+    assert told(reader.take()) == [(num_notes, b"h" * 16, [7])]
+    writer.close()
+
+
+async def test_a_reader_that_goes_while_notes_wait(socket_path):
+    reader = NoteReader(socket_path)
+    writer = NoteWriter(socket_path)
+    assert reader.take() == []
+    assert all(writer.note(number, b"h" * 16, [7]) for number in range(1000))
+    reader.close()
+    async with asyncio.timeout(5):
+        while writer.alive:
+            await asyncio.sleep(0)
+    assert not writer.note(1000, b"h" * 16, [7])
+    writer.close()
+
+
+async def test_counts_wait_for_nobody(reader, socket_path):
+    writer = NoteWriter(socket_path)
+    assert all(writer.note(number) for number in range(5000))
+    first = reader.take()
+    assert 0 < len(first) < 5000, "no bound was reached"
+    assert writer.note(5000, b"h" * 16, [7])
+    got = []
+    while not got or got[-1].num_submitted < 5000:
+        got += reader.take()
+        await asyncio.sleep(0)
+    # But for the one that was kept.
+    assert told(got)[1:] == [(5000, b"h" * 16, [7])]
+    writer.close()
+
+
+def test_one_reader_at_a_time(reader, socket_path):
+    with pytest.raises(TransferError, match="another service listens"):
+        NoteReader(socket_path)

@@ -1,0 +1,52 @@
+"""When a peer dies, gRPC ends its stream and cancels its call, in any order: both are forgotten.
+
+The moments are too rare to wait for with a real peer, so what gRPC does is done here at each of
+them.
+"""
+
+import asyncio
+
+import pytest
+
+from baton.kvtransfer.grpc_transport import KvTransferServicer
+
+# More steps of the event loop than the end of a stream takes.
+NUM_MOMENTS = 12
+
+
+class Streams:
+    """A handler that knows which streams are open."""
+
+    def __init__(self):
+        self.open, self.num_started = set(), 0
+
+    def push_started(self, push):
+        self.num_started += 1
+        self.open.add(self.num_started)
+        return self.num_started
+
+    def push_ended(self, stream):
+        self.open.remove(stream)
+
+
+async def stream_of(end):
+    """What a peer sends that says nothing and then is gone."""
+    await end.wait()
+    return
+    yield
+
+
+@pytest.mark.parametrize("moment", range(NUM_MOMENTS))
+async def test_a_call_cancelled_as_its_stream_ends_is_forgotten(moment):
+    streams, end = Streams(), asyncio.Event()
+    servicer = KvTransferServicer(streams, lambda: None)
+    call = asyncio.create_task(servicer._push(stream_of(end), None))
+    await asyncio.sleep(0)
+    assert streams.open
+    end.set()
+    for _ in range(moment):
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    assert streams.num_started == 1
+    assert not streams.open

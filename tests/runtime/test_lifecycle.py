@@ -1,0 +1,50 @@
+"""How a process is asked to stop."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Drains for ever, and cleans up for ever.
+STUBBORN = """
+import asyncio
+from baton.runtime import lifecycle
+
+async def main():
+    stop = lifecycle.stop_requested()
+    print("runs", flush=True)
+    await stop.wait()
+    print("drains", flush=True)
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        await asyncio.sleep(1000)
+
+lifecycle.run(main())
+"""
+
+
+# As the kernel does with a container's first process.
+SPARED = "import signal; signal.raise_signal = lambda number: None"
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(number, is_first):
+    process = subprocess.Popen(
+        [sys.executable, "-c", (SPARED if is_first else "") + STUBBORN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        for said in ("runs\n", "drains\n"):
+            assert process.stdout.readline() == said
+            process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (128 + number if is_first else -number, "")
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,118 @@
+"""Announced requests that vLLM's engine core cannot even begin with: what becomes of them.
+
+`python announced_program.py MODEL OUTPUT`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm_cases as cases
+from tensor_parallel_program import Side, side
+from vllm.v1.engine import EngineCoreRequest
+
+from baton.engine.base import EngineOutput, EngineRequest, Finish, ReceiveHandoff
+from baton.v1 import common_pb2
+
+TIMEOUT_S, COMMIT_TIMEOUT_S = 60.0, 3600.0
+SAMPLING = common_pb2.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class Given:
+    """What an engine's core was given, and what its scheduler was told of that.
+
+    Attributes:
+        fails: whether what is given from now on fails in the core's preprocessing.
+        num_seen: requests that its scheduler will see.
+        told: the last count of them.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.fails, self.num_seen, self.told = False, 0, 0
+        self._add, self._note = engine._core.add_request_async, engine._notes.note
+        engine._core.add_request_async, engine._notes.note = self._adds, self._notes
+
+    async def _adds(self, run: EngineCoreRequest) -> None:
+        if self.fails:
+            run.sampling_params = run.sampling_params.clone()
+            # A request asserts that it has some.
+            run.sampling_params.max_tokens = None
+        else:
+            self.num_seen += 1
+        await self._add(run)
+
+    def _notes(self, num: int, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
+        self.told = num
+        return bool(self._note(num, handoff_id, token_ids))
+
+
+async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
+    """All of a request that is submitted now."""
+    queue = decode._outputs[request.request_id] = asyncio.Queue()
+    await decode.engine.submit(request)
+    found = [await queue.get()]
+    while found[-1].finish is None:
+        found.append(await queue.get())
+    return found
+
+
+@contextlib.asynccontextmanager
+async def another_step(decode: Side) -> AsyncIterator[None]:
+    """Ends once the engine has told of something again."""
+    async with decode._stepped:
+        until = decode._num_steps + 1
+    yield
+    async with decode._stepped:
+        await decode._stepped.wait_for(lambda: decode._num_steps >= until)
+
+
+async def main(model: str) -> dict[str, Any]:
+    prompt, made = cases.prompt(40, 4200), dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        socket_path, memory = str(Path(directory, "d.sock")), {"kv_cache_memory_bytes": 2**22}
+        async with side(model, 1, socket_path, **memory) as decode:
+            given = Given(decode.engine)
+            expected, _ = await decode.finish(EngineRequest("plain", prompt, SAMPLING))
+
+            def announced(name: str) -> EngineRequest:
+                """Of a handoff that never comes."""
+                receive = ReceiveHandoff(secrets.token_bytes(16), len(prompt), COMMIT_TIMEOUT_S)
+                return EngineRequest(name, prompt, SAMPLING, receive=receive)
+
+            for name in ("heard of", "not heard of", "fails again"):
+                request = announced(name)
+                submitted = dataclasses.replace(request, known_token_ids=expected[:1])
+                given.fails = True
+                async with asyncio.timeout(TIMEOUT_S):
+                    if name == "not heard of":
+                        await decode.engine.announce(request, 1)
+                    else:
+                        async with another_step(decode):
+                            await decode.engine.announce(request, 1)
+                    given.fails = name == "fails again"
+                    found = await outputs(decode, submitted)
+                tokens = [token for one in found for token in one.token_ids]
+                made[name] = {
+                    "is_right": expected[:1] + tokens == expected,
+                    "is_error": found[-1].finish is Finish.ERROR,
+                }
+            given.fails = False
+            # One that waits makes the scheduler be told of all.
+            await decode.engine.announce(announced("waits"), 1)
+            made["num_unseen"] = given.told - given.num_seen
+            await decode.engine.abort(["waits"])
+    return made
+
+
+if __name__ == "__main__":
+    model_name, output = sys.argv[1:]
+    Path(output).write_text(json.dumps(asyncio.run(main(model_name))))
