@@ -153,6 +153,8 @@ class DriverProcess:
             self._process.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
+                # The end of its output can be known before its own.
+                await self._process.wait()
                 await asyncio.shield(self._reader)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
