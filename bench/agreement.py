@@ -40,7 +40,7 @@ from baton.v1 import admin_pb2, common_pb2
 
 MODEL = "demo-88m"
 ENGINE_ARGS = {
-    "dtype": "bfloat16",
+    "dtype": systems.dtype(),
     "block_size": 32,
     "max_model_len": demo_model.SHAPES[MODEL].max_model_len,
     "max_num_batched_tokens": 512,
@@ -195,7 +195,7 @@ def main() -> None:
     found = replay(seen.worker, requests)
     stats.save(as_json(seen, found), arguments.json)
     show(seen, found)
-    print(f"figures in {arguments.json}")
+    print(f"engines in {ENGINE_ARGS['dtype']}; figures in {arguments.json}")
 
 
 if __name__ == "__main__":

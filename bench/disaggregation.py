@@ -32,7 +32,7 @@ MODEL = "demo-88m"
 MAX_MODEL_LEN = demo_model.SHAPES[MODEL].max_model_len
 MAX_NUM_SEQS = 16
 ENGINE_ARGS = {
-    "dtype": "bfloat16",
+    "dtype": systems.dtype(),
     "block_size": 32,
     "max_model_len": MAX_MODEL_LEN,
     "max_num_batched_tokens": 512,
@@ -482,7 +482,8 @@ def main() -> None:
     results = asyncio.run(run(arguments))
     stats.save(as_json(results), arguments.json)
     show(results)
-    print(f"{time.monotonic() - started:.0f} s; figures in {arguments.json}")
+    spent_s = time.monotonic() - started
+    print(f"{spent_s:.0f} s; engines in {ENGINE_ARGS['dtype']}; figures in {arguments.json}")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Attributes: timed: None: refused."""
+    """Attributes: timed: None: refused, or given up."""
 
     arrival: Arrival
     timed: Timed | None
@@ -62,7 +62,7 @@ class Answer:
         return timed.ttft_s <= slo.ttft_s and sum(gaps) / len(gaps) <= slo.itl_s
 
 
-# Raises what a run cannot go on with; None: the request was refused.
+# Raises what a run cannot go on with; None: the request was refused, or given up after a long time.
 Ask: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
 
 
