@@ -187,14 +187,18 @@ class GatewayProcess:
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton.coordinator.tether", str(os.getpid())),
-            *(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
-            *("--coordinator", self._coordinator, "--config", "-"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=(fd,),
-        )
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "baton.coordinator.tether", str(os.getpid())),
+                *(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
+                *("--coordinator", self._coordinator, "--config", "-"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(fd,),
+            )
+        except OSError as error:
+            _log.error("the gateway cannot be started: %s", error)
+            return False
         assert process.stdin is not None
         assert process.stdout is not None
         # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.

@@ -87,9 +87,11 @@ class BatonClient(AsyncClosing):
     async def aclose(self) -> None:
         """Cancels what runs and closes the connection; idempotent."""
         connector, self._connector = self._connector, None
-        await self._channels.aclose()
-        if connector is not None:
-            await connector.aclose()
+        try:
+            await self._channels.aclose()
+        finally:
+            if connector is not None:
+                await connector.aclose()
 
     @property
     def address(self) -> str | None:

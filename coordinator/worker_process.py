@@ -93,9 +93,13 @@ class _Pipe:
     async def open(cls) -> _Pipe:
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-        )
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+            )
+        except BaseException:
+            os.close(write_end)
+            raise
         return cls(write_end, reader, transport)
 
     def close(self) -> None:
@@ -156,8 +160,14 @@ class WorkerProcess:
         worker = ("worker", "--role", role, "--worker-id", worker_id)
         directory = worker_directory.make()
         settings = ("--coordinator", coordinator, "--config", "-", "--directory", str(directory))
-        output, errors = await _Pipe.open(), await _Pipe.open()
-        try:
+        with contextlib.ExitStack() as write_ends, contextlib.ExitStack() as unstarted:
+            unstarted.callback(directory.rmdir)
+            output = await _Pipe.open()
+            write_ends.callback(os.close, output.write_end)
+            unstarted.callback(output.close)
+            errors = await _Pipe.open()
+            write_ends.callback(os.close, errors.write_end)
+            unstarted.callback(errors.close)
             process = await asyncio.create_subprocess_exec(
                 *tether,
                 *command,
@@ -168,14 +178,7 @@ class WorkerProcess:
                 stderr=errors.write_end,
                 env={**os.environ, **environment},
             )
-        except BaseException:
-            output.close()
-            errors.close()
-            directory.rmdir()
-            raise
-        finally:
-            os.close(output.write_end)
-            os.close(errors.write_end)
+            unstarted.pop_all()
         return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)
 
     async def stop(self, patience_s: float) -> None:

@@ -44,7 +44,8 @@ class DriverProcess:
         self._process, self._opening = process, opening
         self._on_exit, self._on_waits = on_exit, on_waits
         self._what = f"Ray at {opening.address}" if opening.address else "Ray on this host"
-        self._opened: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._opened: asyncio.Future[wire.Ready | wire.Refused]
+        self._opened = asyncio.get_running_loop().create_future()
         self._starting: dict[str, asyncio.Future[str]] = {}
         self._ending: dict[str, asyncio.Future[None]] = {}
         # Started and not ended: whether its exit has been reported.
@@ -67,18 +68,24 @@ class DriverProcess:
             LaunchError: it cannot, or not within timeout_s, which is ray.connect_timeout_s.
         """
         tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
-        process = await asyncio.create_subprocess_exec(
-            *tether,
-            *(sys.executable, "-m", "baton.coordinator.ray_launch.driver"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_environment(own=not opening.address),
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *tether,
+                *(sys.executable, "-m", "baton.coordinator.ray_launch.driver"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_environment(own=not opening.address),
+            )
+        except BaseException:
+            shutil.rmtree(opening.directory, ignore_errors=True)
+            raise
         driver = cls(process, opening, on_exit, on_waits)
         try:
             driver._say(opening)
             async with asyncio.timeout(timeout_s):
-                ready = await driver._opened
+                opened = await driver._opened
+            if isinstance(opened, wire.Refused):
+                raise LaunchError(opened.why)
         except TimeoutError:
             await driver.close(at_once=True)
             raise LaunchError(
@@ -87,7 +94,7 @@ class DriverProcess:
         except BaseException:
             await driver.close(at_once=True)
             raise
-        _log.info("connected to %s, %d nodes", driver._what, ready.num_nodes)
+        _log.info("connected to %s, %d nodes", driver._what, opened.num_nodes)
         return driver
 
     async def start_worker(self, start: wire.Start) -> None:
@@ -155,7 +162,8 @@ class DriverProcess:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 # The end of its output can be known before its own.
                 await self._process.wait()
-                await asyncio.shield(self._reader)
+                # What ended the reading is not what ends the closing.
+                await asyncio.wait([self._reader])
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._opening.directory, ignore_errors=True)
@@ -179,11 +187,8 @@ class DriverProcess:
 
     def _take(self, message: wire.Message) -> None:
         match message:
-            case wire.Ready():
+            case wire.Ready() | wire.Refused():
                 _settle(self._opened, message)
-            case wire.Refused(why):
-                if not self._opened.done():
-                    self._opened.set_exception(LaunchError(why))
             case wire.Started(worker_id, why):
                 _settle(self._starting.get(worker_id), why)
             case wire.Placed(worker_id, node, host):
@@ -209,16 +214,15 @@ class DriverProcess:
 
     def _has_ended(self) -> None:
         self.ended = True
-        stopped = LaunchError(f"{self._what} has stopped")
+        stopped = f"{self._what} has stopped"
         if not self._closing:
             _log.error("%s", stopped)
             for worker_id in self._workers:
                 lost = f"was lost: {stopped}"
                 self._exited(WorkerExit(worker_id, None, lost=lost))
-        if not self._opened.done():
-            self._opened.set_exception(stopped)
+        _settle(self._opened, wire.Refused(stopped))
         for starting in self._starting.values():
-            _settle(starting, str(stopped))
+            _settle(starting, stopped)
         for ending in self._ending.values():
             _settle(ending, None)
 

@@ -403,6 +403,24 @@ async def test_closing_the_client_ends_requests_and_the_session(server, inferenc
         client.generate("y")
 
 
+async def test_closing_that_is_cancelled_ends_the_session_all_the_same(
+    server, inference, monkeypatch
+):
+    async with BatonClient(server[0]) as client:
+        stream = client.generate("x")
+        connection = await inference.connection()
+        await connection.submitted()
+        monkeypatch.setattr(client._channels, "aclose", asyncio.Event().wait)
+        closing = asyncio.create_task(client.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        await asyncio.wait_for(connection.closed.wait(), TIMEOUT_S)
+        with pytest.raises(RequestCancelledError):
+            await stream.complete()
+        monkeypatch.undo()
+
+
 async def test_too_many_live_requests(server, inference):
     async with BatonClient(server[0], max_requests=1) as client:
         first = client.generate("x")

@@ -3,32 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+
+import pytest
 
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.driver_process import DriverProcess
 
 
-async def test_closing_waits_for_the_end_of_a_driver_whose_output_ended_before(tmp_path):
-    process = await asyncio.create_subprocess_exec(
-        *("sh", "-c", "exec >&-; exec sleep 60"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        process_group=0,
-    )
-    opening = wire.Open(
+@pytest.fixture
+def opening(tmp_path):
+    directory = tmp_path / "ray"
+    directory.mkdir()
+    return wire.Open(
         address="127.0.0.1:9",
         namespace="",
         runtime_env={},
-        directory=str(tmp_path / "ray"),
+        directory=str(directory),
         coordinator="127.0.0.1:9",
         command=[],
         patience_s=1.0,
         placement_timeout_s=1.0,
     )
+
+
+async def ended_driver(opening, program):
+    """A driver whose output has ended while its process lives."""
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", program),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        process_group=0,
+    )
     driver = DriverProcess(process, opening, lambda worker_exit: None, lambda *_: None)
     async with asyncio.timeout(20.0):
         while not driver.ended:
             await asyncio.sleep(0.01)
-        assert process.returncode is None
+    assert process.returncode is None
+    return driver, process
+
+
+async def test_closing_waits_for_the_end_of_a_driver_whose_output_ended_before(opening):
+    driver, process = await ended_driver(opening, "exec >&-; exec sleep 60")
+    async with asyncio.timeout(20.0):
         await driver.close(at_once=True)
     assert process.returncode is not None
+
+
+async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_path):
+    driver, process = await ended_driver(opening, "echo nonsense; exec sleep 60")
+    async with asyncio.timeout(20.0):
+        await driver.close(at_once=True)
+    assert process.returncode is not None
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_driver_that_ends_leaves_no_error_that_nobody_has_seen(opening):
+    unseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    driver, _ = await ended_driver(opening, "exec >&-; exec sleep 60")
+    async with asyncio.timeout(20.0):
+        await driver.close(at_once=True)
+    del driver
+    gc.collect()
+    assert unseen == []
+
+
+async def test_a_driver_that_cannot_be_started_leaves_no_directory(opening, tmp_path, monkeypatch):
+    async def fail(*arguments, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    with pytest.raises(OSError, match="no more processes"):
+        await DriverProcess.open(opening, lambda worker_exit: None, lambda *_: None, 1.0)
+    assert os.listdir(tmp_path) == []

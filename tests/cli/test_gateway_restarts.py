@@ -1,0 +1,35 @@
+"""The gateway's process beside `baton up`, where a shell stands for the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+from baton.cli import gateway
+from baton.runtime.config import parse
+
+
+async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch):
+    monkeypatch.setattr(gateway, "_FIRST_PAUSE_S", 0.0)
+    start, serves_again = asyncio.create_subprocess_exec, asyncio.Event()
+    programs = ["echo ready and gone", None, "echo ready again; exec sleep 60"]
+
+    async def next_one(*arguments, **options):
+        program = programs.pop(0)
+        if program is None:
+            raise OSError(errno.EAGAIN, "no more processes")
+        if not programs:
+            serves_again.set()
+        return await start("sh", "-c", program, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", next_one)
+    listener, url = gateway.bind("127.0.0.1:0")
+    config = parse({"http": {"listen": url.removeprefix("http://")}}, "test")
+    process = gateway.GatewayProcess(config, "127.0.0.1:9", listener)
+    try:
+        await process.start()
+        async with asyncio.timeout(20.0):
+            await serves_again.wait()
+    finally:
+        await process.stop()
+    assert listener.fileno() == -1

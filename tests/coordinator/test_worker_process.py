@@ -1,0 +1,59 @@
+"""A worker's process, where it cannot be started."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tempfile
+
+import pytest
+
+from baton.coordinator import worker_process
+from baton.coordinator.worker_process import WorkerProcess
+
+
+def open_pipes() -> set[str]:
+    """Of this process, as the kernel names them."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return {name for name in found if name.startswith("pipe:")}
+
+
+@pytest.mark.parametrize("at", ["the second pipe", "the process"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, "too many open files"), asyncio.CancelledError()],
+    ids=["no more", "cancelled"],
+)
+async def test_nothing_is_left_of_one_that_is_not_started(monkeypatch, tmp_path, at, error):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pipes = []
+
+    class Pipe(worker_process._Pipe):
+        @classmethod
+        async def open(cls):
+            if pipes and at == "the second pipe":
+                raise error
+            pipes.append(await super().open())
+            return pipes[-1]
+
+    async def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(worker_process, "_Pipe", Pipe)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    before = open_pipes()
+    with pytest.raises(type(error)):
+        await WorkerProcess.start(
+            *("w1", "prefill", "127.0.0.1:9", "", print), command=["true"], environment={}
+        )
+    # A transport closes its pipe in the loop's next turn.
+    async with asyncio.timeout(20.0):
+        while open_pipes() - before:
+            await asyncio.sleep(0)
+    assert os.listdir(tmp_path) == []
