@@ -16,7 +16,8 @@ from baton.kvtransfer.local_server import LocalConnection
 from baton.kvtransfer.negotiation import Negotiator
 from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sender import Sender, SenderLimits
+from baton.kvtransfer.sender import Sender
+from baton.kvtransfer.sending import SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))
