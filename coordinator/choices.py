@@ -65,6 +65,11 @@ class DecodeChoice(NamedTuple):
     num_candidates: int
 
     @property
+    def num_new_tokens(self) -> int:
+        """That are to be computed where nothing is handed over; never none."""
+        return max(1, self.num_tokens - self.num_cached_tokens)
+
+    @property
     def reason(self) -> str:
         """In words."""
         near = ", on its host" if self.is_near else ""

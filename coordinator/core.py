@@ -264,6 +264,8 @@ class Core:
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
+        self.workers.check_integrity()
+        self.scaler.launches.check_integrity()
         self.placer.check_integrity()
         for request in attempts:
             found = map(self.workers.get, (request.prefill, request.decode))

@@ -73,12 +73,10 @@ class Dispatcher:
             waited = f"revision {revision!r} began its output, and no other may go on: {waited}"
         elif others := [one for one in self._workers.revisions if one != revision]:
             waited = f"revision {revision!r} is the stable one, attached are {others}: {waited}"
-        roles = {one.role for one in members}
-        empty = [pool.value for pool, role in ROLE_OF.items() if role not in roles]
-        if empty:
+        there = {pool.value: members.presence(role) for pool, role in ROLE_OF.items()}
+        if empty := [name for name, one in there.items() if not one.num_attached]:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
-        idle = [pool.value for pool, role in ROLE_OF.items() if not members.serving(role)]
-        if idle:
+        if idle := [name for name, one in there.items() if not one.num_serving]:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
         return errors.ResourceExhausted(
             f"every worker is busy: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0

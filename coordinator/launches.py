@@ -6,7 +6,7 @@ No I/O, no clock: it says which are to start and to end, and is told what became
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -80,6 +80,7 @@ class Launches:
         self._workers, self._stats, self._emit = workers, stats, emit
         self.stable, self._first = stable, stable.name
         self._all: dict[str, _Launch] = {}
+        self._num_starting: Counter[tuple[Pool, str]] = Counter()
         # What fails of one revision holds up no other.
         self._starts: defaultdict[tuple[Pool, str], _Starts] = defaultdict(_Starts)
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -102,11 +103,7 @@ class Launches:
 
     def num_starting(self, pool: Pool, revision: str = "") -> int:
         """Started and not attached; each counts once. Of the stable revision unless told."""
-        revision = revision or self.stable.name
-        return sum(
-            one.pool is pool and one.starting and one.revision.name == revision
-            for one in tuple(self._all.values())
-        )
+        return self._num_starting[pool, revision or self.stable.name]
 
     def is_starting(self, worker_id: str) -> bool:
         one = self._all.get(worker_id)
@@ -173,6 +170,7 @@ class Launches:
                 if self._workers.by_id(name) is None
             )
             self._all[worker_id] = _Launch(worker_id, pool, now, revision)
+            self._num_starting[pool, revision.name] += 1
             self._emit(ev.StartWorker(worker_id, pool, revision))
 
     def give_up_stuck(self, revision: str, before: float) -> None:
@@ -193,6 +191,7 @@ class Launches:
         """A worker is there for the first time, and has served no other coordinator."""
         one = self._all.get(worker_id)
         if one is not None and one.attached_at is None:
+            self._num_starting[one.pool, one.revision.name] -= one.starting
             one.attached_at = now
             self._stats.cold_started(now - one.since)
 
@@ -204,7 +203,9 @@ class Launches:
     def moved(self, worker_id: str, pool: Pool) -> None:
         """A worker serves in this pool from now on."""
         if (one := self._all.get(worker_id)) is not None:
+            self._num_starting[one.pool, one.revision.name] -= one.starting
             one.pool = pool
+            self._num_starting[one.pool, one.revision.name] += one.starting
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
         """A worker is out of the cluster: of its process nothing is to be left either.
@@ -263,9 +264,15 @@ class Launches:
         if stable or unwanted:
             del self._starts[key]
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the processes that start are not those counted."""
+        starting = (one for one in self._all.values() if one.starting)
+        assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
+
     # ---- Inside.
 
     def _end(self, one: _Launch) -> None:
+        self._num_starting[one.pool, one.revision.name] -= one.starting
         one.ends = True
         self._emit(ev.EndWorker(one.worker_id))
 

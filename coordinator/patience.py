@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.load_index import ROLE_OF, Pool
+from baton.coordinator.load_index import ROLE_OF
 from baton.coordinator.request import Request, RequestState
 from baton.coordinator.scaling import Scaler
-from baton.coordinator.workers import AttachedWorkers, WorkerRegistry
-from baton.v1 import cluster_pb2, common_pb2
-
-_DRAINING = cluster_pb2.WORKER_STATE_DRAINING
+from baton.coordinator.workers import WorkerRegistry
+from baton.v1 import common_pb2
 
 
 class Patience:
@@ -41,12 +41,10 @@ class Patience:
         since, members = request.state_since, self._workers.of(request.revision)
         until = since
         for pool, role in ROLE_OF.items():
-            there = [
-                one.attached_at for one in members if one.role == role and one.state != _DRAINING
-            ]
-            if there:
-                until = max(until, min(there))
-            elif self._comes(members, pool, request.revision):
+            there = members.presence(role)
+            if there.since < math.inf:
+                until = max(until, there.since)
+            elif there.num_coming or self._scaler.launches.num_starting(pool, request.revision):
                 until = now
             else:
                 return request.waits_until
@@ -55,9 +53,3 @@ class Patience:
         is_batch = request.submission.lane == common_pb2.LANE_BATCH
         start_s = self._scaler.start_timeout_s if is_batch else self._scaler.cold_start_s
         return min(until, since + start_s) + self._max_recovery_s
-
-    def _comes(self, members: AttachedWorkers, pool: Pool, revision: str) -> bool:
-        """Whether a worker is on its way into a pool."""
-        return self._scaler.launches.num_starting(pool, revision) > 0 or any(
-            one.flip is not None and one.flip.into == ROLE_OF[pool] for one in members
-        )

@@ -235,7 +235,7 @@ class Placer:
                 self._num_batch_prompts[placement.prefill.worker] += 1
         if placement.decode is not None:
             if placement.prefill is None:
-                self.router.hold_up(placement.decode, _LONG_GAPS_SHARE)
+                self._hold_up(placement.decode)
             self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
             if urgent:
                 self._crowded[placement.decode.worker] = None
@@ -505,26 +505,30 @@ class Placer:
         worker, entry = self._workers.get(choice.worker), self.router.load(choice.worker)
         if worker is None or entry is None or worker.computes_prompt:
             return None
-        num_tokens = request.num_prompt_tokens + len(request.token_ids) - choice.num_cached_tokens
-        latency, step_s = entry.traits.latency, entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
-        here_s = step_s + latency.prefill_s(max(1, num_tokens))
+        here_s = _outputs_step_s(entry) + entry.traits.latency.prefill_s(choice.num_new_tokens)
         if prefill is None:
             there_s = self._wait_s(request, match)
-        stalls = step_s + latency.prefill_s(max(1, min(num_tokens, entry.traits.chunk_tokens)))
         if here_s > there_s * _LOCAL_SHARE or not self._bears(
-            entry, stalls, request.submission.lane
+            entry, _longest_step_s(entry, choice), request.submission.lane
         ):
             return None
         return choice
 
+    def _hold_up(self, choice: DecodeChoice) -> None:
+        """The prompt is computed there: gaps that it makes longer than the target are counted."""
+        entry = self.router.load(choice.worker)
+        if entry is not None and self._is_felt(entry, _longest_step_s(entry, choice)):
+            self.router.hold_up(choice, _LONG_GAPS_SHARE)
+
+    def _is_felt(self, entry: WorkerLoad, step_s: float) -> bool:
+        """Whether a step so long is a gap over the target of an urgent output there."""
+        return entry.num_urgent > 0 and step_s > self._itl_target_s
+
     def _bears(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
         """Whether a worker's urgent outputs bear a prompt of a lane that makes a step so long."""
-        target_s = self._itl_target_s
-        if not entry.num_urgent or step_s <= target_s:
-            return True
-        return (
+        return not self._is_felt(entry, step_s) or (
             lane != _BATCH
-            and step_s <= target_s * _LONGEST_GAP
+            and step_s <= self._itl_target_s * _LONGEST_GAP
             and entry.held_up_until <= self.router.now
         )
 
@@ -568,6 +572,17 @@ class Placer:
             and num_bytes <= receiver.hello.capacity.max_receive_bytes
             and (receiver.hello.capacity.supports_forced_tokens or not exact)
         )
+
+
+def _outputs_step_s(entry: WorkerLoad) -> float:
+    """A step of what is decoded there now."""
+    return entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
+
+
+def _longest_step_s(entry: WorkerLoad, choice: DecodeChoice) -> float:
+    """Of the steps there that compute a prompt beside the outputs."""
+    num_tokens = min(choice.num_new_tokens, entry.traits.chunk_tokens)
+    return _outputs_step_s(entry) + entry.traits.latency.prefill_s(num_tokens)
 
 
 def lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:

@@ -79,11 +79,13 @@ class Placers:
 
     def attach(self, worker: Worker) -> None:
         self.changed = True
+        self._workers.changed(worker)
         self.keep_only(frozenset({self._workers.stable, worker.revision}))
         self.of(worker.revision).attach(worker)
 
     def refresh(self, worker: Worker) -> None:
         self.changed = True
+        self._workers.changed(worker)
         self.of(worker.revision).refresh(worker)
 
     def detach(self, worker: Worker) -> None:

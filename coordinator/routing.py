@@ -176,9 +176,8 @@ class Router:
             self._session(session).decode = choice.worker
 
     def hold_up(self, choice: DecodeChoice, share: float) -> None:
-        """The prompt is computed where its output will be; see WorkerLoad."""
-        num_tokens = max(1, choice.num_tokens - choice.num_cached_tokens)
-        self._loads.entries[choice.worker].hold_up(num_tokens, share, self.now)
+        """The prompt is computed where its output will be, and is felt there; see WorkerLoad."""
+        self._loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)
 
     def first_token(self, request_id: str) -> None:
         """The prompt is computed. Its worker's cache events came before this. Idempotent."""

@@ -65,8 +65,8 @@ class WorkerLoad:
         free_at: when the prefill work assigned here is expected to be done.
         queued_tokens: of prompts assigned here whose first token has not come.
         num_urgent: decodes that others yield to.
-        held_up_until: prompts computed here have made as many of the outputs' steps longer as may
-            be by then.
+        held_up_until: prompts computed here have made as many of the outputs' steps too long as
+            may be by then.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
             are still being computed elsewhere included.
         free_tokens: KV room that nothing here is expected to need.
@@ -144,11 +144,11 @@ class WorkerLoad:
             self.free_at = now + self._queued_s
 
     def hold_up(self, num_tokens: int, share: float, now: float) -> None:
-        """A prompt is computed beside the outputs, whose steps it makes longer.
+        """A prompt is computed beside the outputs, whose steps it makes longer than is agreed.
 
         Args:
             num_tokens: of the prompt, to be computed.
-            share: of an output's steps that may be longer.
+            share: of an output's steps that may be too long.
             now: by the core's clock.
         """
         num_steps = -(-num_tokens // self.traits.chunk_tokens)

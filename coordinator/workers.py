@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,11 +165,28 @@ class Worker:
         return True
 
 
+@dataclass(slots=True)
+class Presence:
+    """Who is there of one role.
+
+    Attributes:
+        num_attached: whatever they do.
+        num_serving: that new work may be sent to.
+        num_coming: of the other role, on their way into this one.
+        since: when the first attached of those that do not drain; infinite without any.
+    """
+
+    num_attached: int = 0
+    num_serving: int = 0
+    num_coming: int = 0
+    since: float = math.inf
+
+
 class AttachedWorkers:
     """Workers that are there now: all of them, or those of one revision.
 
     Args:
-        workers: whoever owns them changes them.
+        workers: whoever owns them changes them, and has them counted anew then (`recount`).
 
     Attributes:
         get: the worker; None when this incarnation of it is not among them. Asked for some twenty
@@ -180,6 +197,8 @@ class AttachedWorkers:
 
     def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
         self._attached, self.get = workers, workers.get
+        # By role, since the last change; None: not counted yet.
+        self._presences: Mapping[common_pb2.Role.ValueType, Presence] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._attached.values()))
@@ -191,6 +210,23 @@ class AttachedWorkers:
         return [
             worker for worker in self._attached.values() if worker.role == role and worker.serving
         ]
+
+    def presence(self, role: common_pb2.Role.ValueType) -> Presence:
+        """Who is there of a role: counted once, however many requests ask, until it changes.
+
+        For the core alone: other threads would keep what has changed meanwhile.
+        """
+        if self._presences is None:
+            self._presences = _presences(self)
+        return self._presences.get(role, _NO_PRESENCE)
+
+    def recount(self) -> None:
+        """Some have come or gone, or do something else."""
+        self._presences = None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a change was not told."""
+        assert self._presences is None or self._presences == _presences(self)
 
     @property
     def first(self) -> Worker | None:
@@ -206,7 +242,21 @@ class AttachedWorkers:
         return worker.hello.model if worker is not None else None
 
 
+_NO_PRESENCE = Presence()
 _NOBODY = AttachedWorkers({})
+
+
+def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, Presence]:
+    found: defaultdict[common_pb2.Role.ValueType, Presence] = defaultdict(Presence)
+    for worker in workers:
+        there = found[worker.role]
+        there.num_attached += 1
+        there.num_serving += worker.serving
+        if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+            there.since = min(there.since, worker.attached_at)
+        if worker.flip is not None:
+            found[worker.flip.into].num_coming += 1
+    return found
 
 
 class WorkerRegistry(AttachedWorkers):
@@ -258,6 +308,16 @@ class WorkerRegistry(AttachedWorkers):
     def peers(self, worker: Worker) -> list[Worker]:
         """Who serves the same role and revision, itself included if it serves."""
         return self.of(worker.revision).serving(worker.role)
+
+    def changed(self, worker: Worker) -> None:
+        """An attached worker has another role or state, or serves when it did not, or no more."""
+        self.recount()
+        self.of(worker.revision).recount()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        for members in self._members.values():
+            members.check_integrity()
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
@@ -317,6 +377,7 @@ class WorkerRegistry(AttachedWorkers):
         self._workers[worker.id] = self._by_key[worker.key] = worker
         self.follow(worker.revision)
         self._by_revision[worker.revision][worker.key] = worker
+        self.changed(worker)
 
     def remove(self, worker: Worker, reason: str) -> None:
         """Takes out a worker that must not come back.
@@ -327,6 +388,7 @@ class WorkerRegistry(AttachedWorkers):
         """
         del self._workers[worker.id], self._by_key[worker.key]
         del self._by_revision[worker.revision][worker.key]
+        self.changed(worker)
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

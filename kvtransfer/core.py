@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer import local_wire, receiving
-from baton.kvtransfer import sender as sending
+from baton.kvtransfer import local_wire, receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout

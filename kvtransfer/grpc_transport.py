@@ -12,7 +12,7 @@ import grpc
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.sender import Outgoing
+from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transport import PushHandler, PushLost
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial

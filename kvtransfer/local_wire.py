@@ -16,8 +16,8 @@ from baton.kvtransfer.errors import TransferError
 
 _LENGTH = struct.Struct("<I")
 MAX_LOCAL_MESSAGE_BYTES = 16 * 2**20
-# Of what was received, in one answer to a claim or a peek, of 40 to 60 bytes each: a fraction of a
-# second's work for the service.
+# Of what was received, in one message, of 40 to 60 bytes each: a fraction of a second's work for
+# the service, and for the engine's scheduler.
 MAX_LISTED_FRAMES = 2**15
 
 

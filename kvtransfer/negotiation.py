@@ -15,7 +15,7 @@ from baton.kvtransfer import shm_transport
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.receiving import Choice
-from baton.kvtransfer.sender import GRPC, SHM
+from baton.kvtransfer.sending import GRPC, SHM
 from baton.kvtransfer.shm_transport import PeerSegments
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.sender import Outgoing, Sender
+from baton.kvtransfer.sender import Sender
+from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transport import Push, PushLost
 from baton.v1 import kv_transfer_pb2
 

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame, Totals, verify
+from baton.kvtransfer.local_wire import MAX_LISTED_FRAMES
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -88,7 +89,7 @@ class ReceiverLimits:
         max_queued: handoffs that wait for room.
         max_tombstones: ended handoffs that are remembered; likewise those claimed before they came.
         max_frames_ahead: of all ranks, of a handoff that can be claimed ahead: they are told in one
-            message, of 40 bytes each, which must fit MAX_LOCAL_MESSAGE_BYTES.
+            message.
     """
 
     max_wait_s: float
@@ -99,7 +100,7 @@ class ReceiverLimits:
     progress_bytes: int = 4 * 2**20
     max_queued: int = 1024
     max_tombstones: int = 4096
-    max_frames_ahead: int = 2**18
+    max_frames_ahead: int = MAX_LISTED_FRAMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,232 +12,44 @@ first byte.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections import OrderedDict
+from collections.abc import Callable, Container
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
 from baton.kvtransfer.errors import NoRoom, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals, position_digest
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.sending import (
+    GRPC,
+    OVER,
+    SHM,
+    TRANSITIONS,
+    Batch,
+    Effect,
+    Filled,
+    NotReserved,
+    Outgoing,
+    Reserved,
+    Send,
+    SenderLimits,
+    SenderStatistics,
+    SendState,
+    StartPush,
+    StopPush,
+    Wake,
+    ended,
+    offer_grpc,
+)
 from baton.v1 import kv_transfer_pb2 as pb
 
-
-class SendState(Enum):
-    """States of a handoff at its sender."""
-
-    # For room in the sender's own staging.
-    WAITING = "waiting"
-    # Until the receiver has reserved the whole size.
-    OPENING = "opening"
-    SENDING = "sending"
-    # Everything has been handed to the transport; the receiver verifies.
-    COMMITTING = "committing"
-    COMMITTED = "committed"
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-
 _S = SendState
-TRANSITIONS: dict[SendState, frozenset[SendState]] = {
-    _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
-    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.FAILED, _S.ABORTED}),
-    _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
-    _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
-    _S.COMMITTED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.ABORTED: frozenset(),
-}
-_OVER = frozenset({_S.COMMITTED, _S.FAILED, _S.ABORTED})
 # Refusals of an epoch after which the next may do better on another transport.
 _WORTH_ANOTHER = frozenset(
     {pb.REFUSAL_REASON_TRANSPORT, pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE}
 )
-GRPC = "grpc"
-SHM = "shm"
 # References are small: one message may stand for so many times the bytes of one that carries them.
 _BYTES_BY_REFERENCE = 4
-
-
-def offer_grpc(target: str, tried: Container[str]) -> list[pb.TransportOffer]:
-    """The one transport that needs nothing."""
-    del target
-    return [] if GRPC in tried else [pb.TransportOffer(name=GRPC)]
-
-
-@dataclass(frozen=True, slots=True)
-class SenderLimits:
-    """How long each state may last.
-
-    Attributes:
-        max_wait_s: for room, whatever the caller is willing to wait.
-        idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
-        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
-        linger_s: how long the extent of an aborted send stays reserved: the engine may be in the
-            middle of writing to it, and learns only later that nobody wants it.
-        writer_timeout_s: how long the extent of a send that failed by itself stays reserved for its
-            writer, whom nobody tells: it ends with an abort, or each rank's last frame. Longer than
-            any request.
-        max_sends: at a time.
-    """
-
-    max_wait_s: float
-    idle_timeout_s: float
-    reply_grace_s: float = 5.0
-    linger_s: float = 0.5
-    writer_timeout_s: float = 3600.0
-    max_sends: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Effect: answer the caller of `open`: its staging is at offset."""
-
-    handoff_id: bytes
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class NotReserved:
-    """Effect: answer the caller of `open`: no staging."""
-
-    handoff_id: bytes
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartPush:
-    """Effect: dial the target; then take batches."""
-
-    handoff_id: bytes
-    target: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Effect: there is something for `next_batch`."""
-
-    handoff_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StopPush:
-    """Effect: the push is over; write `farewell` first when there is one."""
-
-    handoff_id: bytes
-    farewell: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Effect: tell the main process how a send ended."""
-
-    handoff_id: bytes
-    epoch: int
-    committed: bool
-    reason: pb.RefusalReason.ValueType
-    detail: str
-    num_bytes: int
-    num_frames: int
-    transport: str
-    num_fallbacks: int
-    reserve_s: float
-    open_s: float
-    fill_s: float
-    exposed_s: float
-
-
-Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A frame to be sent now: the payload is staging, to be copied before anything else happens."""
-
-    header: bytes
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Frames to be sent now, in this order.
-
-    Attributes:
-        link_id: of the link that carries them; empty: the handoff's own stream does.
-        epoch: of all of them.
-    """
-
-    frames: Sequence[Outgoing]
-    epoch: int
-    link_id: str = ""
-
-
-@dataclass(slots=True)
-class SenderStatistics:
-    """Counts since the start; those of bytes, frames, commits and fallbacks by transport."""
-
-    num_bytes: Counter[str] = field(default_factory=Counter)
-    num_frames: Counter[str] = field(default_factory=Counter)
-    num_committed: Counter[str] = field(default_factory=Counter)
-    num_fallbacks: Counter[str] = field(default_factory=Counter)
-    num_failed: int = 0
-    num_expired: int = 0
-    refusals: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A run of blocks that waits to be sent, or (num_blocks 0) a rank's commit."""
-
-    rank: int
-    layer: int = 0
-    first_block: int = 0
-    num_blocks: int = 0
-    checksum: int = 0
-
-
-@dataclass(slots=True)
-class _Send:
-    """One send. It owns its extent from OPENING until it is over, or has lingered.
-
-    Attributes:
-        writer_epoch: what the engine counts: it goes up when the prompt is computed again. `epoch`
-            is the receiver's: it goes up with every open.
-        wait_until: the receiver may take so long to find room.
-        filled: everything of the writer's epoch, in its order; `num_sent` of them have left.
-        tried: transports that failed.
-        offers: what the open under way offers.
-    """
-
-    handoff_id: bytes
-    target: str
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-    writer_epoch: int
-    epoch: int
-    state: SendState
-    deadline: float
-    wait_until: float
-    totals: list[Totals]
-    last: list[bool]
-    opened_at: float
-    reserved_at: float = 0.0
-    receiver_opened_at: float = 0.0
-    last_filled_at: float = 0.0
-    open_due: bool = False
-    num_commits: int = 0
-    filled: list[_Filled] = field(default_factory=list)
-    num_sent: int = 0
-    num_frames: int = 0
-    num_fallbacks: int = 0
-    tried: set[str] = field(default_factory=set)
-    offers: list[pb.TransportOffer] = field(default_factory=list)
-    transport: str = ""
-    link_id: str = ""
-    extent: Extent | None = None
 
 
 class Sender:
@@ -260,7 +72,7 @@ class Sender:
         self._offer = offer
         self._layout: KvLayout | None = None
         # Those that are over stay while their extents linger.
-        self._sends: dict[bytes, _Send] = {}
+        self._sends: dict[bytes, Send] = {}
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._effects: list[Effect] = []
         self.statistics = SenderStatistics()
@@ -303,7 +115,7 @@ class Sender:
         until = now + min(wait_s, self._limits.max_wait_s)
         totals, last = [Totals()] * layout.tp_size, [False] * layout.tp_size
         epoch = epoch or 1
-        self._sends[handoff_id] = _Send(
+        self._sends[handoff_id] = Send(
             handoff_id, target, num_blocks, num_tokens, num_bytes, epoch, epoch, _S.WAITING, until,
             until, totals, last, now,
         )  # fmt: skip
@@ -320,7 +132,7 @@ class Sender:
         send = self._sends.get(filled.handoff_id)
         if send is None or filled.epoch < send.writer_epoch:
             return self._taken()
-        if send.state in _OVER:
+        if send.state in OVER:
             if filled.last and filled.rank < len(send.last):
                 send.last[filled.rank] = True
                 if all(send.last):
@@ -333,7 +145,7 @@ class Sender:
             self._restart(send, filled.epoch, now)
         if filled.num_blocks:
             send.filled.append(
-                _Filled(
+                Filled(
                     filled.rank,
                     filled.layer,
                     filled.first_block,
@@ -343,7 +155,7 @@ class Sender:
             )
         if filled.last:
             send.last[filled.rank] = True
-            send.filled.append(_Filled(filled.rank))
+            send.filled.append(Filled(filled.rank))
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
@@ -357,7 +169,7 @@ class Sender:
             TransferRefused: the send is over or unknown; its staging is somebody else's.
         """
         send = self._sends.get(handoff_id)
-        if send is None or send.state in _OVER:
+        if send is None or send.state in OVER:
             raise TransferRefused(f"handoff {handoff_id.hex()} is not being sent")
         if epoch > send.writer_epoch:
             self._restart(send, epoch, now)
@@ -366,7 +178,7 @@ class Sender:
     def abort(self, handoff_id: bytes, now: float) -> list[Effect]:
         """Nobody wants it any more, and nobody writes it. Idempotent; unknown ids are ignored."""
         send = self._sends.get(handoff_id)
-        if send is not None and send.state in _OVER:
+        if send is not None and send.state in OVER:
             send.deadline = min(send.deadline, now + self._limits.linger_s)
         elif send is not None:
             self._end(send, _S.ABORTED, now, "aborted", farewell=True)
@@ -375,7 +187,7 @@ class Sender:
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
         """The receiver of a send has answered. Answers to older epochs are ignored."""
         send = self._sends.get(handoff_id)
-        if send is None or send.state in _OVER:
+        if send is None or send.state in OVER:
             return self._taken()
         if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
             self.statistics.refusals[reply.reason] += 1
@@ -403,7 +215,7 @@ class Sender:
     def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
         """The stream of a send ended; before the commit that is the end of it."""
         send = self._sends.get(handoff_id)
-        if send is not None and send.state not in _OVER:
+        if send is not None and send.state not in OVER:
             self._fail(send, pb.REFUSAL_REASON_UNSPECIFIED, detail, now)
         return self._taken()
 
@@ -417,7 +229,7 @@ class Sender:
             TransferRefused: nothing can carry it to its target.
         """
         send = self._sends.get(handoff_id)
-        if send is None or send.state in _OVER or send.extent is None:
+        if send is None or send.state in OVER or send.extent is None:
             return None
         if send.open_due:
             send.open_due = False
@@ -454,7 +266,7 @@ class Sender:
     def expire(self, now: float) -> list[Effect]:
         """Ends every send whose state has lasted too long, and frees what has lingered."""
         for send in [each for each in self._sends.values() if each.deadline <= now]:
-            if send.state in _OVER:
+            if send.state in OVER:
                 self._forget(send, now)
             elif send.deadline > now:
                 continue
@@ -476,7 +288,7 @@ class Sender:
 
     @property
     def num_live(self) -> int:
-        return sum(send.state not in _OVER for send in self._sends.values())
+        return sum(send.state not in OVER for send in self._sends.values())
 
     @property
     def num_waiting(self) -> int:
@@ -506,7 +318,7 @@ class Sender:
             self._effects.append(StartPush(send.handoff_id, send.target))
             self._reopen(send, now)
 
-    def _restart(self, send: _Send, writer_epoch: int, now: float) -> None:
+    def _restart(self, send: Send, writer_epoch: int, now: float) -> None:
         """What was filled is void."""
         send.writer_epoch = writer_epoch
         send.filled.clear()
@@ -516,7 +328,7 @@ class Sender:
             self._reopen(send, now)
 
     def _fall_back(
-        self, send: _Send, reason: pb.RefusalReason.ValueType, detail: str, now: float
+        self, send: Send, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
         """The epoch's transport has failed: the same bytes again, on what is left."""
         send.tried.add(send.transport)
@@ -528,7 +340,7 @@ class Sender:
         send.epoch += 1
         self._reopen(send, now)
 
-    def _reopen(self, send: _Send, now: float) -> None:
+    def _reopen(self, send: Send, now: float) -> None:
         self._advance(send, _S.OPENING)
         send.totals = [Totals()] * len(send.totals)
         send.num_commits = send.num_sent = send.num_frames = 0
@@ -537,7 +349,7 @@ class Sender:
         send.deadline = max(send.wait_until, now) + self._limits.reply_grace_s
         self._effects.append(Wake(send.handoff_id))
 
-    def _opened(self, send: _Send, transport: str, now: float) -> None:
+    def _opened(self, send: Send, transport: str, now: float) -> None:
         offered = {offer.name: offer for offer in send.offers}
         transport = transport or GRPC
         if transport not in offered:
@@ -550,7 +362,7 @@ class Sender:
         self._advance(send, _S.SENDING)
         self._effects.append(Wake(send.handoff_id))
 
-    def _open_frame(self, send: _Send, now: float) -> Outgoing:
+    def _open_frame(self, send: Send, now: float) -> Outgoing:
         message = pb.PushOpen(
             handoff_id=send.handoff_id,
             epoch=send.epoch,
@@ -562,7 +374,7 @@ class Sender:
         )
         return Outgoing(frames.encode_open(message), memoryview(b""))
 
-    def _frame(self, send: _Send, filled: _Filled, extent: Extent) -> Outgoing:
+    def _frame(self, send: Send, filled: Filled, extent: Extent) -> Outgoing:
         if not filled.num_blocks:
             send.num_commits += 1
             totals = send.totals[filled.rank].encode()
@@ -607,7 +419,7 @@ class Sender:
         )
         return Outgoing(header, self._memory[start : start + num_bytes])
 
-    def _problem(self, send: _Send, filled: pb.LocalFrame) -> str | None:
+    def _problem(self, send: Send, filled: pb.LocalFrame) -> str | None:
         """What is wrong with a rank's notification: it must not name bytes outside its extent."""
         layout = self._known_layout()
         if send.state is _S.WAITING:
@@ -628,7 +440,7 @@ class Sender:
 
     def _fail(
         self,
-        send: _Send,
+        send: Send,
         reason: pb.RefusalReason.ValueType,
         detail: str,
         now: float,
@@ -639,7 +451,7 @@ class Sender:
 
     def _end(
         self,
-        send: _Send,
+        send: Send,
         state: SendState,
         now: float,
         detail: str,
@@ -657,7 +469,7 @@ class Sender:
                 goodbye = frames.encode(FrameKind.ABORT, send.handoff_id, send.epoch)
             self._effects.append(StopPush(send.handoff_id, goodbye))
             if state is not _S.ABORTED:
-                self._effects.append(_ended(send, state, reason, detail, now))
+                self._effects.append(ended(send, state, reason, detail, now))
         if state is _S.COMMITTED:
             self.statistics.num_committed[send.transport] += 1
         self.statistics.num_failed += state is _S.FAILED
@@ -668,14 +480,14 @@ class Sender:
         if send.extent is None or all(send.last):
             self._forget(send, now)
 
-    def _forget(self, send: _Send, now: float) -> None:
+    def _forget(self, send: Send, now: float) -> None:
         if send.extent is not None:
             self._arena.free(send.extent)
             send.extent = None
         del self._sends[send.handoff_id]
         self._admit(now)
 
-    def _advance(self, send: _Send, state: SendState) -> None:
+    def _advance(self, send: Send, state: SendState) -> None:
         if state not in TRANSITIONS[send.state]:
             raise AssertionError(f"{send.state.name} to {state.name} is not in the table")
         send.state = state
@@ -688,28 +500,3 @@ class Sender:
     def _taken(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
-
-
-def _ended(
-    send: _Send,
-    state: SendState,
-    reason: pb.RefusalReason.ValueType,
-    detail: str,
-    now: float,
-) -> Ended:
-    committed = state is _S.COMMITTED
-    return Ended(
-        send.handoff_id,
-        send.epoch,
-        committed,
-        reason,
-        detail,
-        send.num_bytes,
-        num_frames=send.num_frames,
-        transport=send.transport,
-        num_fallbacks=send.num_fallbacks,
-        reserve_s=send.reserved_at - send.opened_at,
-        open_s=max(0.0, send.receiver_opened_at - send.reserved_at),
-        fill_s=max(0.0, send.last_filled_at - send.reserved_at),
-        exposed_s=now - send.last_filled_at if committed else 0.0,
-    )

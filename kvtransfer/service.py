@@ -36,7 +36,8 @@ from baton.kvtransfer.local_server import LocalConnection
 from baton.kvtransfer.negotiation import LINKED, Negotiator
 from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sender import Sender, SenderLimits
+from baton.kvtransfer.sender import Sender
+from baton.kvtransfer.sending import SenderLimits
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.access import Access
 from baton.runtime.config import ConfigError, KvTransferConfig
@@ -46,7 +47,7 @@ from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
 
 if TYPE_CHECKING:
-    from baton.kvtransfer.collective import Backend
+    from baton.kvtransfer.process_group import Backend
 
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
 SENDER_GRACE_S = 5.0
@@ -104,12 +105,12 @@ def _backends(transports: Sequence[str]) -> tuple[list[Backend], dict[str, str]]
         wanted.remove("nccl")
     if wanted:
         try:
-            from baton.kvtransfer import collective
+            from baton.kvtransfer import process_group
         except ImportError as error:
             return usable, {**unavailable, **dict.fromkeys(wanted, f"no torch here: {error}")}
         for name in wanted:
             backend = cast("Backend", name)
-            if (why_not := collective.why_not(backend)) is None:
+            if (why_not := process_group.why_not(backend)) is None:
                 usable.append(backend)
             else:
                 unavailable[name] = why_not

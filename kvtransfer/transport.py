@@ -12,7 +12,7 @@ from typing import Protocol
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.sender import Outgoing
+from baton.kvtransfer.sending import Outgoing
 from baton.v1 import kv_transfer_pb2
 
 

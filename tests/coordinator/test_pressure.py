@@ -221,6 +221,23 @@ def test_a_short_prompt_does_not_end_the_rest_that_a_long_one_is_followed_by():
     assert len(late) <= 0.05 * len(stream.gaps_s)
 
 
+def test_a_prompt_that_keeps_the_target_is_none_of_the_few():
+    """64 tokens beside a step take less than 30 ms: 256 may follow at once, others later."""
+    made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
+    stream = made.submit(100, 200)
+    made.run(made.now + 1)
+    made.submit(8000, 2)
+    made.run(made.now + 0.01)
+    prompts = []
+    for num_tokens in (64, 256, 256):
+        prompts.append(made.submit(num_tokens, 2))
+        made.run(made.now + 0.06)
+    made.run(made.now + 60)
+    short, first, second = prompts
+    assert max(short.ttft_s, first.ttft_s) < 0.1 < second.ttft_s
+    assert sum(gap > 0.03 for gap in stream.gaps_s) <= 2
+
+
 def test_a_recorded_run_replays_to_the_same_effects(monkeypatch):
     recorded: list[tuple[object, float, str]] = []
     handle = Core.handle

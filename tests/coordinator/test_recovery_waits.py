@@ -8,6 +8,7 @@ from launched_world import Launched
 from baton.coordinator import events as ev
 from baton.coordinator.load_index import Pool
 from baton.coordinator.request import RequestState
+from baton.coordinator.workers import AttachedWorkers
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import common_pb2
@@ -108,3 +109,35 @@ def test_starts_that_fail_are_not_waited_for_longer(cell):
                 made.world.handle(ev.WorkerExited(worker_id, "exited with code 1"))
     assert len(failed) > 2
     assert made.num_ended() == len(made.streams)
+
+
+def test_many_that_wait_do_not_each_look_at_every_worker(new_world, out, monkeypatch):
+    number, walks, every = 50, [], AttachedWorkers.__iter__
+    limits = ("max_running_requests", "max_prefill_requests", "max_decode_requests")
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=number))
+    made = Launched(new_world, prefill=4, world={"lanes": lanes, **dict.fromkeys(limits, number)})
+    made.come_up()
+    requests = []
+    for _ in range(number):
+        to = made.world.submit()
+        requests.append(made.core.request(f"r{to.stream}"))
+        made.world.step(requests[-1].prefill[0], out(requests[-1].id, [0], 0, finish=0))
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.wait(29)
+
+    def walk(workers):
+        walks.append(workers)
+        return every(workers)
+
+    # They are looked at after 30 s, and given up after 40.
+    for _ in range(12):
+        heard = [ev.WorkerHeard(worker.key) for worker in made.core.workers]
+        monkeypatch.setattr(AttachedWorkers, "__iter__", walk)
+        made.world.now += 1
+        for event in (*heard, ev.Tick()):
+            made.core.handle(event, made.world.now)
+        monkeypatch.undo()
+    assert {one.state for one in requests} == {RequestState.FAILED}
+    ended = made.core.request(requests[0].id)
+    assert "no decode worker is attached: waited 40 s" in ended.error
+    assert 0 < len(walks) < number

@@ -13,15 +13,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.kvtransfer import frames, receiving
-from baton.kvtransfer import sender as sending
+from baton.kvtransfer import frames, receiving, sending
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import Choice, Grant, ReceiverLimits, ReceiveState
-from baton.kvtransfer.sender import Outgoing, Sender, SenderLimits
+from baton.kvtransfer.sender import Sender
+from baton.kvtransfer.sending import Outgoing, SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
 
 SENDER_LIMITS = SenderLimits(

@@ -16,7 +16,7 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.receiving import ReceiveState
-from baton.kvtransfer.sender import Ended
+from baton.kvtransfer.sending import Ended
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -1,0 +1,214 @@
+"""The torch.distributed process group of a link: two members, gloo for CPUs or NCCL for GPUs.
+
+A group has no thread safety: who may use it when is the link's matter, see collective.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import distributed
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.link_store import LinkLost, LinkStore
+
+Backend = Literal["gloo", "nccl"]
+# Of the members of a link's group.
+SENDER, RECEIVER = 0, 1
+# gloo's, in memory order.
+_SIZE = struct.Struct("@N")
+# How long NCCL may take to notice; it has no wait with a deadline.
+_POLL_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What both ends of a link agree on, and where this end is.
+
+    Attributes:
+        backend: gloo for CPUs, nccl for GPUs.
+        host: gloo listens there, on a port the system picks: this machine's address on the route to
+            the peer.
+        open_timeout_s: until the group is joined.
+        frame_timeout_s: how long one frame's payload may take, or may wait for the peer.
+        max_payload_bytes: of one frame; the receiving end has two buffers of that size.
+    """
+
+    backend: Backend
+    host: str
+    open_timeout_s: float = 5.0
+    frame_timeout_s: float = 10.0
+    max_payload_bytes: int = frames.MAX_PAYLOAD_BYTES
+
+    def __post_init__(self) -> None:
+        # gloo would take this machine's name then, or failing that localhost.
+        if not self.host:
+            raise ValueError("host is empty; must be this machine's address towards the peer")
+
+
+def why_not(backend: Backend) -> str | None:
+    """Why this process cannot use a backend; None when it can."""
+    if backend == "gloo":
+        return None if distributed.is_gloo_available() else "torch was built without gloo"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    return None if distributed.is_nccl_available() else "torch was built without NCCL"
+
+
+class _Store(distributed.Store):
+    """A LinkStore, as torch calls it."""
+
+    def __init__(self, store: LinkStore, timeout_s: float) -> None:
+        super().__init__()
+        self._store, self._timeout_s = store, timeout_s
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._checked(self._store.get(key, self._timeout_s))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def _checked(self, value: bytes) -> bytes:
+        return value
+
+
+class _GlooStore(_Store):
+    """Looks at what gloo is given: it trusts lengths."""
+
+    def _checked(self, value: bytes) -> bytes:
+        """Raises LinkLost unless it is what gloo calls a Rank: host, address, two identifiers."""
+        rest = memoryview(value)
+        for _ in ("host name", "address"):
+            length = _SIZE.unpack_from(rest)[0] if len(rest) >= _SIZE.size else len(rest)
+            rest = rest[_SIZE.size + length :]
+        if len(rest) != 2 * _SIZE.size:
+            raise LinkLost(f"{len(value)} bytes that are no address were set")
+        return value
+
+
+class Group(ABC):
+    """A process group of two, joined when it is constructed; left when nobody refers to it."""
+
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> memoryview:
+        """Memory to receive into."""
+
+    @abstractmethod
+    def send(self, payload: memoryview) -> Any:
+        """Begins to send; the payload is read until `wait` has returned or raised."""
+
+    @abstractmethod
+    def recv(self, target: memoryview) -> Any:
+        """Begins to receive exactly as many bytes."""
+
+    @abstractmethod
+    def wait(self, work: Any, timeout_s: float) -> None:
+        """Until that is done; raises RuntimeError or TimeoutError, and then the group is over."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Makes every wait raise, from another thread."""
+
+
+class _GlooGroup(Group):
+    """Over TCP, straight between the two ends' memory."""
+
+    def __init__(self, store: LinkStore, rank: int, options: LinkOptions) -> None:
+        group = distributed.ProcessGroupGloo
+        made = group._Options()
+        made._devices = [group.create_device(hostname=options.host)]
+        made._timeout = timedelta(seconds=options.open_timeout_s)
+        # They run collectives; what links do is done by the device's thread.
+        made._threads = 1
+        kept = _GlooStore(store, options.open_timeout_s)
+        self._group, self._peer = group(kept, rank, 2, made), 1 - rank
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        # Pages that no frame has needed yet take no memory.
+        return memoryview(mmap.mmap(-1, num_bytes))
+
+    def send(self, payload: memoryview) -> Any:
+        return self._group.send([torch.frombuffer(payload, dtype=torch.uint8)], self._peer, 0)
+
+    def recv(self, target: memoryview) -> Any:
+        return self._group.recv([torch.frombuffer(target, dtype=torch.uint8)], self._peer, 0)
+
+    def wait(self, work: Any, timeout_s: float) -> None:
+        work.wait(timedelta(seconds=timeout_s))
+
+    def cut(self) -> None:
+        # gloo has no abort; a wait that times out closes the connection under all others.
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.zeros(1)], self._peer, 1).wait(timedelta(milliseconds=1))
+
+
+class _NcclGroup(Group):
+    """Between two GPUs; payloads pass through the memory of each."""
+
+    def __init__(self, store: LinkStore, rank: int, options: LinkOptions) -> None:
+        # Left alone, torch ends the process when an operation takes too long.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        made = distributed.ProcessGroupNCCL.Options()
+        made._timeout = timedelta(seconds=options.open_timeout_s)
+        kept = _Store(store, options.open_timeout_s)
+        self._group, self._peer = distributed.ProcessGroupNCCL(kept, rank, 2, made), 1 - rank
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        # Connections are made by the first operation: let it be this one.
+        hello = memoryview(bytearray(1))
+        work = self.send(hello) if rank == SENDER else self.recv(hello)
+        self.wait(work, options.open_timeout_s)
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+
+    def send(self, payload: memoryview) -> Any:
+        on_device = torch.frombuffer(payload, dtype=torch.uint8).to(self._device)
+        return self._group.send([on_device], self._peer, 0), on_device, None
+
+    def recv(self, target: memoryview) -> Any:
+        on_device = torch.empty(len(target), dtype=torch.uint8, device=self._device)
+        on_host = torch.frombuffer(target, dtype=torch.uint8)
+        return self._group.recv([on_device], self._peer, 0), on_device, on_host
+
+    def wait(self, work: Any, timeout_s: float) -> None:
+        operation, on_device, on_host = work
+        deadline = time.monotonic() + timeout_s
+        while not operation.is_completed():
+            if time.monotonic() > deadline:
+                self.cut()
+                raise TimeoutError(f"not done within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        # Done or failed: waits for nothing, but raises.
+        operation.wait()
+        if on_host is not None:
+            on_host.copy_(on_device)
+
+    def cut(self) -> None:
+        self._group.abort()
+
+
+_GROUPS: dict[Backend, Callable[[LinkStore, int, LinkOptions], Group]] = {
+    "gloo": _GlooGroup,
+    "nccl": _NcclGroup,
+}
+
+
+def join(store: LinkStore, rank: int, options: LinkOptions) -> Group:
+    """Joins the group that meets at a store; raises LinkLost, or whatever torch raises."""
+    return _GROUPS[options.backend](store, rank, options)

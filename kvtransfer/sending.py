@@ -1,0 +1,246 @@
+"""What a sender knows of a handoff, and says of it; the machine is in sender.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.kvtransfer.arena import Extent
+from baton.kvtransfer.frames import Totals
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+class SendState(Enum):
+    """States of a handoff at its sender."""
+
+    # For room in the sender's own staging.
+    WAITING = "waiting"
+    # Until the receiver has reserved the whole size.
+    OPENING = "opening"
+    SENDING = "sending"
+    # Everything has been handed to the transport; the receiver verifies.
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_S = SendState
+TRANSITIONS: dict[SendState, frozenset[SendState]] = {
+    _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
+    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.FAILED, _S.ABORTED}),
+    _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
+    _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
+    _S.COMMITTED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.ABORTED: frozenset(),
+}
+OVER = frozenset({_S.COMMITTED, _S.FAILED, _S.ABORTED})
+GRPC = "grpc"
+SHM = "shm"
+
+
+def offer_grpc(target: str, tried: Container[str]) -> list[pb.TransportOffer]:
+    """The one transport that needs nothing."""
+    del target
+    return [] if GRPC in tried else [pb.TransportOffer(name=GRPC)]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLimits:
+    """How long each state may last.
+
+    Attributes:
+        max_wait_s: for room, whatever the caller is willing to wait.
+        idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
+        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
+        linger_s: how long the extent of an aborted send stays reserved: the engine may be in the
+            middle of writing to it, and learns only later that nobody wants it.
+        writer_timeout_s: how long the extent of a send that failed by itself stays reserved for its
+            writer, whom nobody tells: it ends with an abort, or each rank's last frame. Longer than
+            any request.
+        max_sends: at a time.
+    """
+
+    max_wait_s: float
+    idle_timeout_s: float
+    reply_grace_s: float = 5.0
+    linger_s: float = 0.5
+    writer_timeout_s: float = 3600.0
+    max_sends: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Effect: answer the caller of `open`: its staging is at offset."""
+
+    handoff_id: bytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotReserved:
+    """Effect: answer the caller of `open`: no staging."""
+
+    handoff_id: bytes
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPush:
+    """Effect: dial the target; then take batches."""
+
+    handoff_id: bytes
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Effect: there is something for `next_batch`."""
+
+    handoff_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StopPush:
+    """Effect: the push is over; write `farewell` first when there is one."""
+
+    handoff_id: bytes
+    farewell: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Effect: tell the main process how a send ended."""
+
+    handoff_id: bytes
+    epoch: int
+    committed: bool
+    reason: pb.RefusalReason.ValueType
+    detail: str
+    num_bytes: int
+    num_frames: int
+    transport: str
+    num_fallbacks: int
+    reserve_s: float
+    open_s: float
+    fill_s: float
+    exposed_s: float
+
+
+Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A frame to be sent now: the payload is staging, to be copied before anything else happens."""
+
+    header: bytes
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Frames to be sent now, in this order.
+
+    Attributes:
+        link_id: of the link that carries them; empty: the handoff's own stream does.
+        epoch: of all of them.
+    """
+
+    frames: Sequence[Outgoing]
+    epoch: int
+    link_id: str = ""
+
+
+@dataclass(slots=True)
+class SenderStatistics:
+    """Counts since the start; those of bytes, frames, commits and fallbacks by transport."""
+
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    num_frames: Counter[str] = field(default_factory=Counter)
+    num_committed: Counter[str] = field(default_factory=Counter)
+    num_fallbacks: Counter[str] = field(default_factory=Counter)
+    num_failed: int = 0
+    num_expired: int = 0
+    refusals: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A run of blocks that waits to be sent, or (num_blocks 0) a rank's commit."""
+
+    rank: int
+    layer: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    checksum: int = 0
+
+
+@dataclass(slots=True)
+class Send:
+    """One send. It owns its extent from OPENING until it is over, or has lingered.
+
+    Attributes:
+        writer_epoch: what the engine counts: it goes up when the prompt is computed again. `epoch`
+            is the receiver's: it goes up with every open.
+        wait_until: the receiver may take so long to find room.
+        filled: everything of the writer's epoch, in its order; `num_sent` of them have left.
+        tried: transports that failed.
+        offers: what the open under way offers.
+    """
+
+    handoff_id: bytes
+    target: str
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    writer_epoch: int
+    epoch: int
+    state: SendState
+    deadline: float
+    wait_until: float
+    totals: list[Totals]
+    last: list[bool]
+    opened_at: float
+    reserved_at: float = 0.0
+    receiver_opened_at: float = 0.0
+    last_filled_at: float = 0.0
+    open_due: bool = False
+    num_commits: int = 0
+    filled: list[Filled] = field(default_factory=list)
+    num_sent: int = 0
+    num_frames: int = 0
+    num_fallbacks: int = 0
+    tried: set[str] = field(default_factory=set)
+    offers: list[pb.TransportOffer] = field(default_factory=list)
+    transport: str = ""
+    link_id: str = ""
+    extent: Extent | None = None
+
+
+def ended(
+    send: Send,
+    state: SendState,
+    reason: pb.RefusalReason.ValueType,
+    detail: str,
+    now: float,
+) -> Ended:
+    committed = state is _S.COMMITTED
+    return Ended(
+        send.handoff_id,
+        send.epoch,
+        committed,
+        reason,
+        detail,
+        send.num_bytes,
+        num_frames=send.num_frames,
+        transport=send.transport,
+        num_fallbacks=send.num_fallbacks,
+        reserve_s=send.reserved_at - send.opened_at,
+        open_s=max(0.0, send.receiver_opened_at - send.reserved_at),
+        fill_s=max(0.0, send.last_filled_at - send.reserved_at),
+        exposed_s=now - send.last_filled_at if committed else 0.0,
+    )
