@@ -106,7 +106,9 @@ class Cell:
         self._metrics = f"127.0.0.1:{free_port()}"
         listening = {"listen": self.address, "metrics_listen": self._metrics}
         coordinator = {**config.get("coordinator", {}), **listening}
-        self._path.write_text(yaml.safe_dump({**config, "coordinator": coordinator}))
+        self._path.write_text(
+            yaml.safe_dump({**config, "coordinator": coordinator}), encoding="utf-8"
+        )
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._num_started: Counter[str] = Counter()
         self._groups: list[int] = []
@@ -251,7 +253,8 @@ class Cell:
 
     def last_line(self, name: str) -> str:
         """Of a process's log."""
-        lines = (self._directory / f"{name}.log").read_text().strip().splitlines()
+        log = self._directory / f"{name}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def last_words(self) -> str:
@@ -321,6 +324,6 @@ def _mapped(path: Path) -> bool:
     """Whether any process maps the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            if str(path) in maps.read_text():
+            if str(path) in maps.read_text(encoding="utf-8"):
                 return True
     return False

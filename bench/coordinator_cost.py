@@ -169,7 +169,7 @@ def pinned(cores: set[int]) -> Iterator[None]:
 async def ready(process: systems.Process) -> None:
     """Until it has said so."""
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while "ready" not in process.log.read_text():
+    while "ready" not in process.log.read_text(encoding="utf-8", errors="replace"):
         if process.popen.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError("it did not start")
         await asyncio.sleep(0.05)

@@ -177,7 +177,9 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
         arguments += ["--requests", f"{load.num_requests}"]
         worker = stack.enter_context(systems.module("baton.bench.cost_worker", arguments))
         await ready(worker)
-        file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+        file = stack.enter_context(
+            tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml")
+        )
         yaml.safe_dump({"security": security}, file)
         file.flush()
         arguments = ["gateway", "--coordinator", coordinator.address]
@@ -191,7 +193,7 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
 async def _told(process: systems.Process) -> str:
     """What stands behind "ready"."""
     await ready(process)
-    found = re.search(r"ready (\S+)", process.log.read_text())
+    found = re.search(r"ready (\S+)", process.log.read_text(encoding="utf-8", errors="replace"))
     assert found is not None
     return found[1]
 

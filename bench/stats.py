@@ -16,7 +16,7 @@ from rich.table import Table
 def save(figures: object, path: Path) -> None:
     """Figures as JSON, in a directory that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

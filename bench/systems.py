@@ -65,7 +65,7 @@ def dtype() -> str:
 
 
 def _shm_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     (kilobytes,) = (line.split()[1] for line in status.splitlines() if "RssShmem" in line)
     return int(kilobytes) * 1024
 
@@ -184,7 +184,7 @@ def baton(
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = Path(directory) / "baton.yaml"
-        path.write_text(yaml.safe_dump(config))
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
 
         def start(arguments: list[str], **environment: str) -> Process:
             command = [sys.executable, "-m", "baton.cli.main", *arguments, "--config", str(path)]
@@ -208,7 +208,9 @@ def coordinator(config: dict[str, Any]) -> Iterator[Process]:
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "baton.yaml"
-        path.write_text(yaml.safe_dump({**config, "coordinator": {"listen": address}}))
+        path.write_text(
+            yaml.safe_dump({**config, "coordinator": {"listen": address}}), encoding="utf-8"
+        )
         with module("baton.cli.main", ["coordinator", "--config", str(path)]) as process:
             yield Process(process.popen, address, process.log)
 
@@ -224,7 +226,7 @@ def module(name: str, arguments: list[str]) -> Iterator[Process]:
 def _running(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    with tempfile.NamedTemporaryFile("w", suffix=".log", delete=False) as log:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".log", delete=False) as log:
         popen = subprocess.Popen(
             command,
             stdout=log,
@@ -236,9 +238,7 @@ def _running(
     try:
         yield popen, Path(log.name)
     except BaseException:
-        sys.stderr.write(
-            f"{' '.join(command[:6])}:\n{Path(log.name).read_text()[-LOG_TAIL_CHARS:]}\n"
-        )
+        sys.stderr.write(f"{' '.join(command[:6])}:\n{_tail(Path(log.name))}\n")
         raise
     finally:
         _stop(popen)
@@ -272,13 +272,15 @@ def _stop(popen: subprocess.Popen[str]) -> None:
         popen.wait()
 
 
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARS:]
+
+
 def _wait_http(server: Process) -> None:
     url, deadline = f"{server.address}/health", time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if (code := server.popen.poll()) is not None:
-            raise RuntimeError(
-                f"server ended with {code}: {server.log.read_text()[-LOG_TAIL_CHARS:]}"
-            )
+            raise RuntimeError(f"server ended with {code}: {_tail(server.log)}")
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return

@@ -16,6 +16,9 @@ T = TypeVar("T")
 def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
     """Puts a question to the first address where a coordinator is.
 
+    The next one is another cell, or a successor: what changes something goes there only where it
+    has certainly not been done here.
+
     Raises:
         RemoteError: none is there, or it refuses.
     """
@@ -30,8 +33,7 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
                 async with admin:
                     return await question(admin)
             except errors.UnavailableError as error:
-                if admin.has_answered:
-                    # It has done something: the next one is another cell, or its successor.
+                if admin.may_have_acted:
                     raise
                 failures.append(error)
         raise errors.of_all(failures)

@@ -47,7 +47,7 @@ class DemoFailed(BatonError):
 
 async def demo(arguments: list[str]) -> None:
     """Raises BatonError when anything is not as it should be."""
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             async with _cluster(arguments, log) as address:
                 await _ask(address)

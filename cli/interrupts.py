@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import typer
@@ -11,9 +11,11 @@ import typer
 T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(
+    main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+) -> T:
     """Runs it to its end; Ctrl-C cancels it and is exit code 130."""
     try:
-        return asyncio.run(main)
+        return runner(main)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

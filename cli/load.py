@@ -104,12 +104,13 @@ def carry_out(
     import uvloop
 
     from baton.bench.load.figures import Result
+    from baton.cli import interrupts
 
     if not timeout_s > 0:
         raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
     addresses = options.resolve_addresses(address)
     options.check_writable(out, "--out")
-    outcome = uvloop.run(
+    outcome = interrupts.run(
         _run(
             drive,
             addresses,
@@ -118,7 +119,8 @@ def carry_out(
             timeout_s=timeout_s,
             warm_up_s=warm_up_s,
             max_requests=max_requests,
-        )
+        ),
+        uvloop.run,
     )
     result = Result.of(kind, load, goal, outcome, is_open=is_open)
     _print(result, out, as_json)
@@ -146,7 +148,7 @@ async def _run(
     from baton.client import BatonClient
     from baton.runtime import lifecycle
 
-    stop, to = lifecycle.stop_requested(), connection.current()
+    to = connection.current()
     async with BatonClient(
         addresses, max_requests=max_requests, tls=to.tls(), api_key=to.key()
     ) as client:
@@ -154,6 +156,8 @@ async def _run(
         await client.model()
         await client.wait_ready(_READY_TIMEOUT_S)
         model = await client.model()
+        # Until here there is nothing to print, and Ctrl-C is the end.
+        stop = lifecycle.stop_requested()
         generator = Generator(
             client,
             # New prompts each time: no cache holds them from a run before.
@@ -186,7 +190,9 @@ def _print(result: Result, out: Path | None, as_json: bool) -> None:
     from baton.cli.output import print_json, print_table
 
     if out is not None:
-        out.write_text(json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n")
+        out.write_text(
+            json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     if as_json:
         print_json(result.as_json())
     else:

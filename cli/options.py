@@ -152,6 +152,11 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
     return found
 
 
+def file_name(path: Path) -> str:
+    """The last part of a path as text: names are bytes, and most are UTF-8 whatever the locale."""
+    return os.fsencode(path.name).decode(errors="replace")
+
+
 def check_writable(path: Path | None, option: str, *, replaced: bool = False) -> None:
     """Before the work that the file is for: raises typer.BadParameter where it cannot be written.
 

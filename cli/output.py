@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,17 @@ _LEAST_WRAPPED, _GAP = 24, 3
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2, ensure_ascii=not _takes_all()))
 
 
 def print_json_line(value: Any) -> None:
     """One line, at once: for those who follow."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(json.dumps(value, ensure_ascii=not _takes_all()), flush=True)
+
+
+def _takes_all() -> bool:
+    """Whether standard output has all characters: what it lacks is escaped in JSON."""
+    return codecs.lookup(sys.stdout.encoding).name.startswith("utf")
 
 
 def print_table(

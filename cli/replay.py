@@ -62,7 +62,7 @@ def replay(
     load.carry_out(
         "replay",
         {
-            "trace": trace.name,
+            "trace": options.file_name(trace),
             "speed": speed,
             "batch_share": batch_share,
             "batch_prompt_tokens": batch_prompt_tokens,

@@ -87,8 +87,10 @@ def simulate(
     ]
     print_table(["figure", "value"], rows, "")
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(figures, found.record), indent=1) + "\n")
+        json_file.write_text(
+            json.dumps(report.as_json(figures, found.record), indent=1) + "\n", encoding="utf-8"
+        )
     if picture is not None:
         targets = dict(scaling_config(effective).targets)["interactive"]
-        title = f"{trace.name}, {policy.value}"
-        picture.write_text(svg(found.record.moments, targets, title))
+        title = f"{options.file_name(trace)}, {policy.value}"
+        picture.write_text(svg(found.record.moments, targets, title), encoding="utf-8")

@@ -14,6 +14,7 @@ from baton.client.call_metadata import interceptors
 from baton.client.credentials import ApiKey, Tls, dial
 from baton.runtime import rpc
 from baton.runtime.closing import AsyncClosing
+from baton.runtime.errors import RemoteError
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 T = TypeVar("T")
@@ -27,7 +28,9 @@ class AdminClient(AsyncClosing):
     """State and control of a cell: `async with AdminClient("127.0.0.1:7070") as admin:`.
 
     Every call raises a RemoteError of client/errors.py when it fails, UnavailableError when no
-    coordinator is there.
+    coordinator is there. One that changes something may have done so although it has failed: not
+    with UnreachableError, nor where the coordinator has refused it, but where the connection broke
+    (UnavailableError) or no answer came in time (DeadlineExceededError). Nothing is sent twice.
 
     Args:
         address: of the coordinator, host:port.
@@ -36,7 +39,8 @@ class AdminClient(AsyncClosing):
         api_key: of an operator, where the coordinator asks for one.
 
     Attributes:
-        has_answered: whether a call has succeeded: something may have been done there.
+        may_have_acted: whether something may have been done there: a call was answered, or one that
+            changes something has failed after it may have arrived.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class AdminClient(AsyncClosing):
         self._interceptors = interceptors(self._dial) if api_key else []
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
-        self.has_answered = False
+        self.may_have_acted = False
 
     @classmethod
     def over(cls, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Self:
@@ -114,7 +118,7 @@ class AdminClient(AsyncClosing):
     async def cancel_request(self, request_id: str, *, tenant: str = "") -> None:
         """Cancels a request. NotFoundError when it is not running; tenants as in get_request."""
         request = admin_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
-        await self._answer(self._stub.CancelRequest(request, timeout=self._timeout_s))
+        await self._change(self._stub.CancelRequest(request, timeout=self._timeout_s))
 
     # ---- Sizes. FailedPreconditionError where the coordinator starts no workers.
 
@@ -123,20 +127,21 @@ class AdminClient(AsyncClosing):
     ) -> admin_pb2.ScalePoolResponse:
         """Sets a pool's size, which holds until autoscaling is switched on (again)."""
         request = admin_pb2.ScalePoolRequest(role=role, workers=workers)
-        return await self._answer(self._stub.ScalePool(request, timeout=self._timeout_s))
+        return await self._change(self._stub.ScalePool(request, timeout=self._timeout_s))
 
     async def set_targets(
         self, targets: Iterable[admin_pb2.LaneTargets] = ()
     ) -> list[admin_pb2.LaneTargets]:
         """Changes what pools are sized for; fields that are absent stay. Returns all lanes'."""
         request = admin_pb2.SetTargetsRequest(targets=targets)
-        answer = await self._answer(self._stub.SetTargets(request, timeout=self._timeout_s))
+        call = self._stub.SetTargets(request, timeout=self._timeout_s)
+        answer = await (self._change(call) if request.targets else self._answer(call))
         return list(answer.targets)
 
     async def set_autoscale(self, *, enabled: bool) -> bool:
         """Whether pools size themselves from now on."""
         request = admin_pb2.SetAutoscaleRequest(enabled=enabled)
-        answer = await self._answer(self._stub.SetAutoscale(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.SetAutoscale(request, timeout=self._timeout_s))
         return answer.enabled
 
     async def drain_worker(self, worker_id: str, drain_s: float | None = None) -> str:
@@ -152,7 +157,7 @@ class AdminClient(AsyncClosing):
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
         if drain_s is not None:
             _set(request.timeout, "timeout", drain_s)
-        answer = await self._answer(self._stub.DrainWorker(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.DrainWorker(request, timeout=self._timeout_s))
         return answer.message
 
     async def flip_worker(self, worker_id: str, role: common_pb2.Role.ValueType) -> str:
@@ -162,7 +167,7 @@ class AdminClient(AsyncClosing):
             What follows, in words.
         """
         request = admin_pb2.FlipWorkerRequest(worker_id=worker_id, role=role)
-        answer = await self._answer(self._stub.FlipWorker(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.FlipWorker(request, timeout=self._timeout_s))
         return answer.message
 
     async def list_decisions(
@@ -209,13 +214,13 @@ class AdminClient(AsyncClosing):
             decode=num_decode,
             abort_if_worse=abort_if_worse,
         )
-        answer = await self._answer(self._stub.StartRollout(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.StartRollout(request, timeout=self._timeout_s))
         return answer.message
 
     async def set_rollout_share(self, share: float) -> str:
         """The canary's share from now on, 0 to 1; returns it in words."""
         request = admin_pb2.SetRolloutShareRequest(share=share)
-        answer = await self._answer(self._stub.SetRolloutShare(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.SetRolloutShare(request, timeout=self._timeout_s))
         return answer.message
 
     async def get_rollout(self) -> admin_pb2.RolloutStatus:
@@ -232,7 +237,7 @@ class AdminClient(AsyncClosing):
         request = admin_pb2.PromoteRolloutRequest()
         if drain_s is not None:
             _set(request.drain_timeout, "drain_timeout", drain_s)
-        answer = await self._answer(self._stub.PromoteRollout(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.PromoteRollout(request, timeout=self._timeout_s))
         return answer.message
 
     async def abort_rollout(self, drain_s: float | None = None) -> str:
@@ -244,7 +249,7 @@ class AdminClient(AsyncClosing):
         request = admin_pb2.AbortRolloutRequest()
         if drain_s is not None:
             _set(request.drain_timeout, "drain_timeout", drain_s)
-        answer = await self._answer(self._stub.AbortRollout(request, timeout=self._timeout_s))
+        answer = await self._change(self._stub.AbortRollout(request, timeout=self._timeout_s))
         return answer.message
 
     async def watch(
@@ -280,7 +285,7 @@ class AdminClient(AsyncClosing):
         call = self._stub.Profile(request)
         try:
             async for event in call:
-                self.has_answered = True
+                self.may_have_acted = True
                 yield event
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self.address) from None
@@ -298,8 +303,17 @@ class AdminClient(AsyncClosing):
             answer = await call
         except grpc.RpcError as error:
             raise errors.of_call(error, self.address, self._channel, self._timeout_s) from None
-        self.has_answered = True
+        self.may_have_acted = True
         return answer
+
+    async def _change(self, call: Awaitable[T]) -> T:
+        """The same of a call that changes something."""
+        try:
+            return await self._answer(call)
+        except RemoteError as error:
+            found = errors.of_change(error)
+            self.may_have_acted |= found is not error
+            raise found from None
 
 
 def _set(into: duration_pb2.Duration, field: str, seconds: float) -> None:

@@ -9,6 +9,7 @@ RemoteError (runtime/errors.py: code, details(), reason, retry_after_s)
 ├── UnauthenticatedError
 ├── ResourceExhaustedError   overload: `reason` says of what, `retry_after_s` when to come back
 ├── UnavailableError         coordinator unreachable, or no worker can serve: retry with backoff
+│   └── UnreachableError     no connection came about: nothing has been asked
 ├── DeadlineExceededError
 ├── AbortedError
 ├── RequestCancelledError
@@ -72,6 +73,10 @@ class UnavailableError(RemoteError):
     pass
 
 
+class UnreachableError(UnavailableError):
+    pass
+
+
 class DeadlineExceededError(RemoteError):
     pass
 
@@ -114,6 +119,10 @@ _BY_CODE: dict[int, type[RemoteError]] = {
 }
 
 
+_CONNECTING = (
+    grpc.ChannelConnectivity.CONNECTING,
+    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+)
 # How gRPC's own words begin for a connection that breaks under a call.
 _LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
 
@@ -140,7 +149,7 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
         ("failed to connect", "errors resolving")
     ):
         reason = str(found).rpartition(": ")[2].rstrip("]")
-        return make(found.code, f"cannot reach the coordinator at {address}: {reason}")
+        return _unreachable(address, reason)
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")
     return from_baton(found)
@@ -160,12 +169,27 @@ def of_call(
     found = from_rpc_error(error, address)
     if found.code != code_pb2.DEADLINE_EXCEEDED or channel is None:
         return found
-    if channel.get_state() is grpc.ChannelConnectivity.READY:
-        message = f"the coordinator at {address} has not answered within {timeout_s:g} s"
-        return make(found.code, message)
-    # Where packets are dropped nobody refuses a connection.
-    message = f"cannot reach the coordinator at {address}: no connection within {timeout_s:g} s"
-    return make(code_pb2.UNAVAILABLE, message)
+    if channel.get_state() in _CONNECTING:
+        # Where packets are dropped nobody refuses a connection.
+        return _unreachable(address, f"no connection within {timeout_s:g} s")
+    return make(found.code, f"the coordinator at {address} has not answered within {timeout_s:g} s")
+
+
+def of_change(error: RemoteError) -> RemoteError:
+    """The error of a call that changes something, which says where that may have happened.
+
+    A connection that breaks under a call, and a call that is not answered, leave it open.
+    """
+    is_open = isinstance(error, UnavailableError | DeadlineExceededError)
+    if not is_open or isinstance(error, UnreachableError):
+        return error
+    message = f"{error}; what was asked for may have been done: look before you ask again"
+    return make(error.code, message, error.details())
+
+
+def _unreachable(address: str, reason: str) -> UnreachableError:
+    message = f"cannot reach the coordinator at {address}: {reason}"
+    return UnreachableError(code_pb2.UNAVAILABLE, message, [])
 
 
 def of_all(found: Sequence[RemoteError]) -> RemoteError:

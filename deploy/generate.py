@@ -123,12 +123,12 @@ def dashboard(name: str) -> dict[str, Any]:
 
 def operator_rules() -> str:
     """prometheus/rules.yaml for the Prometheus operator."""
-    groups = yaml.safe_load((HERE / "prometheus" / "rules.yaml").read_text())["groups"]
+    rules = (HERE / "prometheus" / "rules.yaml").read_text(encoding="utf-8")
     resource = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": {"name": "baton", "labels": {"app.kubernetes.io/name": "baton"}},
-        "spec": {"groups": groups},
+        "spec": {"groups": yaml.safe_load(rules)["groups"]},
     }
     about = "# Written by deploy/generate.py from deploy/prometheus/rules.yaml.\n"
     return about + yaml.safe_dump(resource, sort_keys=False, width=1000)
@@ -146,4 +146,4 @@ def files() -> dict[Path, str]:
 if __name__ == "__main__":
     for path, text in files().items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

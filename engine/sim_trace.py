@@ -47,4 +47,4 @@ class StepTrace:
 
     def write(self, path: Path) -> None:
         trace = {"engine": "simulated", "displayTimeUnit": "ms", "traceEvents": self._events}
-        path.write_text(json.dumps(trace))
+        path.write_text(json.dumps(trace), encoding="utf-8")

@@ -424,7 +424,7 @@ class VllmEngine:
             return step
         for output in outputs.outputs:
             if output.finish_reason == FinishReason.ERROR:
-                self._on_error(output)
+                self._on_error(output, is_scheduled=outputs.scheduler_stats is not None)
             self._before_processing(output)
         for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
             outputs.outputs.remove(output)
@@ -465,17 +465,19 @@ class VllmEngine:
         again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
         await self._submit(again)
 
-    def _on_error(self, output: EngineCoreOutput) -> None:
+    def _on_error(self, output: EngineCoreOutput, *, is_scheduled: bool) -> None:
         """A request that vLLM has ended by itself; it may be one that was only announced.
 
-        What fails before the scheduler sees it comes back without a word of what was done with it
-        (EngineCoreProc._handle_request_preproc_error of vllm/v1/engine/core.py).
+        Args:
+            output: its last.
+            is_scheduled: it came from the scheduler, whose outputs have its statistics. What fails
+                before the scheduler sees it comes back alone
+                (EngineCoreProc._handle_request_preproc_error of vllm/v1/engine/core.py).
         """
-        live = self._by_internal_id.get(output.request_id)
         for announced in self._announced.values():
             if announced.live.internal_id == output.request_id:
-                announced.is_over, live = True, announced.live
-        if not output.events and (live is None or live.scheduled_at is None):
+                announced.is_over = True
+        if not is_scheduled:
             # The scheduler need not wait for it.
             self._num_submitted -= 1
             if self._announced:

@@ -88,7 +88,7 @@ def _rank(name: str, path: str) -> int:
             raise EngineDead(f"lora_adapters.{name}: is {path!r}; there is no such directory")
         return 0
     try:
-        rank = json.loads((directory / _CONFIG).read_text())["r"]
+        rank = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))["r"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineDead(
             f"lora_adapters.{name}: is {path!r}, which has no {_CONFIG} with a rank `r`: {error}"

@@ -16,7 +16,7 @@ WEIGHTS, KV = "weights", "kv"
 
 def note(socket_path: str, stage: str) -> None:
     """Says that a stage has ended."""
-    with Path(socket_path).with_name(_FILE).open("a") as file:
+    with Path(socket_path).with_name(_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{stage} {time.monotonic()}\n")
 
 
@@ -26,7 +26,7 @@ def ended_at(socket_path: str) -> dict[str, float]:
     Of what happened twice, the last time.
     """
     try:
-        lines = Path(socket_path).with_name(_FILE).read_text().splitlines()
+        lines = Path(socket_path).with_name(_FILE).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return {}
     return {stage: float(at) for stage, _, at in (line.partition(" ") for line in lines)}

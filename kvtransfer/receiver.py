@@ -163,14 +163,16 @@ class Receiver:
         """Lets every rank read its part as soon as the handoff is committed, also before its open.
 
         From the commit on it is claimed, for as long as a commit lasts: nobody but its reader takes
-        the staging away. One that has ended stays as it is, and so does one of too many frames.
-        Idempotent.
+        the staging away. Asked again once it is claimed, when its load begins, it lasts for a load
+        from then on. One that has ended stays as it is, and so does one of too many frames.
         """
         handoff = self._live.get(handoff_id)
         if handoff is not None and handoff.state is _S.COMMITTED:
             if self._can_grant_all(handoff):
                 self._grant_all(handoff, now)
-        elif handoff_id not in self._ended and (handoff is None or handoff.state is not _S.CLAIMED):
+        elif handoff is not None and handoff.state is _S.CLAIMED:
+            handoff.deadline = max(handoff.deadline, now + self._limits.claim_timeout_s)
+        elif handoff_id not in self._ended:
             self._ahead[handoff_id] = None
             if len(self._ahead) > self._limits.max_tombstones:
                 self._ahead.popitem(last=False)

@@ -29,6 +29,9 @@ _MAX_AHEAD = 4096
 _IDLE_WAIT_S = 0.05
 _RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+# A load that begins so long after its commit says so, lest the commit expires under it. Most begin
+# at once, and wake nobody.
+_LONG_HELD_S = 1.0
 # In place of tokens that are not known yet.
 _NO_TOKEN = 0
 _Value = TypeVar("_Value")
@@ -80,6 +83,18 @@ class _Receive:
         return self.num_coming is not None
 
 
+class _Commit(NamedTuple):
+    """Of a handoff.
+
+    Attributes:
+        heard_at: by time.monotonic.
+        claims: of each rank, where they were claimed ahead.
+    """
+
+    heard_at: float
+    claims: list[bytes]
+
+
 class _Loading(NamedTuple):
     """What a step loads.
 
@@ -124,8 +139,7 @@ class SchedulerHalf:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
-        # The claims of each rank, where they were claimed ahead.
-        self._committed: dict[bytes, list[bytes]] = {}
+        self._committed: dict[bytes, _Commit] = {}
         # Of those some bytes are here.
         self._arrived: set[bytes] = set()
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
@@ -287,16 +301,24 @@ class SchedulerHalf:
         if is_early:
             self._takers[receive.handoff_id] = request.request_id, num_loaded_tokens
         receive.over = True
+        commit = self._committed.pop(receive.handoff_id, None)
+        if commit is not None and commit.claims:
+            self._begin_claimed(receive.handoff_id, commit)
         load = Load(
             receive.handoff_id,
             receive.num_tokens - receive.skip_tokens,
             first - receive.skip_tokens // size,
             wanted,
-            self._committed.pop(receive.handoff_id, []),
+            commit.claims if commit is not None else [],
             is_early,
         )
         self._loads.append(load)
         self._loading.append(_Loading(load.block_ids, block_ids[first:]))
+
+    def _begin_claimed(self, handoff_id: bytes, commit: _Commit) -> None:
+        """The ranks load what was claimed ahead for them."""
+        if time.monotonic() - commit.heard_at >= _LONG_HELD_S:
+            self._port.claim_ahead(handoff_id)
 
     def distrust(self, invalid_block_ids: set[int]) -> set[int]:
         """After the oldest step: blocks whose content must not be found through the prefix cache.
@@ -450,7 +472,9 @@ class SchedulerHalf:
         for state in self._port.poll():
             handoff_id, claims = state.handoff_id, state.claims
             if committed := state.state == _COMMITTED or bool(claims):
-                self._committed[handoff_id] = [claim.SerializeToString() for claim in claims]
+                self._committed[handoff_id] = _Commit(
+                    time.monotonic(), [claim.SerializeToString() for claim in claims]
+                )
             else:
                 self._committed.pop(handoff_id, None)
             if committed or (state.state == _RECEIVING and state.num_bytes_received):

@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def domain() -> str:
     """Names the shared memory this process sees: two that give the same name see the same."""
     try:
-        boot_id = _BOOT_ID.read_text().strip()
+        boot_id = _BOOT_ID.read_text(encoding="utf-8").strip()
         mount = os.stat(SEGMENT_DIRECTORY).st_dev
     except OSError as error:
         raise TransferError(f"no shared memory: {error}") from None

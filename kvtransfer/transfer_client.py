@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from google.protobuf.message import DecodeError
 
 from baton.kvtransfer import local_wire
-from baton.kvtransfer.arena import SEGMENT_DIRECTORY
+from baton.kvtransfer.arena import SEGMENT_DIRECTORY, remove_leftovers
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.security_config import SecurityConfig
@@ -133,6 +133,8 @@ class TransferClient:
             client = cls(process, ready, reader, writer)
         except BaseException as error:
             await _kill(process)
+            # What it has made by then; it had not said its name yet.
+            remove_leftovers()
             if isinstance(error, TimeoutError):
                 detail = f"transfer service: did not serve within {timeout_s:g} s"
                 raise ServiceGone(detail) from None

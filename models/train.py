@@ -198,7 +198,7 @@ def check(directory: Path = DIRECTORY) -> None:
                 raise Wrong(
                     f"{directory / made.name} is not what the glossary and this script make"
                 )
-    recorded = json.loads((directory / "training.json").read_text())["first_losses"]
+    recorded = json.loads((directory / "training.json").read_text(encoding="utf-8"))["first_losses"]
     first = train(corpus, tokenizer, _NUM_CHECKED_STEPS)[1]
     second = train(corpus, tokenizer, _NUM_CHECKED_STEPS)[1]
     if first != second:

@@ -132,7 +132,7 @@ def read(path: str) -> dict[str, ApiKey]:
         OSError: it cannot be read.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         found = _File.model_validate(values).keys
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
@@ -182,7 +182,7 @@ def write(path: str, keys: list[ApiKey]) -> None:
     beside = Path(f"{path}.new")
     beside.unlink(missing_ok=True)
     beside.touch(mode=0o600)
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8")
     with contextlib.suppress(FileNotFoundError):
         before = os.stat(path)
         with contextlib.suppress(PermissionError):

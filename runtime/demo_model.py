@@ -186,7 +186,7 @@ def _make_weights(directory: Path, shape: Shape) -> None:
         ) from None
     generator = torch.Generator().manual_seed(_SEED)
     head_size = shape.hidden_size // shape.num_heads
-    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    vocab_size = json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         # Wider than a trained model's start, so that the likeliest token is not always the same.
@@ -217,4 +217,4 @@ def _make_weights(directory: Path, shape: Shape) -> None:
 
 
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -130,7 +130,7 @@ class JwtVerifier:
 
         path = self._config.key_file
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
             if text.lstrip().startswith("{"):
                 keys = self._jwt.PyJWKSet.from_dict(json.loads(text)).keys
                 return {key.key_id or str(number): key.key for number, key in enumerate(keys)}

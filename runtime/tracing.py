@@ -52,7 +52,7 @@ def require(config: TracingConfig) -> None:
     if not config.otlp_endpoint:
         return
     try:
-        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
+        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter  # noqa: F401
         import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as error:
         raise ConfigError(

@@ -495,5 +495,5 @@ def _digest(config: BatonConfig, pool: PoolConfig) -> str:
 
 def _host_id() -> str:
     """Equal for processes that share memory: the kernel's boot id, and its shm mount."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot_id}:{os.stat('/dev/shm').st_dev}"

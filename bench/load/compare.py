@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def read(path: Path) -> dict[str, Any]:
     """Raises ResultError."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:

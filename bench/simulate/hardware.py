@@ -34,7 +34,7 @@ def splitwise(
     """
     fit = LatencyFit(LatencyModel.from_config(LatencyConfig()))
     prompts: list[tuple[float, float]] = []
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         name = row["model"], row["hardware"], int(float(row["tensor_parallel"]))

@@ -66,8 +66,8 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
     values: Any = {}
     if path is not None:
         try:
-            text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-            values = yaml.load(text, _Loader) or {}
+            raw = _standard_input() if path == "-" else Path(path).read_bytes()
+            values = yaml.load(raw.decode(), _Loader) or {}
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
@@ -78,6 +78,13 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: is a {type(values).__name__}; must be a mapping of keys")
     return parse(_merged(values, overrides or {}), path or "command line")
+
+
+def _standard_input() -> bytes:
+    """Raises OSError: it is closed."""
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    return sys.stdin.buffer.read()
 
 
 def dump(config: BatonConfig) -> str:

@@ -13,7 +13,7 @@ from baton.cli.asking import ask
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
-from baton.v1 import admin_pb2, admin_pb2_grpc
+from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 
 class OneAnswer(admin_pb2_grpc.AdminServicer):
@@ -27,6 +27,17 @@ class OneAnswer(admin_pb2_grpc.AdminServicer):
         if self.asked > self.answers:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended")
         return admin_pb2.ListPoolsResponse(generation=self.asked)
+
+
+class Sized(admin_pb2_grpc.AdminServicer):
+    """A coordinator that notes what it is asked to change."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def ScalePool(self, request, context):
+        self.sizes.append(request.workers)
+        return admin_pb2.ScalePoolResponse(message="so it is")
 
 
 class Rolling(admin_pb2_grpc.AdminServicer):
@@ -115,6 +126,56 @@ def test_nobody_else_is_asked_once_one_has_answered(coordinators):
     assert other.asked == 0
 
 
+@contextlib.contextmanager
+def hanging_up(call):
+    """Where the connection breaks as soon as a call has arrived."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up, args=(listener, call))
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.fixture
+def nowhere():
+    """Where nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def scaled(admin):
+    return (await admin.scale_pool(common_pb2.ROLE_DECODE, 3)).message
+
+
+def test_what_may_have_been_done_is_not_asked_of_another(serve):
+    other = Sized()
+    with (
+        hanging_up(b"ScalePool") as address,
+        pytest.raises(errors.UnavailableError, match=f"{address} is lost.*may have been done"),
+    ):
+        ask(f"{address},{serve(other)}", scaled)
+    assert other.sizes == []
+
+
+def test_what_has_certainly_not_been_done_is_asked_of_another(serve, nowhere):
+    other = Sized()
+    assert ask(f"{nowhere},{serve(other)}", scaled) == "so it is"
+    assert other.sizes == [3]
+
+
+def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coordinators):
+    ((there, _),) = coordinators(5)
+    with hanging_up(b"ListPools") as address:
+        assert ask(f"{address},{there}", twice) == 2
+
+
+async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
+    async with AdminClient(nowhere) as admin:
+        with pytest.raises(errors.UnreachableError, match="refused"):
+            await admin.drain_worker("d1")
+
+
 def state(*, phase=admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, stable="1", last=""):
     """Of a rollout of r2."""
     canary = admin_pb2.RevisionStatus(name="r2")
@@ -149,13 +210,11 @@ def test_a_rollout_that_is_aborted_meanwhile_is_not_promoted(serve):
 
 def test_a_coordinator_that_goes_away_under_a_question_is_named():
     """As in `baton pools --watch` when it is killed."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=hang_up, args=(listener,))
-        thread.start()
-        with pytest.raises(errors.UnavailableError, match=f"coordinator at {address}"):
-            ask(address, twice)
-        thread.join()
+    with (
+        hanging_up(b"ListPools") as address,
+        pytest.raises(errors.UnavailableError, match=f"coordinator at {address}"),
+    ):
+        ask(address, twice)
 
 
 async def test_where_nobody_speaks_there_is_no_coordinator():
@@ -165,7 +224,7 @@ async def test_where_nobody_speaks_there_is_no_coordinator():
         async with AdminClient(address, timeout_s=0.3) as admin:
             with pytest.raises(errors.UnavailableError, match=f"cannot reach .* {address}: no"):
                 await admin.list_pools()
-            assert not admin.has_answered
+            assert not admin.may_have_acted
 
 
 async def test_a_coordinator_that_does_not_answer_is_named():
@@ -184,11 +243,11 @@ async def test_a_coordinator_that_does_not_answer_is_named():
         await stop()
 
 
-def hang_up(listener):
+def hang_up(listener, call):
     """Speaks HTTP/2 until the question is there, and goes."""
     connection, _ = listener.accept()
     with connection:
         connection.sendall(b"\0\0\0\4\0\0\0\0\0")  # SETTINGS, empty.
         seen = b""
-        while b"ListPools" not in seen and (more := connection.recv(4096)):
+        while call not in seen and (more := connection.recv(4096)):
             seen += more

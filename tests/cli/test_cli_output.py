@@ -1,5 +1,6 @@
 """How state and budgets are printed."""
 
+import io
 import json
 import re
 
@@ -36,6 +37,15 @@ def test_messages_as_json():
     pools = output.plain(admin_pb2.ListPoolsResponse(pools=[admin_pb2.PoolInfo(num_serving=2)]))
     assert pools["pools"][0]["num_serving"] == 2
     assert pools["lanes"] == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_json_survives_a_terminal_that_lacks_characters(monkeypatch, encoding):
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
+    monkeypatch.setattr("sys.stdout", written)
+    output.print_json({"\u00e9": "\u4e2d"})
+    written.seek(0)
+    assert json.load(written) == {"\u00e9": "\u4e2d"}
 
 
 def test_tables_are_plain_off_a_terminal(capsys):

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.kvtransfer import frames
+from baton.kvtransfer import frames, scheduler_half
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyReport
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.scheduler_half import SchedulerHalf
@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parent))
 from small_engine import (
     LAYERS,
     LAYOUT,
+    LIMITS,
     NUM_BLOCKS,
     POISON,
     RANKS,
@@ -531,6 +532,26 @@ def test_what_was_loaded_is_let_go_of_by_a_step_that_was_made_before():
     assert engine.service.receiver.num_live == 1
     engine.take_output([], *engine.work([], last, []))
     assert engine.service.receiver.num_live == 0
+    engine.teardown()
+
+
+def test_a_load_that_begins_when_the_commit_is_about_to_expire_ends_as_one(monkeypatch):
+    engine, coming = engine_with(20, 1, 0)
+    service = engine.service
+    clock = SimpleNamespace(monotonic=lambda: service.now)
+    monkeypatch.setattr(scheduler_half, "time", clock)
+    engine.deliver(coming, 1000)
+    engine.run_step()
+    service.now = LIMITS.commit_ttl_s - 0.5
+    engine.tell(coming)
+    scheduled = engine.schedule()
+    work = engine.half.step(as_scheduled(scheduled))
+    service.now += 1
+    service.told(service.receiver.expire(service.now))
+    engine.take_output(scheduled, *engine.work(scheduled, work, []))
+    engine.run_step()
+    assert service.receiver.num_live == 0
+    assert service.receiver.statistics.num_failed == 0
     engine.teardown()
 
 

@@ -575,6 +575,19 @@ def test_what_is_claimed_ahead_and_never_read_expires(harness):
     harness.assert_empty()
 
 
+def test_what_is_claimed_ahead_lasts_for_a_load_from_when_that_begins(harness):
+    harness.receiver.claim_ahead(IDS[0], harness.now)
+    harness.deliver(1, open_message(IDS[0], 1, 2))
+    harness.send_all(1, IDS[0], 1, 2)
+    harness.tick(LIMITS.commit_ttl_s - 0.5)
+    assert harness.receiver.claim_ahead(IDS[0], harness.now) == []
+    harness.tick(LIMITS.claim_timeout_s - 0.5)
+    assert harness.states[IDS[0]] is ReceiveState.CLAIMED
+    harness.tick(0.5)
+    assert harness.states[IDS[0]] is ReceiveState.FAILED
+    harness.assert_empty()
+
+
 def test_what_has_too_many_frames_to_be_told_at_once_is_claimed_rank_by_rank():
     harness = Harness(replace(LIMITS, max_frames_ahead=7))
     harness.receiver.claim_ahead(IDS[0], harness.now)

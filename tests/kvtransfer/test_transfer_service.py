@@ -314,6 +314,41 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path)
         await TransferClient.start(KvTransferConfig(), running.client.socket_path)
 
 
+# In place of Python: a service that makes its segment, says its name to a file, and never serves.
+SLOW_SERVICE = """#!/bin/sh
+exec {python} -c '
+import time
+from pathlib import Path
+from baton.kvtransfer.arena import Segment
+segment = Segment.create(4096)
+Path("{made}.new").write_text(segment.name)
+Path("{made}.new").rename("{made}")
+time.sleep(600)
+'
+"""
+
+
+async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch):
+    """As when it takes too long."""
+    made, program = tmp_path / "made", tmp_path / "python"
+    program.write_text(SLOW_SERVICE.format(python=sys.executable, made=made))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    starting = asyncio.create_task(
+        TransferClient.start(KvTransferConfig(), str(tmp_path / "kv.sock"), timeout_s=600)
+    )
+    async with asyncio.timeout(60):
+        while not made.exists():
+            assert not starting.done()
+            await asyncio.sleep(0.01)
+    segment = SEGMENT_DIRECTORY / made.read_text()
+    assert segment.exists()
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert not segment.exists()
+
+
 async def test_a_refused_configuration_does_not_take_the_service_with_it(start, layout):
     worker = await start(None)
     reader, writer = await asyncio.open_unix_connection(worker.client.socket_path)

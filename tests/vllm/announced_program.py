@@ -18,7 +18,13 @@ from typing import Any
 
 import vllm_cases as cases
 from tensor_parallel_program import Side, side
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import EngineOutput, EngineRequest, Finish, ReceiveHandoff
 from baton.v1 import common_pb2
@@ -33,13 +39,20 @@ class Given:
     Attributes:
         fails: whether what is given from now on fails in the core's preprocessing.
         num_seen: requests that its scheduler will see.
+        crossing: told by the core before anything else: that a request has failed which has ended.
         told: the last count of them.
     """
 
     def __init__(self, engine: Any) -> None:
         self.fails, self.num_seen, self.told = False, 0, 0
+        failed = EngineCoreOutput("ended#0", [], finish_reason=FinishReason.ERROR)
+        self.crossing = [EngineCoreOutputs(outputs=[failed], scheduler_stats=SchedulerStats())]
+        self._get, engine._core.get_output_async = engine._core.get_output_async, self._gets
         self._add, self._note = engine._core.add_request_async, engine._notes.note
         engine._core.add_request_async, engine._notes.note = self._adds, self._notes
+
+    async def _gets(self) -> EngineCoreOutputs:
+        return self.crossing.pop() if self.crossing else await self._get()
 
     async def _adds(self, run: EngineCoreRequest) -> None:
         if self.fails:
@@ -109,6 +122,7 @@ async def main(model: str) -> dict[str, Any]:
             # One that waits makes the scheduler be told of all.
             await decode.engine.announce(announced("waits"), 1)
             made["num_unseen"] = given.told - given.num_seen
+            made["num_untold"] = len(given.crossing)
             await decode.engine.abort(["waits"])
     return made
 

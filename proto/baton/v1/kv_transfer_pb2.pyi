@@ -951,7 +951,8 @@ class LocalClaim(_message.Message):
     ahead: _builtins.bool
     """From the engine's scheduler, also before the handoff is opened: claim it for every rank as soon as
     it is committed, for the time that a commit lasts. No rank needs to ask then: subscribers are told
-    it with the grants. The scheduler releases it for all ranks, or each rank its part.
+    it with the grants. The scheduler releases it for all ranks, or each rank its part. Said again when
+    the load begins: it then lasts for a load's time from there, should that be longer.
     """
     num_seen: _builtins.int
     """Frames that the answers before this one have listed; 0: none."""
