@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 
+import psutil
 import pytest
 
 from baton.kvtransfer import local_wire
@@ -314,6 +315,48 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path)
         await TransferClient.start(KvTransferConfig(), running.client.socket_path)
 
 
+SILENT_SERVICE = """#!{python}
+import sys
+from baton.kvtransfer import service
+
+async def silent(core, server, health, listener, stop, socket_path):
+    await stop.wait()
+
+service._run, sys.argv[1:] = silent, sys.argv[3:]
+sys.exit(service.main())
+"""
+
+
+async def test_a_service_that_is_given_up_while_it_starts_cleans_up(short_path, monkeypatch):
+    program, directory = short_path / "python", short_path / "sockets"
+    program.write_text(SILENT_SERVICE.format(python=sys.executable))
+    program.chmod(0o755)
+    directory.mkdir()
+    monkeypatch.setattr(sys, "executable", str(program))
+    starting = asyncio.create_task(
+        TransferClient.start(KvTransferConfig(), str(directory / "kv.sock"), timeout_s=60.0)
+    )
+    async with asyncio.timeout(60.0):
+        while not (segment := segment_of(str(directory))):
+            assert not starting.done()
+            await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert os.listdir(directory) == []
+    assert segment not in os.listdir(SEGMENT_DIRECTORY)
+
+
+def segment_of(directory):
+    """The segment of the service with its socket there, once it has both."""
+    for child in psutil.Process().children() if os.listdir(directory) else []:
+        if directory in " ".join(child.cmdline()):
+            for file in child.open_files():
+                if file.path.startswith(f"{SEGMENT_DIRECTORY}/"):
+                    return os.path.basename(file.path)
+    return None
+
+
 async def test_a_refused_configuration_does_not_take_the_service_with_it(start, layout):
     worker = await start(None)
     reader, writer = await asyncio.open_unix_connection(worker.client.socket_path)
@@ -369,16 +412,20 @@ async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 20)).split()
-    ended = asyncio.Event()
-    with contextlib.suppress(ProcessLookupError):
-        watch = os.pidfd_open(int(pid))
-        asyncio.get_running_loop().add_reader(watch, ended.set)
-        try:
-            await asyncio.wait_for(ended.wait(), 20)
-        finally:
-            asyncio.get_running_loop().remove_reader(watch)
-            os.close(watch)
-    await worker.communicate(b"x")
+    try:
+        pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 60)).split()
+        ended = asyncio.Event()
+        with contextlib.suppress(ProcessLookupError):
+            watch = os.pidfd_open(int(pid))
+            asyncio.get_running_loop().add_reader(watch, ended.set)
+            try:
+                await asyncio.wait_for(ended.wait(), 20)
+            finally:
+                asyncio.get_running_loop().remove_reader(watch)
+                os.close(watch)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+        await worker.communicate(b"x")
     assert os.listdir(tmp_path) == []
     assert not (SEGMENT_DIRECTORY / shm_name.decode()).exists()
