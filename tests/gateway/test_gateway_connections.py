@@ -10,7 +10,7 @@ import pytest
 from scripted_inference import accepted, delta, finished
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def request(body=BODY, *headers, length=None):

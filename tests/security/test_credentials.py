@@ -18,7 +18,7 @@ from baton.coordinator import inference
 from baton.runtime import rpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture
