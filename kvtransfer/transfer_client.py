@@ -132,8 +132,11 @@ class TransferClient:
                 reader, writer = await asyncio.open_unix_connection(socket_path)
             client = cls(process, ready, reader, writer)
         except BaseException as error:
-            await _kill(process)
-            # What it has made by then; it had not said its name yet.
+            # It may have a socket and shared memory already, which are its own to remove.
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await _end(process)
+            # Of one that did not come to it.
             remove_leftovers()
             if isinstance(error, TimeoutError):
                 detail = f"transfer service: did not serve within {timeout_s:g} s"
@@ -251,12 +254,8 @@ class TransferClient:
         self._closing = True
         self._writer.close()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            await _end(self._process)
         finally:
-            await _kill(self._process)
             await asyncio.wait(self._tasks)
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
@@ -362,9 +361,18 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
     return lines[-1] if lines else f"transfer service: ended with exit code {code}"
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL, when it still lives, and its end; what it owned is removed by others."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    await process.wait()
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of one that was asked to end; SIGKILL when it does not, and at a cancel.
+
+    What a killed one owned is removed by others.
+    """
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()

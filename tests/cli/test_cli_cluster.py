@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 40.0
 UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
 
 
@@ -58,7 +58,7 @@ class Process:
         self.popen.send_signal(number)
         try:
             code = self.popen.wait(STOP_TIMEOUT_S)
-            _, left = psutil.wait_procs(children, 5.0)
+            _, left = psutil.wait_procs(children, 20.0)
         finally:
             self.close()
             for child in children:
@@ -407,7 +407,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
         up.line(r"^ready grpc=")
         # A port that the system picked is not lost on people.
         told = re.search(r" coordinator .*\bmetrics=(127\.0\.0\.1:\d+)", up.err())
-        with urllib.request.urlopen(f"http://{told.group(1)}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{told.group(1)}/metrics", timeout=20) as answer:
             assert b"gen_ai_server_time_to_first_token" in answer.read()
         (worker,) = psutil.Process(up.popen.pid).children()
         (service,) = worker.children()
@@ -416,7 +416,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
         }
         (directory,) = short_path.glob("baton-*")
         worker.kill()
-        service.wait(5.0)
+        service.wait(20.0)
         assert not segment.exists()
         # Another worker follows, with one of its own.
         assert not directory.exists()

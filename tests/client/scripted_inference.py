@@ -13,7 +13,7 @@ from baton.client import Accepted, Tokens
 from baton.runtime import errors, rpc
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 @dataclass

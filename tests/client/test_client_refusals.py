@@ -99,7 +99,7 @@ async def test_what_cannot_be_resumed_says_so(client, inference, refusal, kind):
 
 
 async def test_a_refusal_that_does_not_pass_in_time(server, inference):
-    async with BatonClient(server[0], resume_timeout_s=0.5) as client:
+    async with BatonClient(server[0], resume_timeout_s=1.5) as client:
         stream, connection = await flowing(client, inference)
         connection.end()
         connection = await inference.connection()
@@ -110,7 +110,7 @@ async def test_a_refusal_that_does_not_pass_in_time(server, inference):
 
         refusing = asyncio.create_task(refuse())
         # The time may be up while it waits to ask again, or while it waits for the answer.
-        why = "could not be resumed( within 0.5 s)?: request r1 is running"
+        why = "could not be resumed( within 1.5 s)?: request r1 is running"
         with pytest.raises(AlreadyExistsError, match=why):
             await rest(stream)
         refusing.cancel()

@@ -35,7 +35,7 @@ from baton.client.errors import (
 from baton.runtime import errors, rpc
 from baton.v1 import common_pb2
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 async def gathered(stream):
@@ -299,11 +299,11 @@ async def test_what_arrived_before_a_failure_is_read_first(client, inference):
 
 
 async def test_the_deadline_holds_when_the_server_says_nothing(client, inference):
-    stream = client.generate("x", timeout_s=0.05)
+    stream = client.generate("x", timeout_s=1.5)
     connection = await inference.connection()
     submit = await connection.submitted()
-    assert submit.request.timeout.ToMilliseconds() == 50
-    with pytest.raises(DeadlineExceededError, match=r"0\.05 s: no coordinator had accepted it"):
+    assert submit.request.timeout.ToMilliseconds() == 1500
+    with pytest.raises(DeadlineExceededError, match=r"1\.5 s: no coordinator had accepted it"):
         await stream.complete()
     assert await connection.cancelled() == submit.stream
     # What still comes for it hurts nobody.
@@ -435,7 +435,7 @@ async def test_wait_ready_returns_when_serving_begins(client, server):
     await set_serving(health, False)
     waiting = asyncio.create_task(client.wait_ready(TIMEOUT_S))
     with pytest.raises(UnavailableError, match="NOT_SERVING"):
-        await client.wait_ready(0.1)
+        await client.wait_ready(1.5)
     assert not waiting.done()
     await set_serving(health, True)
     await waiting

@@ -19,7 +19,7 @@ from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 
 HEARTBEAT_S = 0.1
-START_S = 30.0
+START_S = 60.0
 # Of the shared cluster.
 ADAPTERS = ("clerk", "poet")
 COMMAND = (sys.executable, "-m", "baton.cli.main")
@@ -111,7 +111,7 @@ class Cluster:
         self._processes[name].send_signal(number)
 
     async def exit_code(self, name: str) -> int:
-        return await asyncio.to_thread(self._processes[name].wait, 20)
+        return await asyncio.to_thread(self._processes[name].wait, 60)
 
     def stderr(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text()
@@ -124,13 +124,13 @@ class Cluster:
         process.send_signal(signal.SIGCONT)
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=20)
         for left in alive:
             left.kill()
         assert not alive, f"{name} left processes behind: {alive}"
@@ -161,7 +161,7 @@ class Cluster:
             workers = {worker.worker_id: worker for worker in await admin.list_workers()}
         return workers[name].kv_address
 
-    async def nothing_left(self, within_s: float = 4.0, *, dead: Collection[str] = ()) -> None:
+    async def nothing_left(self, within_s: float = 8.0, *, dead: Collection[str] = ()) -> None:
         """Raises AssertionError unless everything is free soon, and still is a moment later.
 
         Args:

@@ -11,7 +11,7 @@ from baton.client.errors import UnavailableError
 from baton.v1 import admin_pb2
 
 PROMPT = list(range(5, 305))
-SOON_S = 15.0
+SOON_S = 40.0
 DECODING = {"simulated": {"step_base_ms": 20}}
 # Until a worker's requests move, and until it is given up.
 DYING = {**DECODING, "coordinator": {"worker_silent_s": 0.6, "worker_timeout_s": 3}}

@@ -28,7 +28,7 @@ RECOVERY_S = 0.5
 # The sender waits so much longer than the receiver.
 SENDER_GRACE_S = 5.0
 # For what is noticed at once, with the lease or with a worker's loss.
-SOON_S = 10.0
+SOON_S = 30.0
 TWIN = {"prefill": "decode", "decode": "prefill"}
 RELAY_HOST = "127.0.0.2"
 KV_TRANSFER = {"send_bytes": 2**23, "receive_bytes": 2**23, "idle_timeout_s": LEASE_S}

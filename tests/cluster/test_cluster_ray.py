@@ -29,7 +29,7 @@ from baton.runtime.config import parse
 
 pytest.importorskip("ray")
 
-WAIT_S = 40.0
+WAIT_S = 60.0
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 # Takes its configuration, and then waits; or dies of something.
 SLEEPER = (
@@ -166,7 +166,7 @@ async def launching(config, coordinator="127.0.0.1:9"):
             await launcher.stop()
 
 
-async def gone(question, within_s=10.0):
+async def gone(question, within_s=30.0):
     """Until the answer is empty."""
     deadline = time.monotonic() + within_s
     while found := question():
@@ -327,7 +327,7 @@ async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
         await gone(lambda: len(workers_of(cluster)) != 2)
         (name,) = (name for name in ray.actors() if ".d1." in name)
         ray.kill_actor(name)
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             lost = await exits.get()
         assert str(lost).startswith("worker d1 was lost with its Ray actor: ")
         assert "ray.kill" in str(lost)
@@ -338,7 +338,7 @@ async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
         for worker in workers_of(cluster):
             if "d1" in worker.cmdline():
                 worker.kill()
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             assert str(await exits.get()) == "worker d1 was killed by SIGKILL"
         await launcher.end("d1")
         await launcher.end("p1")
@@ -384,7 +384,7 @@ async def test_a_namespace_has_one_coordinator(ray, model):
             await listening.wait_closed()
             # What is left there is of nobody any more.
             await second.start("p1", "prefill")
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(30.0):
                 assert (await exits.get()).worker_id == "p1"
 
 
@@ -425,7 +425,7 @@ async def test_an_actor_is_replaced_and_ray_that_stops_is_not_waited_for(ray, mo
             again = await client.complete("hello", max_tokens=4)
             assert again.token_ids == told.token_ids
             ray.stop()
-            deadline = time.monotonic() + 15.0
+            deadline = time.monotonic() + 40.0
             while await admin.list_workers():
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)

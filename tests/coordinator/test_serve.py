@@ -33,7 +33,7 @@ def config(model_dir):
                 "model": str(model_dir),
                 "engine_args": engine_args,
                 "coordinator": {**listen, **(coordinator or {})},
-                "worker": {"drain_timeout_s": 5.0, "start_timeout_s": 20.0},
+                "worker": {"drain_timeout_s": 5.0, "start_timeout_s": 60.0},
             },
             "test",
         )
@@ -57,7 +57,7 @@ async def up(config: BatonConfig, before: set[int]):
     )
     try:
         getting = asyncio.create_task(ready.get())
-        await asyncio.wait({running, getting}, return_when=asyncio.FIRST_COMPLETED, timeout=20.0)
+        await asyncio.wait({running, getting}, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
         getting.cancel()
         if not getting.done():
             running.result()
@@ -216,11 +216,13 @@ async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, str(path), *WORKER, stdout=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(20.0):
-        await process.stdout.readline()
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert len(workers) == 2
-    process.kill()
-    await process.wait()
+    try:
+        async with asyncio.timeout(60.0):
+            await process.stdout.readline()
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) == 2
+    finally:
+        process.kill()
+        await process.wait()
     _gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, 10.0)
     assert not alive

@@ -228,11 +228,11 @@ async def test_request_timeout_and_grpc_deadline(pair, inference):
         await d.command("cancel")
 
         with pytest.raises(grpc.RpcError) as caught:
-            async for _ in inference.Generate(generate(), timeout=0.1):
+            async for _ in inference.Generate(generate(), timeout=1.0):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         spec = (await p.command("prefill")).spec
-        assert 0 < spec.timeout.ToMilliseconds() <= 100
+        assert 0 < spec.timeout.ToMilliseconds() <= 1000
         await p.command("cancel")
 
 

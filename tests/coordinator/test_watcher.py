@@ -12,7 +12,7 @@ from baton.client.watcher import Watcher
 from baton.coordinator.admin import AdminService
 from baton.coordinator.server import Coordinator
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from scripted_inference import ScriptedInference, serving
 
 __all__ = ["cluster", "model", "shared_cluster"]
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import AdminClient
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 
 

@@ -64,7 +64,7 @@ class Process:
         children = self.children()
         self.popen.send_signal(number)
         code = self.popen.wait(STOP_S)
-        _, left = psutil.wait_procs(children, 5.0)
+        _, left = psutil.wait_procs(children, 20.0)
         return code, left
 
     def close(self):

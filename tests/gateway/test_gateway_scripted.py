@@ -13,7 +13,7 @@ from baton.client import errors
 from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 async def post(gateway, body, route="/v1/completions", **headers):

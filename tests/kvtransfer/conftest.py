@@ -32,7 +32,7 @@ class Worker:
     def segment_path(self):
         return SEGMENT_DIRECTORY / self.port.description.shm_name
 
-    async def until(self, done, timeout_s=10.0):
+    async def until(self, done, timeout_s=20.0):
         """Takes in events until `done()`."""
         async with asyncio.timeout(timeout_s):
             while not done():
@@ -55,8 +55,8 @@ class Worker:
         known = self.receives.get(handoff_id)
         return None if known is None else known.state
 
-    async def empty(self, timeout_s=2.0):
-        """Waits until nothing is held; the linger of aborted sends has no event."""
+    async def empty(self, timeout_s=8.0):
+        """Waits until nothing is held: less long than anything may be held by itself."""
         async with asyncio.timeout(timeout_s):
             while True:
                 stats = await self.client.stats()

@@ -313,8 +313,8 @@ async def test_pair_after_pair_leaves_nothing():
     num_fds, num_threads = process.num_fds(), process.num_threads()
     for _ in range(20):
         await use()
-    assert process.num_fds() == num_fds
-    # One that another test left behind may have ended meanwhile.
+    # What another test left behind may have ended meanwhile.
+    assert process.num_fds() <= num_fds
     assert process.num_threads() <= num_threads
 
 

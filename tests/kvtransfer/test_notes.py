@@ -125,7 +125,7 @@ async def test_a_reader_that_goes_while_notes_wait(socket_path):
     assert reader.take() == []
     assert all(writer.note(number, b"h" * 16, [7]) for number in range(1000))
     reader.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while writer.alive:
             await asyncio.sleep(0)
     assert not writer.note(1000, b"h" * 16, [7])

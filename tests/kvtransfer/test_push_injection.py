@@ -29,7 +29,7 @@ class RawSender:
             await self.call.write(message)
 
     async def reply(self):
-        return await asyncio.wait_for(self.call.read(), 5)
+        return await asyncio.wait_for(self.call.read(), 20)
 
     def open(self, **changes):
         message = pb.PushOpen(
@@ -75,7 +75,7 @@ class RawSender:
 @pytest.fixture
 async def receiver(start):
     # An interrupted handoff waits for its next epoch as long as for an open.
-    return await start(idle_timeout_s=1.0, open_timeout_s=0.5)
+    return await start(idle_timeout_s=3.0, open_timeout_s=0.5)
 
 
 @pytest.fixture

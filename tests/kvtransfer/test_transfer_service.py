@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 
+import psutil
 import pytest
 
 from baton.kvtransfer import local_wire
@@ -98,7 +99,7 @@ async def test_what_has_no_room_is_refused_in_time(start, handoff, layout):
     await sender.empty()
     await first.open(sender, receiver.client.address)
     await receiver.received(first.handoff_id, pb.HANDOFF_STATE_RECEIVING)
-    await second.open(sender, receiver.client.address, wait_s=0.2)
+    await second.open(sender, receiver.client.address, wait_s=1.0)
     with pytest.raises(TransferRefused, match="no room"):
         await third.open(sender, receiver.client.address, wait_s=0.05)
     refused = await sender.sent(second.handoff_id)
@@ -189,7 +190,7 @@ async def test_cancelling_an_open_that_waits_leaves_nothing(start, handoff, layo
 
 async def test_idle_committed_and_claimed_handoffs_expire(start, handoff):
     sender, receiver = await asyncio.gather(
-        start(), start(idle_timeout_s=0.2, commit_ttl_s=0.3, claim_timeout_s=0.2)
+        start(), start(idle_timeout_s=1.0, commit_ttl_s=1.5, claim_timeout_s=1.0)
     )
     idle, unloaded, claimed = handoff(1), handoff(1), handoff(1)
     for each in (idle, unloaded, claimed):
@@ -220,7 +221,7 @@ async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
     assert one.load(receiver) is None
     assert done.load(receiver) == done.data
     await receiver.empty()
-    await asyncio.wait_for(sender.client.gone.wait(), 5)
+    await asyncio.wait_for(sender.client.gone.wait(), 20)
     assert "exit code -9" in sender.client.gone_reason
     with pytest.raises(ServiceGone):
         await one.open(sender, receiver.client.address)
@@ -261,7 +262,7 @@ async def test_a_stopped_receiver_holds_nobody_for_ever(start, handoff):
         assert receiver.port.claim(one.handoff_id, 0, timeout_s=0.1) is None
     finally:
         os.kill(receiver.client.pid, signal.SIGCONT)
-    await asyncio.gather(sender.empty(4.0), receiver.empty(4.0))
+    await asyncio.gather(sender.empty(), receiver.empty())
 
 
 async def test_states_reach_a_subscriber_that_comes_late_and_polls_seldom(pair, handoff):
@@ -292,7 +293,7 @@ async def test_the_socket_is_private_and_describe_tells_what_is_accepted(pair, l
     channel = rpc.channel(receiver.client.address)
     try:
         stub = kv_transfer_pb2_grpc.KvTransferStub(channel)
-        described = await stub.Describe(pb.DescribeRequest(), timeout=5)
+        described = await stub.Describe(pb.DescribeRequest(), timeout=20)
     finally:
         await channel.close()
     assert described.fingerprint == layout.fingerprint()
@@ -349,6 +350,48 @@ async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch)
     assert not segment.exists()
 
 
+SILENT_SERVICE = """#!{python}
+import sys
+from baton.kvtransfer import service
+
+async def silent(core, server, health, listener, stop, socket_path):
+    await stop.wait()
+
+service._run, sys.argv[1:] = silent, sys.argv[3:]
+sys.exit(service.main())
+"""
+
+
+async def test_a_service_that_is_given_up_while_it_starts_cleans_up(short_path, monkeypatch):
+    program, directory = short_path / "python", short_path / "sockets"
+    program.write_text(SILENT_SERVICE.format(python=sys.executable))
+    program.chmod(0o755)
+    directory.mkdir()
+    monkeypatch.setattr(sys, "executable", str(program))
+    starting = asyncio.create_task(
+        TransferClient.start(KvTransferConfig(), str(directory / "kv.sock"), timeout_s=60.0)
+    )
+    async with asyncio.timeout(60.0):
+        while not (segment := segment_of(str(directory))):
+            assert not starting.done()
+            await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert os.listdir(directory) == []
+    assert segment not in os.listdir(SEGMENT_DIRECTORY)
+
+
+def segment_of(directory):
+    """The segment of the service with its socket there, once it has both."""
+    for child in psutil.Process().children() if os.listdir(directory) else []:
+        if directory in " ".join(child.cmdline()):
+            for file in child.open_files():
+                if file.path.startswith(f"{SEGMENT_DIRECTORY}/"):
+                    return os.path.basename(file.path)
+    return None
+
+
 async def test_a_refused_configuration_does_not_take_the_service_with_it(start, layout):
     worker = await start(None)
     reader, writer = await asyncio.open_unix_connection(worker.client.socket_path)
@@ -364,7 +407,7 @@ async def test_a_refused_configuration_does_not_take_the_service_with_it(start, 
 async def test_a_service_ends_on_sigterm_and_cleans_up(start):
     worker = await start()
     os.kill(worker.client.pid, signal.SIGTERM)
-    await asyncio.wait_for(worker.client.gone.wait(), 5)
+    await asyncio.wait_for(worker.client.gone.wait(), 20)
     assert "exit code 0" in worker.client.gone_reason
 
 
@@ -404,16 +447,20 @@ async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 20)).split()
-    ended = asyncio.Event()
-    with contextlib.suppress(ProcessLookupError):
-        watch = os.pidfd_open(int(pid))
-        asyncio.get_running_loop().add_reader(watch, ended.set)
-        try:
-            await asyncio.wait_for(ended.wait(), 5)
-        finally:
-            asyncio.get_running_loop().remove_reader(watch)
-            os.close(watch)
-    await worker.communicate(b"x")
+    try:
+        pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 60)).split()
+        ended = asyncio.Event()
+        with contextlib.suppress(ProcessLookupError):
+            watch = os.pidfd_open(int(pid))
+            asyncio.get_running_loop().add_reader(watch, ended.set)
+            try:
+                await asyncio.wait_for(ended.wait(), 20)
+            finally:
+                asyncio.get_running_loop().remove_reader(watch)
+                os.close(watch)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+        await worker.communicate(b"x")
     assert os.listdir(tmp_path) == []
     assert not (SEGMENT_DIRECTORY / shm_name.decode()).exists()

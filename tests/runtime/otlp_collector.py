@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1 import (
 
 from baton.runtime import rpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from baton.gateway.server import serve
 from baton.runtime.config import HttpConfig
 from baton.runtime.security_config import SecurityConfig
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @contextlib.asynccontextmanager

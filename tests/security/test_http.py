@@ -15,7 +15,7 @@ from baton.kvtransfer.link_store import LinkLost
 from baton.kvtransfer.links import Links
 from baton.v1 import kv_transfer_pb2
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 async def test_http_may_ask_for_certificates(start_coordinator, pki, log):

@@ -13,7 +13,7 @@ from baton.gateway import questions
 from baton.gateway.problems import Problem
 from baton.gateway.questions import Turns
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 NUM_STRANGERS = 60
 
 

@@ -14,7 +14,7 @@ from baton.runtime import rpc
 from baton.runtime.errors import RemoteError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 # Without workers a request that is let in waits, and fails of its own timeout.
 IN = {"timeout_s": 0.2}
 LET_IN = "DEADLINE_EXCEEDED"

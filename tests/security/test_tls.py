@@ -17,7 +17,7 @@ from baton.runtime.dial import Dial
 from baton.runtime.tls import TlsFiles
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def mtls(pki, **options):

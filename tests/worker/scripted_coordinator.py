@@ -11,7 +11,7 @@ from baton.runtime.config import BatonConfig, PoolConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 from baton.worker.main import make_engine, serve
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Stream:

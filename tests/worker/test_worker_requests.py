@@ -1,4 +1,3 @@
-import asyncio
 import os
 import secrets
 import socket
@@ -361,4 +360,4 @@ async def test_a_role_set_by_the_coordinator_is_confirmed(coordinator, start_wor
     await coordinator.command(stream, prefill=command)
     outputs = await stream.outputs("r")
     assert outputs[-1].finished.reason == common_pb2.FINISH_REASON_UNSPECIFIED
-    await asyncio.wait_for(stream.idle(), 5)
+    await stream.idle()
