@@ -11,11 +11,12 @@ import heapq
 import itertools
 import random
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.bench.simulate.hello import hello
+from baton.bench.simulate.parts import PrefixCache
 from baton.coordinator import events as ev
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
@@ -125,8 +126,7 @@ class _Worker:
         self.num_steps = 0
         self.samples: deque[cluster_pb2.StepSample] = deque(maxlen=256)
         self.busy = self.gone = False
-        # Hashes of blocks, the longest unused first.
-        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.cache = PrefixCache(shape.kv_tokens, shape.block_size_tokens)
 
     # ---- What the coordinator sends.
 
@@ -147,7 +147,7 @@ class _Worker:
         hashes = block_hashes(
             spec.prompt_token_ids, self.shape.block_size_tokens, root_of(spec.adapter)
         )
-        num_cached = 0 if handed else self._num_cached(hashes)
+        num_cached = 0 if handed else self.cache.num_cached(hashes)
         num_done = command.handoff.num_tokens if handed else num_cached
         num_missing = total - min(num_done, total - 1)
         live = _Live(
@@ -180,30 +180,13 @@ class _Worker:
             self.kv_tokens -= live.num_tokens
             self._keep(live)
 
-    def _num_cached(self, hashes: Sequence[int]) -> int:
-        found = 0
-        for one in hashes:
-            if one not in self.cache:
-                break
-            self.cache.move_to_end(one)
-            found += 1
-        return found * self.shape.block_size_tokens
-
     def _keep(self, live: _Live) -> None:
         """Blocks of a request that has left stay until others need the room."""
         if not self.shape.prefix_caching:
             return
-        changes = cluster_pb2.CacheEvents()
         # A step that has begun computes its blocks, whoever still wants them.
-        num_tokens = live.num_done + live.num_in_step
-        for one in live.hashes[: num_tokens // self.shape.block_size_tokens]:
-            if one not in self.cache:
-                changes.stored.append(one)
-            self.cache[one] = None
-            self.cache.move_to_end(one)
-        while len(self.cache) > self.shape.kv_tokens // self.shape.block_size_tokens:
-            changes.removed.append(self.cache.popitem(last=False)[0])
-        if changes.stored or changes.removed:
+        changes = self.cache.keep(live.hashes, live.num_done + live.num_in_step)
+        if changes is not None:
             self.cell.tell(self, ev.WorkerCache(self.key, changes))
 
     # ---- Its engine.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import (
         LatencyInfo,
         ListPoolsResponse,
-        PoolInfo,
         WorkerInfo,
     )
 
@@ -37,33 +36,13 @@ def pools(
 
 
 def _show_pools(answer: ListPoolsResponse) -> None:
+    from baton.cli.columns import POOL_COLUMNS, pool_cells
     from baton.cli.output import print_table
     from baton.runtime.enum_names import lane_name, role_name
 
     print_table(
-        (
-            "POOL",
-            ">SERVING",
-            ">STARTING",
-            ">DRAINING",
-            ">WANTED",
-            ">RUNNING",
-            ">WAITING",
-            ">KV USED",
-        ),
-        [
-            (
-                role_name(pool.role),
-                str(pool.num_serving),
-                str(pool.num_starting),
-                str(pool.num_draining),
-                _wanted(pool),
-                str(pool.num_running),
-                str(pool.num_waiting),
-                _share(pool.kv_tokens_used, pool.kv_tokens_total),
-            )
-            for pool in answer.pools
-        ],
+        POOL_COLUMNS,
+        [pool_cells(pool) for pool in answer.pools],
         "no pools",
         ("RUNNING", "WAITING", "DRAINING"),
     )
@@ -106,9 +85,9 @@ def workers(
 
 
 def _show_workers(found: Sequence[WorkerInfo]) -> None:
+    from baton.cli.columns import share, state_name
     from baton.cli.output import print_table
-    from baton.runtime.enum_names import enum_name, role_name
-    from baton.v1 import cluster_pb2
+    from baton.runtime.enum_names import role_name
 
     print_table(
         (
@@ -128,15 +107,12 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             (
                 worker.worker_id,
                 " > ".join(role_name(role) for role in (worker.role, worker.flips_to) if role),
-                # As `baton top` has it: what it last said of itself is no longer so.
-                "silent"
-                if worker.unresponsive
-                else enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state),
+                state_name(worker),
                 worker.revision,
                 _host(worker.labels),
                 str(worker.num_requests),
                 str(worker.load.num_waiting),
-                _share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
+                share(worker.load.kv_tokens_used, worker.load.kv_tokens_total),
                 _speed(worker.latency),
                 f"{worker.engine} {worker.engine_version}".strip(),
                 str(worker.pid),
@@ -214,21 +190,10 @@ def requests(
     )
 
 
-def _wanted(pool: PoolInfo) -> str:
-    """What the pool is to have; a size that was set by hand is marked."""
-    if not pool.max_workers:
-        return "-"
-    return f"{pool.desired} by hand" if pool.HasField("size_by_hand") else str(pool.desired)
-
-
 def _host(labels: Mapping[str, str]) -> str:
     """Its name, and Ray's node there as Ray's own tables begin with it."""
     host, node = labels.get("host", "-"), labels.get("ray_node", "")
     return f"{host}/{node[:8]}" if node else host
-
-
-def _share(used: int, total: int) -> str:
-    return f"{100 * used / total:.0f} %" if total else "-"
 
 
 def _speed(latency: LatencyInfo) -> str:

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.columns import shown
-from baton.runtime.enum_names import enum_name, lane_name, role_name
-from baton.v1 import admin_pb2, cluster_pb2
+from baton.cli.columns import POOL_COLUMNS, pool_cells, share, shown, state_name
+from baton.runtime.enum_names import lane_name, role_name
+from baton.v1 import admin_pb2
 
 GOOD, BAD, DIM, HEAD = "green", "red", "bright_black", "bold"
 _GAP = 2
@@ -20,30 +20,12 @@ _GAP = 2
 def pools(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
     if not status.pools:
         return Text("no pools", style=DIM)
-    rows = [
-        (
-            role_name(pool.role),
-            Text(str(pool.num_serving), style="" if pool.num_serving else BAD),
-            str(pool.num_starting),
-            str(pool.num_draining),
-            str(pool.desired) if pool.desired else "-",
-            str(pool.num_running),
-            str(pool.num_waiting),
-            _share(pool.kv_tokens_used, pool.kv_tokens_total),
-        )
-        for pool in status.pools
-    ]
+    rows = list[Sequence[str | Text]]()
+    for pool in status.pools:
+        name, serving, *others = pool_cells(pool)
+        rows.append((name, Text(serving, style="" if pool.num_serving else BAD), *others))
     return _table(
-        (
-            "POOL",
-            ">SERVING",
-            ">STARTING",
-            ">DRAINING",
-            ">WANTED",
-            ">RUNNING",
-            ">WAITING",
-            ">KV USED",
-        ),
+        POOL_COLUMNS,
         rows,
         width,
         ("DRAINING", "RUNNING", "WANTED", "STARTING", "KV USED", "WAITING"),
@@ -113,9 +95,7 @@ def workers(status: admin_pb2.GetStatusResponse, room: int, width: int) -> Rende
         )
     rows = list[Sequence[str | Text]]()
     for worker in status.workers[: room if len(status.workers) <= room else room - 1]:
-        state = enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state)
-        if worker.unresponsive:
-            state = "silent"
+        state = state_name(worker)
         rows.append(
             (
                 worker.worker_id if len(worker.worker_id) <= 20 else f"{worker.worker_id[:19]}…",
@@ -123,8 +103,8 @@ def workers(status: admin_pb2.GetStatusResponse, room: int, width: int) -> Rende
                 Text(state, style=GOOD if state == "serving" else BAD),
                 str(worker.num_requests),
                 str(worker.num_waiting),
-                _share(worker.kv_tokens_used, worker.kv_tokens_total),
-                _share(worker.staging_bytes_used, worker.staging_bytes_total),
+                share(worker.kv_tokens_used, worker.kv_tokens_total),
+                share(worker.staging_bytes_used, worker.staging_bytes_total),
             )
         )
     table = _table(
@@ -191,7 +171,3 @@ def _kept(attained: float | None, percentile: float) -> Text:
     # 100 % is all of them.
     told = "100 %" if attained == 1 else f"{min(99.9, 100 * attained):.1f} %"
     return Text(told, style=GOOD if attained >= percentile / 100 else BAD)
-
-
-def _share(used: int, total: int) -> str:
-    return f"{100 * used / total:.0f} %" if total else "-"

@@ -40,6 +40,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 if scope.startswith(_MANY_PROCESSES) == many:
                     self.workqueue.move_to_end(scope, last=False)
                     break
+            else:
+                if not many:
+                    # It would be one more at a time: the others do what is left.
+                    node.shutdown()
+                    return
             super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from baton.cli.state import _show_pools
 from baton.cli.top_view import draw
 from baton.client.doctor import diagnose
 from baton.client.watcher import View
@@ -100,6 +101,21 @@ def test_where_it_is_narrow_columns_are_left_out_and_none_is_cut(many, width):
     for word in ("SERVING", "TTFT", "P95", "KEPT", "STATE", "p0"):
         assert word in found
     assert re.search(r"TTFT .*\d ms .*\d %", found)
+
+
+def test_pools_are_wanted_as_baton_pools_has_it(few, capsys):
+    status = admin_pb2.GetStatusResponse.FromString(few.status.SerializeToString())
+    # Of a size set by hand, empty by the autoscaler's will, and sized by nobody.
+    by_hand, empty, _ = (status.pools.add(role=common_pb2.ROLE_DECODE) for _ in range(3))
+    by_hand.max_workers, by_hand.desired, by_hand.size_by_hand = 4, 2, 2
+    empty.max_workers = 4
+    del status.pools[:-3]
+    _show_pools(admin_pb2.ListPoolsResponse(pools=status.pools))
+    listed = capsys.readouterr().out
+    drawn = "\n".join(lines(View(few.address, status, (), None), 200, 60))
+    for text in (listed, drawn):
+        wanted = re.findall(r"^decode +0 +0 +0 +(\S+|\d by hand) +0 +0 +-", text, re.MULTILINE)
+        assert wanted == ["2 by hand", "0", "-"], text
 
 
 def test_more_room_shows_more(many):

@@ -15,6 +15,7 @@ from baton.coordinator.request import RequestState
 from baton.coordinator.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
+from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -533,12 +534,10 @@ def _found(world, number):
     return request.revision
 
 
-def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
-    from baton.runtime.request_digest import request_digest
-
-    cell = two(None)
+def _running():
+    """The first request that is submitted, as the worker says that goes on with it."""
     sampling = common_pb2.SamplingParams(max_tokens=8)
-    running = cluster_pb2.RunningRequest(
+    return cluster_pb2.RunningRequest(
         request_id="r1",
         attempt=3,
         role=DECODE,
@@ -548,8 +547,12 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
         tenant="default",
         digest=request_digest(list(range(20)), sampling),
     )
+
+
+def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
+    cell = two(None)
     hello = say_hello("cd9", DECODE, revision="r2", generation=77)
-    hello.running.append(running)
+    hello.running.append(_running())
     cell.world.handle(ev.WorkerAttached(hello, returns=True))
     to = cell.world.submit(known_token_ids=[7])
     request = cell.request(to)
@@ -559,23 +562,10 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two, say_hello):
 
 
 def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(two, say_hello):
-    from baton.runtime.request_digest import request_digest
-
     cell = two(None)
-    sampling = common_pb2.SamplingParams(max_tokens=8)
-    running = cluster_pb2.RunningRequest(
-        request_id="r1",
-        attempt=3,
-        role=DECODE,
-        next_offset=2,
-        token_ids=[7, 8],
-        decoding=True,
-        tenant="default",
-        digest=request_digest(list(range(20)), sampling),
-    )
     # The last of its revision, which the coordinator before this one had told to leave.
     hello = say_hello("d9", DECODE, revision="r0", generation=77, state=DRAINING)
-    hello.running.append(running)
+    hello.running.append(_running())
     cell.world.handle(ev.WorkerAttached(hello, returns=True))
     cell.world.after(1.0)
     to = cell.world.submit(known_token_ids=[7], revision="r0")

@@ -225,6 +225,18 @@ async def call_all(address, fuzzer):
         await channel.close()
 
 
+async def say(data, reader, writer):
+    """All that one connection says; it is answered or cut off."""
+    with contextlib.suppress(OSError):
+        writer.write(data)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            await reader.read()
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
 async def write_to_tcp(address, fuzzer):
     host, _, port = address.rpartition(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -238,15 +250,7 @@ async def write_to_tcp(address, fuzzer):
         fuzzer.rng.randbytes(100_000),
         b"",
     ):
-        reader, writer = await asyncio.open_connection(host, port)
-        with contextlib.suppress(OSError):
-            writer.write(data)
-            writer.write_eof()
-            async with asyncio.timeout(5):
-                await reader.read()
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        await say(data, *await asyncio.open_connection(host, port))
 
 
 async def write_to_socket(path, fuzzer):
@@ -265,15 +269,7 @@ async def write_to_socket(path, fuzzer):
         abort = pb.LocalRequest(abort_send=pb.LocalAbortSend(handoff_id=handoff_id))
         broken.append(requests + local_wire.encode(abort))
     for data in broken:
-        reader, writer = await asyncio.open_unix_connection(path)
-        with contextlib.suppress(OSError):
-            writer.write(data)
-            writer.write_eof()
-            async with asyncio.timeout(5):
-                await reader.read()
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        await say(data, *await asyncio.open_unix_connection(path))
 
 
 def own_bytes(pid):

@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import vllm_cases as cases
 
 from baton.runtime import affinity
+from baton.runtime.closing import Closing
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 500
 
 
-class Program:
+class Program(Closing):
     """One at work, from its beginning on: cases in on stdin, what came of them out to a file."""
 
     def __init__(self, program: str, *arguments: str, given: Any, directory: Path) -> None:
@@ -36,15 +36,7 @@ class Program:
                 env=environment,
             )
 
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
