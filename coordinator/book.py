@@ -241,8 +241,9 @@ class RequestBook:
 
     def charge(self, request: Request) -> None:
         """Its tenant pays for the tokens that have come since the last time."""
-        self.lanes.served(request, request.num_uncharged)
-        request.num_uncharged = 0
+        num_tokens = len(request.token_ids)
+        self.lanes.served(request, num_tokens - request.num_charged)
+        request.num_charged = num_tokens
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""
@@ -480,7 +481,7 @@ class RequestBook:
         """Takes a dispatched request back into its lane, with the tokens it has."""
         self._commands.cancel(request)
         self._let_go(request)
-        request.prefill = request.decode = None
+        request.prefill = request.decode = request.flows_from = None
         request.prefill_done, request.handoff_id, request.expected = False, b"", False
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(stage, now))

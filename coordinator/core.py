@@ -24,7 +24,7 @@ from baton.coordinator.members import Membership
 from baton.coordinator.outputs import apply_step
 from baton.coordinator.patience import Patience
 from baton.coordinator.placers import Placers
-from baton.coordinator.request import EndedRequest, Request, RequestKey, WorkerKey
+from baton.coordinator.request import EndedRequest, Request, RequestKey, RequestState, WorkerKey
 from baton.coordinator.retiring import gone_error
 from baton.coordinator.revision import Revision, Traffic
 from baton.coordinator.rollout import ROLLOUT, Rollouts
@@ -266,6 +266,9 @@ class Core:
         assert not any(request.ended for request in requests.values())
         self.workers.check_integrity()
         self.scaler.launches.check_integrity()
+        flowing = [request for request in requests.values() if request.flows_from is not None]
+        assert all(request.state is RequestState.DECODING for request in flowing)
+        assert all(request.flows_from == request.decode for request in flowing)
         self.placer.check_integrity()
         for request in attempts:
             found = map(self.workers.get, (request.prefill, request.decode))

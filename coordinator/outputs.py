@@ -48,9 +48,8 @@ class _Step:
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
         """Sends on what is one token each. All that a token costs the core is here."""
         find, worker, now = self.book.requests.by_handle.get, self.worker, self.now
-        decoding = RequestState.DECODING
-        # Most of a worker's requests share the gap: the last one's is at hand.
-        last_at, lane, gap = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0]
+        # Most of a worker's requests share the gap: the last one's is at hand, counted up to here.
+        last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
         deltas: list[tuple[StreamKey, bytes]] = []
         num_tokens = 0
         # As lists: a column of a message is slow to walk.
@@ -65,33 +64,29 @@ class _Step:
             request = find(handle)
             if request is None:
                 continue
-            known, before, submission = request.token_ids, request.last_token_at, request.submission
-            if (
-                request.state is not decoding
-                or before is None
-                or request.decode != worker
-                or offset != len(known)
-                or (request.interruptions and request.interruptions[-1].ended_at is None)
-            ):
+            known = request.token_ids
+            if request.flows_from is not worker or offset != len(known):
                 delta = common_pb2.TokenDelta.FromString(encoded)
                 _apply_output(self, request, cluster_pb2.RequestOutput(delta=delta))
                 continue
             known.append(token_id)
             request.text_chars += num_chars
+            submission = request.submission
             if not deltas:
                 deltas = self.book.deltas()
             deltas.append((submission.to, encoded))
             # As in `_served`, without a call.
-            if before != last_at or submission.lane != lane:
-                last_at, lane = before, submission.lane
+            if request.last_token_at != last_at or submission.lane != lane:
+                gap[1] += num_tokens - num_counted
+                assert request.last_token_at is not None
+                last_at, lane, num_counted = request.last_token_at, submission.lane, num_tokens
                 gap = self._gap_since(lane, last_at)
-            gap[1] += 1
             request.gaps_us.append(gap[0])
             request.last_token_at = now
             num_tokens += 1
-            request.num_uncharged += 1
-            if request.num_uncharged >= _CHARGE_TOKENS:
+            if not offset % _CHARGE_TOKENS:
                 self.book.charge(request)
+        gap[1] += num_tokens - num_counted
         self._num_tokens += num_tokens
 
     def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
@@ -129,6 +124,8 @@ class _Step:
                 request.losses, request.suspect = [], False
                 if request.interruptions[-1].ended_at is None:
                     request.interruptions[-1].ended_at = self.now
+            if request.state is RequestState.DECODING:
+                request.flows_from = self.worker
         return True
 
     def _served(self, request: Request, num_tokens: int) -> None:
@@ -144,8 +141,7 @@ class _Step:
             gap[1] += 1
             request.gaps_us.append(gap[0])
         self._num_tokens += num_tokens
-        request.num_uncharged += num_tokens
-        if request.num_uncharged >= _CHARGE_TOKENS:
+        if len(request.token_ids) - request.num_charged >= _CHARGE_TOKENS:
             self.book.charge(request)
 
     def count(self) -> None:

@@ -161,6 +161,8 @@ class Request:
         num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
+        flows_from: the decode worker of this attempt, once its tokens come: whatever else there was
+            to be done about its outputs is done. The registry's own key, told apart by identity.
         prefill_done: the prefill worker's part of this attempt is over.
         spec: what its commands have in common: a prompt becomes a message once.
         handoff_id: of this attempt; empty when nothing is handed over.
@@ -175,7 +177,7 @@ class Request:
         avoid: workers that gave the request up; they get it again only where there is no other.
         suspect: a worker died while it computed nothing but this request and others like it.
         waits_until: for a worker that is on its way, by the core's clock; patience.py says when.
-        num_uncharged: tokens that its tenant has not been charged for yet.
+        num_charged: tokens of its output that its tenant is not charged for any more.
         gaps_us: microseconds between its tokens.
         revision: of the workers that it may run on; while its output has begun it does not change.
     """
@@ -196,6 +198,7 @@ class Request:
     num_known: int = 0
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
+    flows_from: WorkerKey | None = None
     prefill_done: bool = False
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
@@ -216,13 +219,14 @@ class Request:
     first_token_at: float | None = None
     decoding_at: float | None = None
     last_token_at: float | None = None
-    num_uncharged: int = 0
+    num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
     revision: str = FIRST_REVISION
 
     def __post_init__(self) -> None:
         self.key = self.submission.key
         self.num_prompt_tokens = len(self.submission.prompt_token_ids)
+        self.num_charged = len(self.token_ids)
 
     @property
     def id(self) -> str:

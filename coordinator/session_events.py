@@ -38,7 +38,8 @@ def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes
         if to.session != number:
             number = to.session
             parts = found.setdefault(number, [])
-        parts += (_delta_head(to.stream, len(data)), data)
+        parts.append(_delta_head(to.stream, len(data)))
+        parts.append(data)
     return {session: b"".join(parts) for session, parts in found.items()}
 
 
