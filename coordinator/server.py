@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -88,9 +89,13 @@ class Coordinator:
         refusals = Refusals()
         self._access = Access(security, refusals)
         model = demo_model.ensure(self._config.model, weights=False)
-        # A model that is not here yet is fetched: not on the event loop.
-        self._tokenizer = await asyncio.to_thread(Tokenizer, model)
-        try:
+        async with contextlib.AsyncExitStack() as half_way:
+            # A model that is not here yet is fetched: not on the event loop.
+            self._tokenizer = await asyncio.to_thread(Tokenizer, model)
+            half_way.callback(self._tokenizer.close)
+            self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
+            half_way.push_async_callback(asyncio.to_thread, self._tracing.close)
+            self.shell.tracing = self._tracing
             registry = metrics.registry(self.shell.core, self._config)
             registry.register(refusals)
             self._metrics = MetricsServer(
@@ -100,19 +105,12 @@ class Coordinator:
                 security,
                 refusals,
             )
-            try:
-                await self._start_server(model)
-            except BaseException:
-                await asyncio.to_thread(self._metrics.close)
-                raise
-        except BaseException:
-            self._tokenizer.close()
-            raise
-        self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
-        self.shell.tracing = self._tracing
+            half_way.push_async_callback(asyncio.to_thread, self._metrics.close)
+            await self._start_server(model, half_way)
+            half_way.pop_all()
         return self
 
-    async def _start_server(self, model: str) -> None:
+    async def _start_server(self, model: str, half_way: contextlib.AsyncExitStack) -> None:
         coordinator = self._config.coordinator
         protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
         # Longer prompts than are allowed still arrive, so that the answer can name the limit.
@@ -120,6 +118,7 @@ class Coordinator:
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
             protection=protection,
         )
+        half_way.push_async_callback(self._server.stop, None)
         intake = Intake(self.shell.core, self._tokenizer, self._config, model, self._access)
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
         admin = AdminService(self.shell, intake, self._config)

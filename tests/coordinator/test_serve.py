@@ -13,10 +13,11 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from grpc_health.v1._async import HealthServicer
 from scripted_worker import WAIT_S
 
 from baton.coordinator import launcher
-from baton.coordinator.server import WorkersFailed, serve
+from baton.coordinator.server import Coordinator, WorkersFailed, serve
 from baton.runtime import errors, rpc
 from baton.runtime.config import BatonConfig, ConfigError, dump, parse
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -180,6 +181,24 @@ async def test_port_in_use_and_missing_model(config, tmp_path):
     missing = config().model_copy(update={"model": str(tmp_path / "absent")})
     with pytest.raises(ConfigError, match="no such directory"):
         await serve(missing, launch=False, ready=print, stop=asyncio.Event())
+
+
+async def test_a_start_that_is_given_up_leaves_the_port_free(config, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    async def give_up(*arguments):
+        raise asyncio.CancelledError
+
+    given_up = Coordinator(config({"listen": listen}))
+    with monkeypatch.context() as patch:
+        # When it listens already.
+        patch.setattr(HealthServicer, "set", give_up)
+        with pytest.raises(asyncio.CancelledError):
+            await given_up.__aenter__()
+    async with Coordinator(config({"listen": listen})) as another:
+        assert another.address == given_up.address
 
 
 async def test_streams_are_told_that_another_coordinator_follows(config):

@@ -30,10 +30,12 @@ async def serving():
     port = server.add_insecure_port("127.0.0.1:0")
     links.add_to(server)
     await server.start()
-    async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        yield links, channel
-    await links.close()
-    await server.stop(0)
+    try:
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            yield links, channel
+    finally:
+        await links.close()
+        await server.stop(0)
 
 
 async def refusals(channel, link_ids):
