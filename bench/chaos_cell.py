@@ -16,7 +16,6 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -26,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.bench.systems import free_port
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnavailableError
+from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import cluster_pb2
 
@@ -85,7 +85,7 @@ class Member:
                 process.resume()
 
 
-class Cell:
+class Cell(AsyncClosing):
     """The processes of one cell, for `async with`.
 
     Args:
@@ -121,12 +121,7 @@ class Cell:
         await self.listening()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
         await asyncio.to_thread(self._end)
 
     # ---- The coordinator

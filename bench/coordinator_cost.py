@@ -202,7 +202,7 @@ async def run(arguments: argparse.Namespace) -> Results:
                             runs.setdefault(case, []).append(await bench.measure(case, server))
                             progress(f"{repeat + 1} of {arguments.repeats}: {case}")
     return Results(
-        {case: Figures.median(figures) for case, figures in runs.items()},
+        {case: stats.medians(figures) for case, figures in runs.items()},
         list(measure_scheduling()) if arguments.scheduling else [],
     )
 

@@ -12,6 +12,7 @@ import grpc
 
 from baton.bench.cost_answers import BATCH_TAG, prefix
 from baton.runtime import rpc
+from baton.runtime.closing import AsyncClosing
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
@@ -233,7 +234,7 @@ async def wave(client: Client, num_slots: int) -> None:
     await asyncio.gather(*map(client.ask, range(num_slots)))
 
 
-class Loop:
+class Loop(AsyncClosing):
     """Every slot's next request follows its last; their first ones are spread over some time."""
 
     def __init__(self, client: Client, num_slots: int, spread_s: float) -> None:
@@ -248,10 +249,7 @@ class Loop:
         while True:
             await self._client.ask(slot)
 
-    async def __aenter__(self) -> Loop:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import psutil
 
@@ -33,10 +32,6 @@ class Figures:
     itl_p99_ms: float
     resident_mb: float
     others: float
-
-    @classmethod
-    def median(cls, runs: Sequence[Figures]) -> Figures:
-        return cls(*(stats.median(values) for values in zip(*map(astuple, runs), strict=True)))
 
 
 class Meter:

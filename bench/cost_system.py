@@ -9,7 +9,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,6 @@ class Figures:
     itl_p99_ms: float
     gateway_mb: float
     others: float
-
-    @classmethod
-    def median(cls, runs: Sequence[Figures]) -> Figures:
-        return cls(*(stats.median(values) for values in zip(*map(astuple, runs), strict=True)))
 
 
 class Meter:

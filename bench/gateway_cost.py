@@ -166,7 +166,7 @@ class Bench:
                             break
                     figures.append(min(tries, key=lambda one: one.others))
                     progress(f"{repeat + 1} of {num_repeats}: {arm.name}")
-        return {arm: Figures.median(figures) for arm, figures in runs.items()}
+        return {arm: stats.medians(figures) for arm, figures in runs.items()}
 
     async def _measure(self, arm: Arm, system: System, idle: list[int]) -> Figures:
         client = system.client(self.load, http=arm.http, traced=arm.traced)

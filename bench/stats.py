@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Figures = TypeVar("Figures", bound="DataclassInstance")
 
 
 def save(figures: object, path: Path) -> None:
@@ -32,6 +38,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
+
+
+def medians(runs: Sequence[Figures]) -> Figures:
+    """Of each field, of dataclasses that have nothing but figures."""
+    return type(runs[0])(*map(median, zip(*map(astuple, runs), strict=True)))
 
 
 def ratio(value: float, base: float) -> float:

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import yaml
 
 from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.runtime.closing import Closing
 
 HEARTBEAT_S = 0.1
 START_S = 60.0
@@ -25,7 +25,7 @@ ADAPTERS = ("clerk", "poet")
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 
 
-class Cluster:
+class Cluster(Closing):
     """A coordinator, and workers as they are started. Logs go to files in `directory`."""
 
     _command = "coordinator"
@@ -84,12 +84,7 @@ class Cluster:
         assert line.startswith("ready grpc="), self.stderr("coordinator")
         self.address = line.removeprefix("ready grpc=").strip()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         # Workers first, while somebody listens to what they say last.
         for name in sorted(self._processes, key=lambda name: name == "coordinator"):
             self.end(name)

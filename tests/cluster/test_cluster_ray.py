@@ -25,6 +25,7 @@ from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.launcher import LaunchError
 from baton.coordinator.ray_launch.launcher import RayLauncher
 from baton.coordinator.server import serve
+from baton.runtime.closing import Closing
 from baton.runtime.config import parse
 
 pytest.importorskip("ray")
@@ -174,7 +175,7 @@ async def gone(question, within_s=30.0):
         await asyncio.sleep(0.05)
 
 
-class Up:
+class Up(Closing):
     """`baton up`, in a process group of its own."""
 
     def __init__(self, directory: Path, config) -> None:
@@ -203,10 +204,7 @@ class Up:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         if self.process.poll() is None:
             for one in self.family():
                 one.kill()

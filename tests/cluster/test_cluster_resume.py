@@ -36,10 +36,7 @@ async def test_streams_go_on_at_a_restarted_coordinator(new_cluster, how):
         return parts, stream.num_resumes
 
     async with BatonClient(cluster.address) as client:
-        reading = [
-            asyncio.create_task(read(client, prompt, flowing))
-            for prompt, flowing in zip(prompts, flows, strict=True)
-        ]
+        # First, since it takes a process: the others are to flow still when all do.
         typed = subprocess.Popen(
             [*COMMAND, "generate", "--tokens", "7,8,9", "--max-tokens", str(NUM_TOKENS)]
             + ["--json", "--address", cluster.address],
@@ -48,6 +45,10 @@ async def test_streams_go_on_at_a_restarted_coordinator(new_cluster, how):
             text=True,
         )
         assert '"tokens"' in [await asyncio.to_thread(typed.stdout.readline) for _ in range(2)][1]
+        reading = [
+            asyncio.create_task(read(client, prompt, flowing))
+            for prompt, flowing in zip(prompts, flows, strict=True)
+        ]
         await asyncio.gather(*(flowing.wait() for flowing in flows))
         await asyncio.to_thread(cluster.restart_coordinator, gently=how == "told to stop")
         results = await asyncio.gather(*reading)
