@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -170,6 +173,18 @@ def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coo
         assert ask(f"{address},{there}", twice) == 2
 
 
+async def test_what_is_no_coordinator_is_named():
+    server = rpc.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AdminClient(f"127.0.0.1:{port}") as admin:
+            with pytest.raises(errors.UnimplementedError, match=f":{port} is no coordinator"):
+                await admin.list_pools()
+    finally:
+        await server.stop(None)
+
+
 async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
     async with AdminClient(nowhere) as admin:
         with pytest.raises(errors.UnreachableError, match="refused"):
@@ -193,6 +208,24 @@ def promote(address):
 def test_a_promotion_is_waited_for(serve, capsys):
     promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
     assert capsys.readouterr().out == "it is being promoted\n"
+
+
+def test_watching_ends_with_its_reader(serve):
+    """Also while nothing changes."""
+    command = ["pools", "--watch", "--json", "--address", serve(Rolling(None))]
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        try:
+            assert json.loads(watching.stdout.readline())["pools"] == []
+            watching.stdout.close()
+            assert watching.wait(30) == 1
+            assert watching.stderr.read() == ""
+        finally:
+            watching.kill()
 
 
 def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):
