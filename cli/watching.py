@@ -79,7 +79,9 @@ async def until(
 
     Raises:
         DeadlineExceeded: it takes too long.
+        RemoteError: the coordinator is lost.
     """
+    from baton.client import errors
     from baton.runtime.errors import DeadlineExceeded
 
     try:
@@ -90,3 +92,6 @@ async def until(
     except TimeoutError:
         message = f"{what} after {wait_s:g} s; it was asked for, and goes on"
         raise DeadlineExceeded(message) from None
+    except errors.UnavailableError as error:
+        message = f"{error}; {what} yet, but it was asked for"
+        raise errors.make(error.code, message, error.details()) from None

@@ -59,6 +59,15 @@ class Rolling(admin_pb2_grpc.AdminServicer):
         return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
 
 
+class Ending(Rolling):
+    """One that ends when it has told all."""
+
+    async def Watch(self, request, context):
+        for one in self.told:
+            yield admin_pb2.WatchEvent(rollout=one)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended")
+
+
 @pytest.fixture
 def serve():
     """Starts services on a loop of their own; `ask` has one too. Returns the address of each."""
@@ -226,6 +235,14 @@ def test_watching_ends_with_its_reader(serve):
             assert watching.stderr.read() == ""
         finally:
             watching.kill()
+
+
+def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
+    service = Ending(RUNNING)
+    match = "it has ended; the canary is not the stable revision yet, but it was asked for"
+    with pytest.raises(errors.UnavailableError, match=match):
+        promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
+    assert (service.num_promotions, other.num_promotions) == (1, 0)
 
 
 def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):
