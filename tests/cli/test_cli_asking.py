@@ -54,6 +54,9 @@ class Rolling(admin_pb2_grpc.AdminServicer):
             yield admin_pb2.WatchEvent(rollout=one)
         await asyncio.Event().wait()
 
+    async def StartRollout(self, request, context):
+        return admin_pb2.StartRolloutResponse(message="it is being tried")
+
     async def PromoteRollout(self, request, context):
         self.num_promotions += 1
         return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
@@ -208,6 +211,24 @@ def state(*, phase=admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, stable="1", last=""):
 
 RUNNING = state(phase=admin_pb2.ROLLOUT_PHASE_RUNNING)
 PROMOTING = state(phase=admin_pb2.ROLLOUT_PHASE_PROMOTING)
+
+
+WAITING = state(phase=admin_pb2.ROLLOUT_PHASE_WAITING)
+
+
+def start(address):
+    rollout.start("r2", 0.05, engine_arg=None, wait=10.0, address=address)
+
+
+@pytest.mark.parametrize("then", [RUNNING, PROMOTING, state(stable="r2")])
+def test_a_start_is_waited_for(serve, capsys, then):
+    start(serve(Rolling(WAITING, then)))
+    assert capsys.readouterr().out == "it is being tried\n"
+
+
+def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
+    with pytest.raises(Aborted, match="'r2' is not tried any more: an operator asked for it"):
+        start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
 
 
 def promote(address):
