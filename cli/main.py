@@ -104,6 +104,11 @@ def main() -> None:
     """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Closed by whoever started it: what is printed goes nowhere, as it would from a shell.
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a terminal's encoding lacks is shown as ?, and ends nothing.
         sys.stdout.reconfigure(errors="replace")

@@ -82,8 +82,6 @@ def start(
     as_json: options.Json = False,
 ) -> None:
     """Start workers of another revision, or take those attached, and send them a share."""
-    from baton.v1 import admin_pb2
-
     engine_args = options.parse_engine_args(engine_arg or [])
 
     async def question(admin: AdminClient) -> str:
@@ -100,8 +98,7 @@ def start(
         )
         if wait:
             what = f"revision {revision} does not serve"
-            phase = admin_pb2.ROLLOUT_PHASE_RUNNING
-            await until(admin, lambda event: event.rollout.phase == phase, wait, what)
+            await until(admin, lambda event: _is_tried(_told(event), revision), wait, what)
         return message
 
     say(ask(address, question), as_json=as_json)
@@ -182,6 +179,16 @@ def _told(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
             "leave out --wait and --watch, and look again with `baton rollout status`"
         )
     return event.rollout
+
+
+def _is_tried(found: admin_pb2.RolloutStatus, revision: str) -> bool:
+    """Whether it serves. Raises Aborted: the rollout has ended before."""
+    from baton.runtime.errors import Aborted
+    from baton.v1 import admin_pb2
+
+    if not found.phase and found.stable_revision != revision:
+        raise Aborted(f"revision {revision!r} is not tried any more: {found.last or 'no rollout'}")
+    return found.phase != admin_pb2.ROLLOUT_PHASE_WAITING
 
 
 def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:

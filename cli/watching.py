@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from baton.cli.asking import ask
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import WatchEvent
 
 _INTERVAL_S = 0.2
+_STDOUT = 1
 
 
 def follow(address: str | None, as_json: bool, show: Callable[[WatchEvent], None]) -> None:
@@ -22,16 +26,44 @@ def follow(address: str | None, as_json: bool, show: Callable[[WatchEvent], None
 
     async def question(admin: AdminClient) -> None:
         is_first = True
-        async for event in admin.watch():
-            if not as_json and sys.stdout.isatty():
-                print("\x1b[H\x1b[2J", end="")
-            elif not as_json and not is_first:
-                print()
-            is_first = False
-            show(event)
-            sys.stdout.flush()
+        async with _reader(), contextlib.aclosing(admin.watch()) as events:
+            async for event in events:
+                if not as_json and sys.stdout.isatty():
+                    print("\x1b[H\x1b[2J", end="")
+                elif not as_json and not is_first:
+                    print()
+                is_first = False
+                show(event)
+                sys.stdout.flush()
 
     ask(address, question)
+
+
+@contextlib.asynccontextmanager
+async def _reader() -> AsyncIterator[None]:
+    """Raises BrokenPipeError when nobody reads what is printed any more.
+
+    Who waits for a change does not write, and would not notice.
+    """
+    if not stat.S_ISFIFO(os.fstat(_STDOUT).st_mode):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_left() -> None:
+        loop.remove_reader(_STDOUT)
+        left.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as left:
+            # Of a pipe's end for writing this tells of errors alone.
+            loop.add_reader(_STDOUT, on_left)
+            try:
+                yield
+            finally:
+                loop.remove_reader(_STDOUT)
+    except TimeoutError:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads any more") from None
 
 
 async def until(
@@ -47,7 +79,9 @@ async def until(
 
     Raises:
         DeadlineExceeded: it takes too long.
+        RemoteError: the coordinator is lost.
     """
+    from baton.client import errors
     from baton.runtime.errors import DeadlineExceeded
 
     try:
@@ -56,4 +90,8 @@ async def until(
                 if done(event):
                     return
     except TimeoutError:
-        raise DeadlineExceeded(f"{what} after {wait_s:g} s") from None
+        message = f"{what} after {wait_s:g} s; it was asked for, and goes on"
+        raise DeadlineExceeded(message) from None
+    except errors.UnavailableError as error:
+        message = f"{error}; {what} yet, but it was asked for"
+        raise errors.make(error.code, message, error.details()) from None

@@ -123,7 +123,9 @@ _CONNECTING = (
     grpc.ChannelConnectivity.CONNECTING,
     grpc.ChannelConnectivity.TRANSIENT_FAILURE,
 )
-# How gRPC's own words begin for a connection that breaks under a call.
+# How gRPC's own words begin where another kind of server answers.
+_FOREIGN = ("Method not found!", "Received http2 header with status")
+# The same for a connection that breaks under a call.
 _LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
 
 
@@ -148,10 +150,12 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(
         ("failed to connect", "errors resolving")
     ):
-        reason = str(found).rpartition(": ")[2].rstrip("]")
-        return _unreachable(address, reason)
+        return _unreachable(address, _reason(str(found)))
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")
+    if str(found).startswith(_FOREIGN):
+        message = f"what answers at {address} is no coordinator, or an older one: {found}"
+        return make(found.code, message)
     return from_baton(found)
 
 
@@ -185,6 +189,17 @@ def of_change(error: RemoteError) -> RemoteError:
         return error
     message = f"{error}; what was asked for may have been done: look before you ask again"
     return make(error.code, message, error.details())
+
+
+def _reason(words: str) -> str:
+    """Why a connection did not come about, of all that gRPC says."""
+    if "WRONG_VERSION_NUMBER" in words:
+        return "it does not speak TLS"
+    # What a check of certificates found comes before what became of the next one.
+    reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
+    if reason == "Socket closed":
+        return "Socket closed; it may want TLS, or a certificate of this client"
+    return reason
 
 
 def _unreachable(address: str, reason: str) -> UnreachableError:

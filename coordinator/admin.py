@@ -85,11 +85,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.RequestInfo:
         found = await _answer(context, self._request, request)
         if found is None:
+            of = f" of tenant {shown(request.tenant)}" if request.tenant else ""
             await abort(
                 context,
                 NotFound(
-                    f"request {shown(request.request_id)} is neither running nor among those that "
-                    "ended recently"
+                    f"request {shown(request.request_id)}{of} is neither running nor among those "
+                    "that ended recently"
                 ),
             )
         assert found is not None

@@ -84,11 +84,13 @@ class RolloutCalls:
             )
         else:
             lacking = ", ".join(
-                f"{number} {pool.value}" for pool, number in self._lacking(rollout).items()
+                f"{pool.value} {number}"
+                for pool, number in self._lacking(rollout).items()
+                if number
             )
             message = (
-                f"revision {name} becomes the stable one when {lacking} more workers serve; then "
-                f"those of {old} finish what they have, and leave"
+                f"revision {name} becomes the stable one when all its workers serve (missing: "
+                f"{lacking}); then those of {old} finish what they have, and leave"
             )
         if rollout.sides:
             judged = judge(rollout.sides[old], rollout.sides[name])
@@ -106,8 +108,8 @@ class RolloutCalls:
         running = self._running()[name]
         self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
         message = (
-            f"everything new goes to revision {stable}; workers of {name} finish the {running} "
-            "requests that they have, and leave"
+            f"everything new goes to revision {stable}; workers of {name} finish the requests that "
+            f"they have ({running}), and leave"
         )
         return admin_pb2.AbortRolloutResponse(message=message)
 

@@ -124,7 +124,7 @@ class ScalingCalls:
         if not scaler.launches.is_starting(request.worker_id):
             worker = self._worker(request.worker_id)
             pool, num_requests = POOL_OF[worker.role], len(worker.assigned)
-            message = f"{worker.id} takes nothing new; {num_requests} requests end there or move"
+            message = f"{worker.id} takes nothing new; its requests ({num_requests}) end or move"
         else:
             pool, message = None, f"{request.worker_id} has not attached yet: it is ended"
         self._shell.post(ev.DrainAsked(request.worker_id, drain_s, "an operator asked for it"))
@@ -144,7 +144,8 @@ class ScalingCalls:
         num_requests = len(worker.assigned)
         self._shell.post(ev.FlipAsked(worker.id, request.role, "an operator asked for it"))
         message = (
-            f"{worker.id} serves {into.value} once its {num_requests} requests have ended or moved"
+            f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "
+            "moved"
         )
         return admin_pb2.FlipWorkerResponse(message=message)
 

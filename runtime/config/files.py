@@ -104,7 +104,8 @@ def split_address(address: str, key: str) -> tuple[str, int]:
         ConfigError: naming `key` when it is not host:port.
     """
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    is_url = host.startswith(("http:", "https:"))
+    if not separator or not host or is_url or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
     return host, int(port)
 

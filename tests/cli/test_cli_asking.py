@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -51,9 +54,21 @@ class Rolling(admin_pb2_grpc.AdminServicer):
             yield admin_pb2.WatchEvent(rollout=one)
         await asyncio.Event().wait()
 
+    async def StartRollout(self, request, context):
+        return admin_pb2.StartRolloutResponse(message="it is being tried")
+
     async def PromoteRollout(self, request, context):
         self.num_promotions += 1
         return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
+
+
+class Ending(Rolling):
+    """One that ends when it has told all."""
+
+    async def Watch(self, request, context):
+        for one in self.told:
+            yield admin_pb2.WatchEvent(rollout=one)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended")
 
 
 @pytest.fixture
@@ -170,6 +185,18 @@ def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coo
         assert ask(f"{address},{there}", twice) == 2
 
 
+async def test_what_is_no_coordinator_is_named():
+    server = rpc.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AdminClient(f"127.0.0.1:{port}") as admin:
+            with pytest.raises(errors.UnimplementedError, match=f":{port} is no coordinator"):
+                await admin.list_pools()
+    finally:
+        await server.stop(None)
+
+
 async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
     async with AdminClient(nowhere) as admin:
         with pytest.raises(errors.UnreachableError, match="refused"):
@@ -186,6 +213,24 @@ RUNNING = state(phase=admin_pb2.ROLLOUT_PHASE_RUNNING)
 PROMOTING = state(phase=admin_pb2.ROLLOUT_PHASE_PROMOTING)
 
 
+WAITING = state(phase=admin_pb2.ROLLOUT_PHASE_WAITING)
+
+
+def start(address):
+    rollout.start("r2", 0.05, engine_arg=None, wait=10.0, address=address)
+
+
+@pytest.mark.parametrize("then", [RUNNING, PROMOTING, state(stable="r2")])
+def test_a_start_is_waited_for(serve, capsys, then):
+    start(serve(Rolling(WAITING, then)))
+    assert capsys.readouterr().out == "it is being tried\n"
+
+
+def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
+    with pytest.raises(Aborted, match="'r2' is not tried any more: an operator asked for it"):
+        start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
+
+
 def promote(address):
     rollout.promote(drain_timeout=None, wait=10.0, address=address, as_json=False)
 
@@ -193,6 +238,32 @@ def promote(address):
 def test_a_promotion_is_waited_for(serve, capsys):
     promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
     assert capsys.readouterr().out == "it is being promoted\n"
+
+
+def test_watching_ends_with_its_reader(serve):
+    """Also while nothing changes."""
+    command = ["pools", "--watch", "--json", "--address", serve(Rolling(None))]
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        try:
+            assert json.loads(watching.stdout.readline())["pools"] == []
+            watching.stdout.close()
+            assert watching.wait(30) == 1
+            assert watching.stderr.read() == ""
+        finally:
+            watching.kill()
+
+
+def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
+    service = Ending(RUNNING)
+    match = "it has ended; the canary is not the stable revision yet, but it was asked for"
+    with pytest.raises(errors.UnavailableError, match=match):
+        promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
+    assert (service.num_promotions, other.num_promotions) == (1, 0)
 
 
 def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):

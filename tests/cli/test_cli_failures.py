@@ -37,8 +37,9 @@ def test_a_host_that_nobody_knows(baton):
     assert "cannot reach the coordinator at no-such-host.invalid:7070: " in one_line(result)
 
 
-def test_an_address_that_is_none(baton):
-    result = baton("pools", "--address", "here")
+@pytest.mark.parametrize("address", ["here", "http://127.0.0.1:7070"])
+def test_an_address_that_is_none(baton, address):
+    result = baton("pools", "--address", address)
     assert result.code == 2
     assert "must be host:port" in one_line(result)
 
@@ -154,6 +155,18 @@ def test_closed_standard_input():
     done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "standard input, which is closed" in done.stderr
+
+
+def test_closed_standard_output():
+    closed = [
+        sys.executable,
+        "-c",
+        "import os, sys\n"
+        "os.close(1)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', 'config', 'keys'])",
+    ]
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_bad_key_stops_up_before_anything_starts(baton):

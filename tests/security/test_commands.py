@@ -78,6 +78,13 @@ def test_what_certs_and_keys_make_is_what_the_commands_use(baton, tmp_path, coor
     refused = baton("pools", "--address", address, **by_environment)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "no admin rights" in refused.stderr
+    plain = baton("pools", "--address", address)
+    assert (plain.returncode, plain.stdout) == (3, "")
+    assert "Socket closed; it may want TLS" in plain.stderr
+    assert baton("certs", "others").returncode == 0
+    distrusted = baton("--tls-ca", "others/ca.pem", "pools", "--address", address)
+    assert (distrusted.returncode, distrusted.stdout) == (3, "")
+    assert distrusted.stderr.endswith(": unable to get local issuer certificate\n")
     text = refused.stderr + good.stderr + good.stdout
     assert user.stdout.strip() not in text
     assert admin.stdout.strip() not in text
