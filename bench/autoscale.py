@@ -128,7 +128,8 @@ def show(trace: str, cold_start_s: float, found: Mapping[str, Runs]) -> None:
             ]
         )
     seeds = len(next(iter(found.values())).by_seed)
-    title = f"{trace}, cold start {cold_start_s:g} s: medians of {seeds} seeds"
+    of = "one seed" if seeds == 1 else f"medians of {seeds} seeds"
+    title = f"{trace}, cold start {cold_start_s:g} s: {of}"
     stats.print_table(title, HEADER, rows)
     for line in frontier(found):
         print(line)

@@ -63,6 +63,13 @@ def test_a_baseline_is_met_with_the_best_that_is_no_dearer():
     assert planner.endswith("no setting of Baton has as few")
 
 
+def test_a_table_says_of_how_many_seeds_it_is(capsys):
+    autoscale.show("azure", 60.0, {STATIC: runs((0.99, 20.0))})
+    assert "azure, cold start 60 s: one seed" in capsys.readouterr().out
+    autoscale.show("azure", 60.0, {STATIC: runs((0.99, 20.0), (0.98, 21.0))})
+    assert "azure, cold start 60 s: medians of 2 seeds" in capsys.readouterr().out
+
+
 def test_reaches_are_told_by_setting():
     found = {
         STATIC: runs((0.99, 20.0)),
