@@ -486,7 +486,10 @@ class Receiver:
         self.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
         self.statistics.num_frames[handoff.choice.transport] += 1
         handoff.num_bytes_received += len(frame.payload)
-        if handoff.num_bytes_received - handoff.num_bytes_told >= self._limits.progress_bytes:
+        untold = handoff.num_bytes_received - handoff.num_bytes_told
+        # By halves of what is left, in the end: what is not loaded early the request waits for.
+        left = handoff.num_bytes - handoff.num_bytes_received
+        if untold >= self._limits.progress_bytes or 0 < left <= untold:
             handoff.num_bytes_told = handoff.num_bytes_received
             self._effects.append(changed(handoff))
 

@@ -85,7 +85,8 @@ class ReceiverLimits:
         commit_ttl_s: COMMITTED without a claim.
         claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.
-        progress_bytes: subscribers are told again of a handoff after so many bytes of it.
+        progress_bytes: subscribers are told again of a handoff after so many bytes of it, or half
+            of what had not come when they were told last.
         max_queued: handoffs that wait for room.
         max_tombstones: ended handoffs that are remembered; likewise those claimed before they came.
         max_frames_ahead: of all ranks, of a handoff that can be claimed ahead: they are told in one

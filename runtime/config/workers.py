@@ -64,7 +64,7 @@ class KvTransferConfig(Section):
     claim_timeout_s: PositiveSeconds = Field(10.0, description="longest load")
     progress_bytes: PositiveInt = Field(
         4 * 2**20,
-        description="what arrives is loaded by so many bytes at a time, and at the commit",
+        description="what arrives is loaded by so many bytes at a time, the end by halves",
     )
     cpus: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list,

@@ -653,12 +653,16 @@ def test_a_peek_shows_what_has_come_and_takes_nothing():
     assert set(grant.frames) == {*seen.frames, *rest.frames}
 
 
-def test_subscribers_hear_of_the_progress_of_large_handoffs():
-    harness, told = Harness(replace(LIMITS, progress_bytes=3 * LAYOUT.block_bytes)), []
+@pytest.mark.parametrize(
+    ("progress_blocks", "expected"), [(3, [3, 6, 9, 12, 14, 15]), (100, [8, 12, 14, 15])]
+)
+def test_subscribers_hear_of_the_progress_of_handoffs(progress_blocks, expected):
+    limits = replace(LIMITS, progress_bytes=progress_blocks * LAYOUT.block_bytes)
+    harness, told = Harness(limits), []
     harness.deliver(1, open_message(IDS[0], 1, 4))
     data, _ = honest_messages(IDS[0], 1, 4)
     for message in data:
         (frame,) = frames.decode(message)
         told += harness.receiver.handle_frame(1, frame, harness.now)
-    assert [change.num_bytes_received // LAYOUT.block_bytes for change in told] == [3, 6, 9, 12, 15]
+    assert [change.num_bytes_received // LAYOUT.block_bytes for change in told] == expected
     assert {change.state for change in told} == {ReceiveState.RECEIVING}
