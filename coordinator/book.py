@@ -186,9 +186,12 @@ class RequestBook:
         prefill, decode = placement.prefill, placement.decode
         request.prefill = prefill.worker if prefill is not None else None
         request.decode = decode.worker if decode is not None else None
+        prefiller, decoder = self._workers.get(request.prefill), self._workers.get(request.decode)
+        workers = [worker for worker in (prefiller, decoder) if worker is not None]
         if request.dispatched_at is None:
             request.dispatched_at = now
-            self.stats.dispatched(request, now, after_start=self._came_later(request))
+            newest_at = max(worker.attached_at for worker in workers)
+            self.stats.dispatched(request, now, after_start=newest_at > request.submitted_at)
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
@@ -196,10 +199,8 @@ class RequestBook:
         self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._placer.leaves(request)
         self._placer.assign(request, placement)
-        for worker in map(self._workers.get, (request.prefill, request.decode)):
-            if worker is not None:
-                worker.assign(request.key, num_tokens)
-        prefiller = self._workers.get(request.prefill)
+        for worker in workers:
+            worker.assign(request.key, num_tokens)
         if prefiller is None:
             self._send_decode(request, now)
             return
@@ -459,13 +460,6 @@ class RequestBook:
             return errors.AlreadyExists(f"request {submission.request_id} is running")
         self.cancel(older, now, tell=False)
         return None
-
-    def _came_later(self, request: Request) -> bool:
-        """Whether one of its workers was not there yet when it was admitted."""
-        return any(
-            worker is not None and worker.attached_at > request.submitted_at
-            for worker in map(self._workers.get, (request.prefill, request.decode))
-        )
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
         self.lanes.push(request, now, num_tokens)

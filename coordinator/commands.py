@@ -6,17 +6,18 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.request import Request, Submission, WorkerKey
+from baton.coordinator.request import Request, WorkerKey
 from baton.coordinator.times import duration
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 
-def _spec(submission: Submission) -> cluster_pb2.RequestSpec:
+def _spec(request: Request) -> cluster_pb2.RequestSpec:
     """What is the same in all of a request's commands, but its prompt."""
+    submission = request.submission
     return cluster_pb2.RequestSpec(
-        request_id=submission.key,
+        request_id=request.key,
         sampling=submission.sampling,
         lane=submission.lane,
         # Smaller first: when KV runs out, the engine's victim is a batch request.
@@ -127,14 +128,13 @@ class Commands:
         *,
         with_prompt: bool = True,
     ) -> None:
-        submission = request.submission
         if not with_prompt:
-            spec.CopyFrom(_spec(submission))
+            spec.CopyFrom(_spec(request))
         else:
             if request.spec is None:
-                request.spec = _spec(submission)
+                request.spec = _spec(request)
                 # A list of them is read faster than an array.
-                request.spec.prompt_token_ids.extend(list(submission.prompt_token_ids))
+                request.spec.prompt_token_ids.extend(list(request.submission.prompt_token_ids))
             spec.CopyFrom(request.spec)
         spec.attempt, spec.handle = request.attempt_number, request.handle
         # FromMicroseconds says the same, at several times the cost.

@@ -6,7 +6,7 @@ server is one shell around it; a simulator can be another.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable
 
 from baton.coordinator import events as ev
@@ -56,7 +56,7 @@ class Core:
     def __init__(
         self,
         config: CoreConfig,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        random_bytes: Callable[[int], bytes] = os.urandom,
         policy: Policy | None = None,
     ) -> None:
         self._config = config

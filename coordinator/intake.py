@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
-import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -284,7 +284,7 @@ class Intake:
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
         return Submission(
             to=to,
-            request_id=request.request_id or secrets.token_hex(12),
+            request_id=request.request_id or os.urandom(12).hex(),
             prompt_token_ids=prompt,
             sampling=sampling,
             lane=lane,

@@ -35,7 +35,12 @@ class LeastLoaded(Generic[Key]):
             return  # It keeps its turn.
         self._order += 1
         self._entries[key] = load, self._order
-        heapq.heappush(self._heap, (load, self._order, key))
+        item = (load, self._order, key)
+        if self._heap and self._heap[0][2] == key:
+            # Its old entry would only be thrown away later.
+            heapq.heapreplace(self._heap, item)
+        else:
+            heapq.heappush(self._heap, item)
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [(at, order, k) for k, (at, order) in self._entries.items()]
             heapq.heapify(self._heap)

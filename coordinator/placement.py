@@ -566,11 +566,13 @@ class Placer:
         assert sender is not None
         assert receiver is not None
         num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens - skip_tokens)
-        exact = needs_exact_state(request.submission.sampling)
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes
             and num_bytes <= receiver.hello.capacity.max_receive_bytes
-            and (receiver.hello.capacity.supports_forced_tokens or not exact)
+            and (
+                receiver.hello.capacity.supports_forced_tokens
+                or not needs_exact_state(request.submission.sampling)
+            )
         )
 
 

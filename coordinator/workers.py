@@ -238,8 +238,9 @@ class AttachedWorkers:
     @property
     def model(self) -> common_pb2.ModelDescription | None:
         """What they serve; None without workers."""
-        worker = self.first
-        return worker.hello.model if worker is not None else None
+        for worker in self._attached.values():
+            return worker.hello.model
+        return None
 
 
 _NO_PRESENCE = Presence()
