@@ -60,7 +60,7 @@ class Process:
 
 def dtype() -> str:
     """Of the engines' weights: bfloat16, and float32 where that is several times as fast."""
-    flags = set(Path("/proc/cpuinfo").read_text().split())
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     return "bfloat16" if flags & _BFLOAT16_FLAGS else "float32"
 
 
