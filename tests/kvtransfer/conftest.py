@@ -129,7 +129,8 @@ async def start(tmp_path):
     async def start_one(layout=LAYOUT, **config):
         config = {"send_bytes": 2**20, "receive_bytes": 2**20, **config}
         socket_path = str(tmp_path / f"{next(numbers)}.sock")
-        client = await TransferClient.start(KvTransferConfig(**config), socket_path)
+        # Three that import torch at once take their time on a busy machine.
+        client = await TransferClient.start(KvTransferConfig(**config), socket_path, timeout_s=90)
         worker = Worker(client, EnginePort(socket_path))
         workers.append(worker)
         if layout is not None:
