@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import tempfile
 
 from baton.engine.base import EngineDead
 from baton.engine.vllm_engine import VllmEngine
@@ -17,9 +18,10 @@ from baton.engine.vllm_engine import VllmEngine
 
 async def main() -> None:
     messages = {}
-    with contextlib.redirect_stdout(sys.stderr):
+    # vLLM's temporary files lie beside the socket: it inspects models by way of some.
+    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(sys.stderr):
         for name, (directory, engine_args, adapters) in json.load(sys.stdin).items():
-            engine = VllmEngine(directory, "m", engine_args, "/nowhere/kv.sock", adapters)
+            engine = VllmEngine(directory, "m", engine_args, f"{own}/kv.sock", adapters)
             try:
                 await engine.start()
             except EngineDead as error:

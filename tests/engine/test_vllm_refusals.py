@@ -140,7 +140,7 @@ def said(directories: dict[str, str]) -> dict[str, str]:
         input=given.replace("{llama}", directories["llama"]),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
