@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import grpc
 import pytest
 
-from baton.cli import rollout
+from baton.cli import rollout, watching
 from baton.cli.asking import ask
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
@@ -256,6 +257,19 @@ def test_watching_ends_with_its_reader(serve):
             assert watching.stderr.read() == ""
         finally:
             watching.kill()
+
+
+async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkeypatch):
+    """As in a shell's `exec 3<>fifo; baton pools --watch >&3`."""
+    os.mkfifo(tmp_path / "fifo")
+    fd = os.open(tmp_path / "fifo", os.O_RDWR)
+    try:
+        monkeypatch.setattr(watching, "_STDOUT", fd)
+        async with watching._reader():
+            os.write(fd, b"unread")
+            await asyncio.sleep(0.05)
+    finally:
+        os.close(fd)
 
 
 def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
