@@ -186,6 +186,41 @@ def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coo
         assert ask(f"{address},{there}", twice) == 2
 
 
+async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
+    """As of a coordinator that ends, and takes nothing new meanwhile."""
+
+    class Slow(Sized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = asyncio.Event()
+
+        async def ScalePool(self, request, context):
+            self.asked.set()
+            await asyncio.Event().wait()
+
+    server, slow = rpc.server(), Slow()
+    admin_pb2_grpc.add_AdminServicer_to_server(slow, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def others(admin):
+        while True:
+            with contextlib.suppress(errors.UnimplementedError):
+                await admin.list_pools()
+
+    async with asyncio.timeout(20.0), AdminClient(f"127.0.0.1:{port}", timeout_s=3.0) as admin:
+        asking = asyncio.create_task(scaled(admin))
+        await slow.asked.wait()
+        stopping = asyncio.create_task(server.stop(60.0))
+        with pytest.raises(errors.UnreachableError):
+            await others(admin)
+        with pytest.raises(errors.RemoteError, match="may have been done") as caught:
+            await asking
+        assert not isinstance(caught.value, errors.UnreachableError)
+        assert admin.may_have_acted
+    await stopping
+
+
 async def test_what_is_no_coordinator_is_named():
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
