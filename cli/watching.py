@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -45,7 +46,9 @@ async def _reader() -> AsyncIterator[None]:
 
     Who waits for a change does not write, and would not notice.
     """
-    if not stat.S_ISFIFO(os.fstat(_STDOUT).st_mode):
+    is_pipe = stat.S_ISFIFO(os.fstat(_STDOUT).st_mode)
+    # One that is open for reading too always has a reader, and tells of what it holds.
+    if not is_pipe or fcntl.fcntl(_STDOUT, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
         yield
         return
     loop = asyncio.get_running_loop()
@@ -63,6 +66,8 @@ async def _reader() -> AsyncIterator[None]:
             finally:
                 loop.remove_reader(_STDOUT)
     except TimeoutError:
+        if not left.expired():
+            raise
         raise BrokenPipeError(errno.EPIPE, "nobody reads any more") from None
 
 

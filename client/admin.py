@@ -56,6 +56,7 @@ class AdminClient(AsyncClosing):
         self._interceptors = interceptors(self._dial) if api_key else []
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
+        self._num_calls = 0
         self.may_have_acted = False
 
     @classmethod
@@ -294,15 +295,22 @@ class AdminClient(AsyncClosing):
 
     @property
     def _stub(self) -> admin_pb2_grpc.AdminAsyncStub:
+        """For one call, which is counted."""
         if self._channel is None:
             raise RuntimeError("the client is not open: use `async with AdminClient(...)`")
+        self._num_calls += 1
         return admin_pb2_grpc.AdminStub(self._channel)
 
     async def _answer(self, call: Awaitable[T]) -> T:
+        """Of the call that has just begun."""
+        num_calls = self._num_calls
         try:
             answer = await call
         except grpc.RpcError as error:
-            raise errors.of_call(error, self.address, self._channel, self._timeout_s) from None
+            alone = num_calls == self._num_calls
+            raise errors.of_call(
+                error, self.address, self._channel, self._timeout_s, alone=alone
+            ) from None
         self.may_have_acted = True
         return answer
 

@@ -160,7 +160,12 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
 
 
 def of_call(
-    error: grpc.RpcError, address: str, channel: grpc.aio.Channel | None, timeout_s: float
+    error: grpc.RpcError,
+    address: str,
+    channel: grpc.aio.Channel | None,
+    timeout_s: float,
+    *,
+    alone: bool = True,
 ) -> RemoteError:
     """The same, of a call with a deadline of its own: says what it was that took too long.
 
@@ -169,13 +174,16 @@ def of_call(
         address: of the coordinator.
         channel: that the call went through; None: it is closed.
         timeout_s: of the call.
+        alone: no other call through the channel began after it. Where one did, the connection that
+            is missing may be another one than that by which this call was sent.
     """
     found = from_rpc_error(error, address)
     if found.code != code_pb2.DEADLINE_EXCEEDED or channel is None:
         return found
     if channel.get_state() in _CONNECTING:
         # Where packets are dropped nobody refuses a connection.
-        return _unreachable(address, f"no connection within {timeout_s:g} s")
+        missing = _unreachable(address, f"no connection within {timeout_s:g} s")
+        return missing if alone else make(missing.code, str(missing))
     return make(found.code, f"the coordinator at {address} has not answered within {timeout_s:g} s")
 
 

@@ -336,9 +336,11 @@ class Core:
             self._members.flip(worker, event.role, now)
 
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
-        if self._members.hear(event.worker, now) is not None:
-            apply_step(self._book, event.worker, event.step, now)
-            self._adoption.apply_step(event.worker, event.step)
+        worker = self._members.hear(event.worker, now)
+        if worker is not None:
+            # By the registry's own key: outputs that only flow are told by it.
+            apply_step(self._book, worker.key, event.step, now)
+            self._adoption.apply_step(worker.key, event.step)
 
     def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
         if self._members.hear(event.worker, now) is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import grpc
 import pytest
 
-from baton.cli import rollout
+from baton.cli import rollout, watching
 from baton.cli.asking import ask
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
@@ -185,6 +186,45 @@ def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coo
         assert ask(f"{address},{there}", twice) == 2
 
 
+async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
+    """As of a coordinator that ends, and takes nothing new meanwhile."""
+
+    class Slow(Sized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = asyncio.Event()
+
+        async def ScalePool(self, request, context):
+            self.asked.set()
+            await asyncio.Event().wait()
+
+    server, slow = rpc.server(), Slow()
+    admin_pb2_grpc.add_AdminServicer_to_server(slow, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def nobody_is_found(admin):
+        while True:
+            try:
+                await admin.list_pools()
+            except errors.UnreachableError:
+                return
+            except errors.RemoteError:
+                # Refused, by one that ends.
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(20.0), AdminClient(f"127.0.0.1:{port}", timeout_s=3.0) as admin:
+        asking = asyncio.create_task(scaled(admin))
+        await slow.asked.wait()
+        stopping = asyncio.create_task(server.stop(60.0))
+        await nobody_is_found(admin)
+        with pytest.raises(errors.RemoteError, match="may have been done") as caught:
+            await asking
+        assert not isinstance(caught.value, errors.UnreachableError)
+        assert admin.may_have_acted
+    await stopping
+
+
 async def test_what_is_no_coordinator_is_named():
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
@@ -256,6 +296,19 @@ def test_watching_ends_with_its_reader(serve):
             assert watching.stderr.read() == ""
         finally:
             watching.kill()
+
+
+async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkeypatch):
+    """As in a shell's `exec 3<>fifo; baton pools --watch >&3`."""
+    os.mkfifo(tmp_path / "fifo")
+    fd = os.open(tmp_path / "fifo", os.O_RDWR)
+    try:
+        monkeypatch.setattr(watching, "_STDOUT", fd)
+        async with watching._reader():
+            os.write(fd, b"unread")
+            await asyncio.sleep(0.05)
+    finally:
+        os.close(fd)
 
 
 def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator import events as ev
+from baton.coordinator.lanes import Lanes
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
@@ -170,6 +171,46 @@ def test_plain_tokens_are_sent_as_they_came(world, out):
         assert (request.state, request.text_chars) == (RequestState.DECODING, 3)
         world.step("d", out(request_id, [9], offset=3, finish=STOP))
         assert world.last(to).usage.completion_tokens == 4
+
+
+def test_where_outputs_flow_from_is_told_by_the_registrys_own_key(world, out):
+    """Whichever an event has: another one that is equal must not make every token dear."""
+    to, request_id = begin(world, out)
+    (command,) = world.commands["d"]
+    world.plain("d", (command.spec.handle, 1, 8))
+    assert world.core.request(request_id).flows_from is world.core.workers.by_id("d").key
+    world.plain("d", (command.spec.handle, 2, 9))
+    assert world.tokens(to) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("lost_at", [None, 3, 16, 17, 40])
+def test_a_tenant_pays_for_each_output_token_once(world, out, monkeypatch, lost_at):
+    """Also where an attempt is lost meanwhile, and what is known comes again."""
+    paid, served = [], Lanes.served
+
+    def pay(lanes, request, num_tokens):
+        paid.append(num_tokens)
+        served(lanes, request, num_tokens)
+
+    monkeypatch.setattr(Lanes, "served", pay)
+    world.attach("d2", common_pb2.ROLE_DECODE)
+    to, request_id = begin(world, out, sampling={"max_tokens": 60})
+    request = world.core.request(request_id)
+    for offset in range(1, 59):
+        if offset == lost_at:
+            world.handle(ev.WorkerLost(request.decode[0], "was killed"))
+            world.step("p", out(request_id, [7], finish=0, attempt=2))
+            world.plain(request.decode[0], (request.handle, offset - 1, 0))
+        if offset % 5:
+            world.plain(request.decode[0], (request.handle, offset, offset))
+        else:
+            attempt = request.attempt_number
+            world.step(request.decode[0], out(request_id, [offset], offset, attempt=attempt))
+        assert 0 <= offset + 1 - sum(paid) < 2 * 16
+    world.step(
+        request.decode[0], out(request_id, [59], 59, finish=STOP, attempt=request.attempt_number)
+    )
+    assert world.last(to).usage.completion_tokens == sum(paid) == 60
 
 
 def test_plain_tokens_of_what_is_over_are_dropped(world, out):
