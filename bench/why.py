@@ -4,7 +4,7 @@
 the same requests at the same times, one after the other, in an order that changes with each pair.
 The plain servers are asked in turn (round robin); Baton has a coordinator with lanes, admission and
 conditional disaggregation. A request counts when its first token comes within 1 s and the mean of
-its gaps is at most 50 ms; one that is refused does not.
+its gaps is at most 50 ms; one that is refused, or given up after five minutes, does not.
 
 At the rate that is asked for a fast machine has little to do, and nobody can keep more than all: so
 the highest rate that each system keeps up with is looked for, and both are compared again where
@@ -230,7 +230,7 @@ def reaches(results: Results) -> Iterator[Reach]:
 COLUMNS = {
     "goodput_per_s": "goodput/s",
     "met_share": "within",
-    "shed_share": "refused",
+    "shed_share": "no answer",
     "itl_p50_ms": "ITL p50",
     "itl_p99_ms": "ITL p99",
     "ttft_p50_ms": "TTFT p50",

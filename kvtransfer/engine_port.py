@@ -226,7 +226,8 @@ class EnginePort:
         """Claims staging for every rank as soon as it is committed, also before the handoff comes.
 
         The state that says so has the claims. From then on it is held until it is released, for as
-        long as a commit lasts.
+        long as a commit lasts. Said again when its load begins, it is held for as long as a load
+        may take from there.
         """
         claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, ahead=True)
         return self._send(kv_transfer_pb2.LocalRequest(claim=claim))

@@ -83,7 +83,8 @@ class ReceiverLimits:
         max_wait_s: for room, whatever a sender is willing to wait.
         idle_timeout_s: RECEIVING without a frame.
         commit_ttl_s: COMMITTED without a claim.
-        claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does.
+        claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does,
+            and from when the scheduler says that its load begins, if that is longer.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.
         progress_bytes: subscribers are told again of a handoff after so many bytes of it, or half
             of what had not come when they were told last.

@@ -135,9 +135,11 @@ class TransferClient:
             # It may have a socket and shared memory already, which are its own to remove.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-            await _end(process)
-            # Of one that did not come to it.
-            remove_leftovers()
+            try:
+                await _end(process)
+            finally:
+                # Of one that did not come to it.
+                remove_leftovers()
             if isinstance(error, TimeoutError):
                 detail = f"transfer service: did not serve within {timeout_s:g} s"
                 raise ServiceGone(detail) from None

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -221,10 +221,8 @@ class _Worker:
         listening = towards(config.kv_transfer, self._coordinator)
         exposure.check_transfer(listening.listen, security)
         try:
-            transfer = await _started(
-                TransferClient.start(
-                    listening, socket_path, security=security, log_level=config.log_level
-                )
+            transfer = await TransferClient.start(
+                listening, socket_path, security=security, log_level=config.log_level
             )
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
@@ -411,21 +409,6 @@ class _Worker:
     def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
         ended_at = monotonic() if ended_at is None else ended_at
         self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
-
-
-async def _started(start: Coroutine[Any, Any, TransferClient]) -> TransferClient:
-    """A transfer service, however soon this worker is to leave.
-
-    Given up half way it would be killed, and its shared memory would stay: it is let come up, and
-    closed as any other.
-    """
-    starting = asyncio.create_task(start, name="transfer service start")
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        with contextlib.suppress(TransferError):
-            await (await starting).close()
-        raise
 
 
 async def _load(engine: Engine) -> EngineInfo:

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from baton.kvtransfer import local_wire
+from baton.kvtransfer import local_wire, transfer_client
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.control import (
     EnginePort,
@@ -315,12 +315,15 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path)
         await TransferClient.start(KvTransferConfig(), running.client.socket_path)
 
 
-# In place of Python: a service that makes its segment, says its name to a file, and never serves.
+# In place of Python: a service that makes its segment, says its name to a file, and never serves,
+# nor ends when it is asked to.
 SLOW_SERVICE = """#!/bin/sh
 exec {python} -c '
+import signal
 import time
 from pathlib import Path
 from baton.kvtransfer.arena import Segment
+signal.signal(signal.SIGTERM, lambda *_: Path("{asked}").touch())
 segment = Segment.create(4096)
 Path("{made}.new").write_text(segment.name)
 Path("{made}.new").rename("{made}")
@@ -329,12 +332,14 @@ time.sleep(600)
 """
 
 
-async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch):
-    """As when it takes too long."""
-    made, program = tmp_path / "made", tmp_path / "python"
-    program.write_text(SLOW_SERVICE.format(python=sys.executable, made=made))
+@pytest.mark.parametrize("is_hurried", [False, True])
+async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch, is_hurried):
+    """As when it takes too long; also when the wait for its end is given up in turn."""
+    made, asked, program = tmp_path / "made", tmp_path / "asked", tmp_path / "python"
+    program.write_text(SLOW_SERVICE.format(python=sys.executable, made=made, asked=asked))
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(transfer_client, "STOP_TIMEOUT_S", 60.0 if is_hurried else 0.1)
     starting = asyncio.create_task(
         TransferClient.start(KvTransferConfig(), str(tmp_path / "kv.sock"), timeout_s=600)
     )
@@ -345,6 +350,12 @@ async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch)
     segment = SEGMENT_DIRECTORY / made.read_text()
     assert segment.exists()
     starting.cancel()
+    if is_hurried:
+        async with asyncio.timeout(60):
+            while not asked.exists():
+                assert not starting.done()
+                await asyncio.sleep(0.01)
+        starting.cancel()
     await asyncio.wait([starting])
     assert starting.cancelled()
     assert not segment.exists()
