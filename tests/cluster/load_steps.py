@@ -179,7 +179,7 @@ async def flips_and_deaths(
     Returns:
         The decode worker that there is now; two serve prefill.
     """
-    code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", "20")
+    code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", "60")
     assert (code, told.split(";")[0]) == (0, "decode is to have 2 workers"), said
     event = await until(cluster, lambda event: serving(event, DECODE) == 2)
     flipped, stays = sorted(ids(event, DECODE), reverse=True)
@@ -187,7 +187,7 @@ async def flips_and_deaths(
     # Some outputs move, none loses a token.
     prompts = [prompt(20) for _ in range(6)]
     streams = [await decoding(client, one, 120) for one in prompts]
-    code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", "20")
+    code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", "60")
     assert code == 0, said
     late = prompt(200)
     asked = [asyncio.create_task(client.complete(late, max_tokens=4)) for _ in range(4)]

@@ -21,7 +21,6 @@ PLAN = {
 }
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_restarts", [0, 2], ids=["workers", "workers and coordinator"])
 async def test_every_stream_is_that_of_an_undisturbed_run(tmp_path, model, num_restarts):
     plan = chaos.Plan(**PLAN, num_restarts=num_restarts)

@@ -260,7 +260,7 @@ async def test_nothing_outlives_a_killed_coordinator_but_the_cluster(ray, tmp_pa
         await gone(ray.actors)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_pools_follow_their_load_and_lose_nothing_in_flips_and_deaths(ray, tmp_path, model):
     """As on this host: the steps are those of test_cluster_scaling.py."""
     small = {"cpus": 0.5, "resources": {"near": 0.5}}

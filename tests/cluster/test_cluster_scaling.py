@@ -8,13 +8,11 @@ import os
 import signal
 
 import load_steps
-import pytest
 from load_steps import DECODE, PREFILL, baton, decoding, ids, prompt, serving, until
 
 from baton.client import AdminClient, BatonClient
 
 
-@pytest.mark.timeout(300)
 async def test_pools_follow_their_load_and_no_request_fails(up):
     cluster = up(**load_steps.autoscaled())
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 # vLLM looks at a class of models for the first time in a process of its own, and remembers it.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm]
 
 DECODER = {
     "vocab_size": 512,

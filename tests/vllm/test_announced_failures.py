@@ -12,7 +12,7 @@ import pytest
 
 from baton.runtime import demo_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm]
 
 PROGRAM = Path(__file__).with_name("announced_program.py")
 

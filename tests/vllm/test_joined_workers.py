@@ -32,7 +32,7 @@ from worker_parts import Remains, family, released, staging, stopped
 from baton.client.client import BatonClient
 from baton.client.stream import TokenStream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 # The session's own, and the guest that flips.
 PREFILL_ID, DECODE_ID, FLIPPER = "prefill-0", "decode-0", "p2"

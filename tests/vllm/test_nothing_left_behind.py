@@ -23,7 +23,7 @@ from baton.client.stream import TokenStream
 from baton.kvtransfer.control import EnginePort
 from baton.v1 import admin_pb2, kv_transfer_pb2
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 LONG = 600
 COMMITTED = (

@@ -15,7 +15,7 @@ from vllm_cluster import Cluster
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 
 def left_behind() -> list[Path]:

@@ -14,7 +14,7 @@ from baton.client.client import BatonClient
 from baton.kvtransfer import frames
 from baton.v1 import kv_transfer_pb2
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 
 def with_kind(
