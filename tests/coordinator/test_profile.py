@@ -138,10 +138,13 @@ async def test_a_worker_that_stops_says_so(admin, worker):
         await asyncio.wait_for(anext(events), WAIT_S)
 
 
-async def test_a_connection_that_is_lost_for_a_moment_loses_nothing(admin, worker):
+async def test_a_connection_that_is_lost_for_a_moment_loses_nothing(admin, worker, coordinator):
     events = admin.profile("d")
     profile_id = await begun(worker, events)
     await worker.disconnect()
+    async with asyncio.timeout(WAIT_S):
+        while coordinator.shell.core.workers.by_id("d").connected:
+            await asyncio.sleep(0.01)
     with pytest.raises(errors.UnavailableError, match="not connected"):
         await anext(admin.profile("d"))
     await worker.connect()
