@@ -30,7 +30,7 @@ from baton.runtime.config import parse
 
 pytest.importorskip("ray")
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 # Takes its configuration, and then waits; or dies of something.
 SLEEPER = (
@@ -148,7 +148,7 @@ def settings(model: str, address: str, **sections):
             "drain_timeout_s": 5,
         },
         "lanes": {"interactive": {"max_queue_s": 0.5}},
-        "worker": {"drain_timeout_s": 5, "start_timeout_s": 30},
+        "worker": {"drain_timeout_s": 5, "start_timeout_s": 120},
         "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
         "ray": {"address": address, "prefill": tiny, "decode": tiny} | sections.pop("ray", {}),
     }
