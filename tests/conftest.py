@@ -25,7 +25,7 @@ settings.load_profile("baton")
 
 _OURS = ("BATON_", "GRPC_")
 # Tests that start many processes each, and wait for them most of the time.
-_MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 2
+_MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 1
 
 
 @pytest.hookimpl(optionalhook=True)
