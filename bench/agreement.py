@@ -39,17 +39,10 @@ from baton.runtime.config import parse
 from baton.v1 import admin_pb2, common_pb2
 
 MODEL = "demo-88m"
-ENGINE_ARGS = {
-    "dtype": systems.dtype(),
-    "block_size": 32,
-    "max_model_len": demo_model.SHAPES[MODEL].max_model_len,
-    "max_num_batched_tokens": 512,
-    "max_num_seqs": 64,
-    "kv_cache_memory_bytes": 512 * 2**20,
-    "enable_prefix_caching": False,
-    # What steps cost does not matter here, how soon the workers are there does.
-    "enforce_eager": True,
-}
+# What steps cost does not matter here, how soon the workers are there does: they run eagerly.
+ENGINE_ARGS = systems.engine_args(
+    MODEL, max_num_seqs=64, enable_prefix_caching=False, enforce_eager=True
+)
 # Of both clusters: every prompt is computed by the prefill worker.
 SETTINGS = {"decode": {"local_prefill": False}}
 # Of the demo tokenizer, whatever the model has room for.

@@ -31,14 +31,7 @@ from baton.runtime import demo_model
 MODEL = "demo-88m"
 MAX_MODEL_LEN = demo_model.SHAPES[MODEL].max_model_len
 MAX_NUM_SEQS = 16
-ENGINE_ARGS = {
-    "dtype": systems.dtype(),
-    "block_size": 32,
-    "max_model_len": MAX_MODEL_LEN,
-    "max_num_batched_tokens": 512,
-    "max_num_seqs": MAX_NUM_SEQS,
-    "kv_cache_memory_bytes": 512 * 2**20,
-}
+ENGINE_ARGS = systems.engine_args(MODEL, MAX_NUM_SEQS)
 PLAIN, BATON, NIXL = "plain vLLM", "Baton", "vLLM NixlConnector"
 # Token ids of the demo tokenizer, special ones left out.
 TOKEN_IDS = range(5, 430)

@@ -22,6 +22,7 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 
 START_TIMEOUT_S = 300.0
@@ -58,10 +59,21 @@ class Process:
         return found
 
 
-def dtype() -> str:
-    """Of the engines' weights: bfloat16, and float32 where that is several times as fast."""
+def engine_args(model: str, max_num_seqs: int, **more: Any) -> dict[str, Any]:
+    """Of vLLM on a CPU, for a demo model.
+
+    Its weights are bfloat16, and float32 where that is several times as fast.
+    """
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    return "bfloat16" if flags & _BFLOAT16_FLAGS else "float32"
+    return {
+        "dtype": "bfloat16" if flags & _BFLOAT16_FLAGS else "float32",
+        "block_size": 32,
+        "max_model_len": demo_model.SHAPES[model].max_model_len,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": 512 * 2**20,
+        **more,
+    }
 
 
 def _shm_bytes(pid: int) -> int:

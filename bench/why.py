@@ -40,15 +40,7 @@ from baton.client.request import LaneName
 from baton.runtime import demo_model
 
 MODEL = "demo-88m"
-ENGINE_ARGS = {
-    "dtype": systems.dtype(),
-    "block_size": 32,
-    "max_model_len": demo_model.SHAPES[MODEL].max_model_len,
-    "max_num_batched_tokens": 512,
-    "max_num_seqs": 64,
-    "kv_cache_memory_bytes": 512 * 2**20,
-    "enable_prefix_caching": False,
-}
+ENGINE_ARGS = systems.engine_args(MODEL, max_num_seqs=64, enable_prefix_caching=False)
 ROBIN, BATON = "round robin", "Baton"
 SLO = Slo()
 # The configuration of whoever has that SLO, for all requests.
