@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import socket
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -184,13 +183,13 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S if await self._start() else min(_MAX_PAUSE_S, 2 * pause_s)
 
     async def _start(self) -> bool:
+        from baton.coordinator.tether import tethered
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "baton.coordinator.tether", str(os.getpid())),
-                *(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
+                *tethered(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
                 *("--coordinator", self._coordinator, "--config", "-"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

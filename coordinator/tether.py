@@ -19,6 +19,11 @@ import sys
 from baton.runtime.orphans import end_with_parent
 
 
+def tethered(*command: str) -> tuple[str, ...]:
+    """A command as this process starts it, to end with it."""
+    return sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()), *command
+
+
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
     os.setpgid(0, 0)

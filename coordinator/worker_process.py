@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from baton.coordinator.tether import tethered
 from baton.runtime import worker_directory
 
 _log = logging.getLogger(__name__)
@@ -155,8 +156,6 @@ class WorkerProcess:
         Raises:
             OSError: it cannot be started.
         """
-        # By way of a small program that ties the worker's life to ours before it becomes it.
-        tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
         worker = ("worker", "--role", role, "--worker-id", worker_id)
         directory = worker_directory.make()
         settings = ("--coordinator", coordinator, "--config", "-", "--directory", str(directory))
@@ -169,10 +168,7 @@ class WorkerProcess:
             write_ends.callback(os.close, errors.write_end)
             unstarted.callback(errors.close)
             process = await asyncio.create_subprocess_exec(
-                *tether,
-                *command,
-                *worker,
-                *settings,
+                *tethered(*command, *worker, *settings),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output.write_end,
                 stderr=errors.write_end,

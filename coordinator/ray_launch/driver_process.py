@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from baton.coordinator.launcher import LaunchError, OnWaits
 from baton.coordinator.ray_launch import wire
+from baton.coordinator.tether import tethered
 from baton.coordinator.worker_process import KILL_TIMEOUT_S, WorkerExit
 
 _T = TypeVar("_T")
@@ -67,11 +68,9 @@ class DriverProcess:
         Raises:
             LaunchError: it cannot, or not within timeout_s, which is ray.connect_timeout_s.
         """
-        tether = (sys.executable, "-m", "baton.coordinator.tether", str(os.getpid()))
         try:
             process = await asyncio.create_subprocess_exec(
-                *tether,
-                *(sys.executable, "-m", "baton.coordinator.ray_launch.driver"),
+                *tethered(sys.executable, "-m", "baton.coordinator.ray_launch.driver"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=_environment(own=not opening.address),
