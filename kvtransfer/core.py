@@ -335,12 +335,11 @@ class TransferCore:
                 self._carry_out(self._sender.handle_push_lost(handoff_id, detail, time.monotonic()))
                 self._arm()
 
-        push = self._transport.open_push(target)
         pusher = Pusher(
             handoff_id,
-            push,
             self._sender,
             lambda: self._negotiator.ready(target),
+            lambda: self._transport.open_push(target),
             self._send_by_link,
             on_reply,
             on_lost,

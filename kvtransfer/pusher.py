@@ -26,7 +26,8 @@ class Pusher:
     """One push and its two tasks; it owns both.
 
     Args:
-        ready: waited for before anything is sent.
+        ready: waited for before the push is opened: a receiver ends one that opens no handoff.
+        open_push: opens it.
         send_by_link: sends frames beside the push; raises LinkLost.
         on_reply: the receiver answered.
         on_lost: the push ended; called once, also after `stop`.
@@ -35,23 +36,26 @@ class Pusher:
     def __init__(
         self,
         handoff_id: bytes,
-        push: Push,
         sender: Sender,
         ready: Callable[[], Awaitable[None]],
+        open_push: Callable[[], Push],
         send_by_link: Callable[[str, Sequence[Outgoing]], Awaitable[None]],
         on_reply: Callable[[kv_transfer_pb2.PushReply], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._handoff_id, self._push, self._sender = handoff_id, push, sender
-        self._ready, self._send_by_link = ready, send_by_link
-        self._on_reply, self._on_lost = on_reply, on_lost
+        self._handoff_id, self._sender = handoff_id, sender
+        self._ready, self._open_push = ready, open_push
+        self._send_by_link, self._on_reply = send_by_link, on_reply
+        self._push: Push | None = None
         self._changed = asyncio.Event()
         self._stopping = False
         self._farewell: bytes | None = None
-        # What kept the writing half from going on.
-        self._problem = ""
+        # What kept the writing half from going on, and why it all ended.
+        self._problem, self._detail = "", "the push was stopped"
         self._cut_off: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
+        # Not by the task, which may be cancelled before it begins.
+        self._task.add_done_callback(lambda _: on_lost(self._detail))
 
     def wake(self) -> None:
         """There may be a batch."""
@@ -60,38 +64,48 @@ class Pusher:
     def stop(self, farewell: bytes | None) -> None:
         """No more batches; says farewell and ends, or is cut off."""
         self._stopping, self._farewell = True, farewell
+        if self._push is None:
+            # Nobody is there to say it to.
+            self._task.cancel()
+            return
         self._changed.set()
         loop = asyncio.get_running_loop()
         self._cut_off = loop.call_later(FAREWELL_TIMEOUT_S, self._push.cancel)
 
     async def close(self) -> None:
         """Cuts it off now."""
-        self._push.cancel()
+        if self._push is not None:
+            self._push.cancel()
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        writer = asyncio.create_task(self._write())
-        detail = "the receiver ended the push before the commit"
         try:
-            while (reply := await self._push.receive()) is not None:
+            await self._ready()
+            self._push = push = self._open_push()
+        except Exception:
+            logger.exception("a push could not be opened")
+            self._detail = "internal error"
+            return
+        writer = asyncio.create_task(self._write(push))
+        self._detail = "the receiver ended the push before the commit"
+        try:
+            while (reply := await push.receive()) is not None:
                 self._on_reply(reply)
         except PushLost as error:
-            detail = self._problem or str(error)
+            self._detail = self._problem or str(error)
         except Exception:
             logger.exception("push failed")
-            detail = "internal error"
+            self._detail = "internal error"
         finally:
             writer.cancel()
-            self._push.cancel()
+            push.cancel()
             if self._cut_off is not None:
                 self._cut_off.cancel()
             await asyncio.wait([writer])
-            self._on_lost(detail)
 
-    async def _write(self) -> None:
+    async def _write(self, push: Push) -> None:
         try:
-            await self._ready()
             while not self._stopping:
                 batch = self._sender.next_batch(
                     self._handoff_id, frames.FRAME_TARGET_BYTES, time.monotonic()
@@ -102,20 +116,20 @@ class Pusher:
                         await self._send_by_link(batch.link_id, batch.frames)
                         self._sender.handle_written(self._handoff_id, time.monotonic())
                 elif batch is not None:
-                    await self._push.send(batch.frames)
+                    await push.send(batch.frames)
                     self._sender.handle_written(self._handoff_id, time.monotonic())
                 else:
                     self._changed.clear()
                     await self._changed.wait()
             if self._farewell is not None:
-                await self._push.send([Outgoing(self._farewell, memoryview(b""))])
-            await self._push.finish()
+                await push.send([Outgoing(self._farewell, memoryview(b""))])
+            await push.finish()
         except PushLost:
             # Receiving says why, with the receiver's own words when it has sent any.
             pass
         except TransferRefused as error:
             self._problem = str(error)
-            self._push.cancel()
+            push.cancel()
         except Exception:
             logger.exception("push failed")
-            self._push.cancel()
+            push.cancel()

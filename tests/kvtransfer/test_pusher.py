@@ -1,0 +1,89 @@
+"""A push begins when its pair is ready for it, and ends once, whenever it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.pusher import Pusher
+from baton.kvtransfer.sender import Sender, SenderLimits
+from baton.kvtransfer.sending import Outgoing
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+class NoPush:
+    """Says nothing and takes everything, until it is cancelled."""
+
+    def __init__(self) -> None:
+        self._ended = asyncio.Event()
+
+    async def send(self, frames: Sequence[Outgoing]) -> None: ...
+
+    async def receive(self) -> pb.PushReply | None:
+        await self._ended.wait()
+        return None
+
+    async def finish(self) -> None:
+        self._ended.set()
+
+    def cancel(self) -> None:
+        self._ended.set()
+
+
+class Opening:
+    """A pusher, what it has opened, and how it ended."""
+
+    def __init__(self) -> None:
+        self.ready, self.pushes, self.lost = asyncio.Event(), list[NoPush](), list[str]()
+        self.opened, self.ended = asyncio.Event(), asyncio.Event()
+        self.pusher = Pusher(
+            b"h" * 16,
+            Sender(Arena(0, 64), memoryview(bytearray(64)), SenderLimits(60.0, 60.0)),
+            self._until_ready,
+            self._open,
+            self._send_by_link,
+            lambda reply: None,
+            self._on_lost,
+        )
+
+    async def _until_ready(self) -> None:
+        await self.ready.wait()
+
+    def _open(self) -> NoPush:
+        self.pushes.append(NoPush())
+        self.opened.set()
+        return self.pushes[-1]
+
+    async def _send_by_link(self, link_id: str, batch: Sequence[Outgoing]) -> None: ...
+
+    def _on_lost(self, detail: str) -> None:
+        self.lost.append(detail)
+        self.ended.set()
+
+
+async def test_nothing_is_opened_while_the_link_is_being_joined():
+    # A receiver would end the push: it opens no handoff within its time.
+    opening = Opening()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not opening.pushes
+    opening.ready.set()
+    await asyncio.wait_for(opening.opened.wait(), 30)
+    opening.pusher.stop(None)
+    await asyncio.wait_for(opening.ended.wait(), 30)
+    assert len(opening.pushes) == len(opening.lost) == 1
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_one_that_is_stopped_before_it_is_opened_ends_once(has_begun):
+    opening = Opening()
+    if has_begun:
+        await asyncio.sleep(0)
+    opening.pusher.stop(b"farewell")
+    await asyncio.wait_for(opening.ended.wait(), 30)
+    await opening.pusher.close()
+    assert not opening.pushes
+    assert opening.lost == ["the push was stopped"]
