@@ -93,6 +93,8 @@ class Coordinator:
             # A model that is not here yet is fetched: not on the event loop.
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
             half_way.callback(self._tokenizer.close)
+            # Whoever attaches before it is over sets its timer.
+            half_way.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
             half_way.push_async_callback(asyncio.to_thread, self._tracing.close)
             self.shell.tracing = self._tracing
@@ -143,9 +145,17 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Each of these happens, also when a wait before it is cancelled.
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(asyncio.to_thread, self._tracing.close)
+            closing.callback(self._tokenizer.close)
+            closing.callback(self.shell.close)
+            closing.push_async_callback(self._stop_servers)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _stop_servers(self) -> None:
         if self._launched:
             self.shell.post(ev.EverythingEnds("the coordinator stopped"))
         else:
@@ -153,9 +163,6 @@ class Coordinator:
         await asyncio.gather(
             self._server.stop(_CLOSE_GRACE_S), asyncio.to_thread(self._metrics.close)
         )
-        self.shell.close()
-        self._tokenizer.close()
-        await asyncio.to_thread(self._tracing.close)
 
     async def drain(self, timeout_s: float) -> None:
         """Admits nothing more and waits for what runs, for so long at most.

@@ -183,24 +183,30 @@ class WorkerProcess:
         What one that ended by itself has left is let free what it holds, for a bounded time.
         """
         asked, self._stopping = self._stopping, True
-        if self._process.returncode is not None:
-            await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
-        else:
-            # A second SIGTERM would cut its draining short.
-            if not asked:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.terminate()
+        try:
+            if self._process.returncode is not None:
+                await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
+            else:
+                await self._terminate(patience_s, again=asked)
+        finally:
+            # Also when nobody waits for it any more.
+            self._kill_group()
             try:
-                async with asyncio.timeout(patience_s):
-                    await self._process.wait()
-            except TimeoutError:
-                _log.warning(
-                    "worker %s did not stop within %g s: killed", self._worker_id, patience_s
-                )
-        self._kill_group()
-        await asyncio.wait([self._watch], timeout=KILL_TIMEOUT_S)
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+                await asyncio.wait([self._watch], timeout=KILL_TIMEOUT_S)
+            finally:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def _terminate(self, patience_s: float, *, again: bool) -> None:
+        # A second SIGTERM would cut its draining short.
+        if not again:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._process.wait()
+        except TimeoutError:
+            _log.warning("worker %s did not stop within %g s: killed", self._worker_id, patience_s)
 
     async def _run(self, config: bytes) -> None:
         """Until the process has ended and its output is read."""

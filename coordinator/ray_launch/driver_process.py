@@ -149,23 +149,32 @@ class DriverProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         patience_s = 0.0 if at_once else self._opening.patience_s + _END_MARGIN_S
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._process.wait()
+        finally:
+            # Also when nobody waits for it any more.
+            await self._kill()
+
+    async def _kill(self) -> None:
+        """What has not ended; then nothing of it is left."""
         # An own Ray is of its group, and dies with it too.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                # The end of its output can be known before its own.
-                await self._process.wait()
-                # What ended the reading is not what ends the closing.
-                await asyncio.wait([self._reader])
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._opening.directory, ignore_errors=True)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    # The end of its output can be known before its own.
+                    await self._process.wait()
+                    # What ended the reading is not what ends the closing.
+                    await asyncio.wait([self._reader])
+        finally:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, self._opening.directory, ignore_errors=True)
 
     def _say(self, message: wire.Message) -> None:
         stdin = self._process.stdin

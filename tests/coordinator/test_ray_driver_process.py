@@ -51,6 +51,18 @@ async def test_closing_waits_for_the_end_of_a_driver_whose_output_ended_before(o
     assert process.returncode is not None
 
 
+async def test_one_whose_closing_is_given_up_is_killed(opening, tmp_path):
+    driver, process = await ended_driver(opening, "exec >&-; exec sleep 60")
+    closing = asyncio.create_task(driver.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    async with asyncio.timeout(60.0):
+        await asyncio.wait([closing])
+    assert closing.cancelled()
+    assert process.returncode is not None
+    assert os.listdir(tmp_path) == []
+
+
 async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_path):
     driver, process = await ended_driver(opening, "echo nonsense; exec sleep 60")
     async with asyncio.timeout(20.0):

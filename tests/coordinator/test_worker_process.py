@@ -1,10 +1,11 @@
-"""A worker's process, where it cannot be started."""
+"""A worker's process, where starting or stopping it is cut short."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import signal
 import tempfile
 
 import pytest
@@ -57,3 +58,25 @@ async def test_nothing_is_left_of_one_that_is_not_started(monkeypatch, tmp_path,
         while open_pipes() - before:
             await asyncio.sleep(0)
     assert os.listdir(tmp_path) == []
+
+
+async def test_one_whose_stopping_is_given_up_is_killed(monkeypatch, tmp_path):
+    ready = tmp_path / "ready"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stubborn = f"trap '' TERM; touch {ready}; while :; do sleep 1; done"
+    worker = await WorkerProcess.start(
+        *("w1", "prefill", "127.0.0.1:9", "", print),
+        command=["/bin/sh", "-c", stubborn],
+        environment={},
+    )
+    async with asyncio.timeout(60.0):
+        while not ready.exists():
+            await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(worker.stop(60.0))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    async with asyncio.timeout(60.0):
+        await asyncio.wait([stopping])
+    assert stopping.cancelled()
+    assert worker._process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["ready"]
