@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench import stats, streams, systems
+from baton.bench import nixl_transfer, stats, streams, systems
 from baton.bench.stats import Reach
 from baton.bench.streams import Ask, Prompt, Timed
 from baton.client.client import BatonClient
@@ -464,6 +464,8 @@ def parsed() -> argparse.Namespace:
         parser.error("--repeats: must be at least 1")
     if arguments.fresh_pairs < 1:
         parser.error("--fresh-pairs: must be at least 1")
+    if arguments.nixl:
+        nixl_transfer.require(parser)
     return arguments
 
 

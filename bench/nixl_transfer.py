@@ -6,8 +6,10 @@ way: NIXL has no checksums.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib
+import importlib.util
 import mmap
 import multiprocessing
 import os
@@ -22,6 +24,12 @@ STOP_TIMEOUT_S = 5.0
 WARM_UP_TRANSFERS = 2
 # Between looks at a transfer. vLLM looks once per engine step.
 _POLL_S = 0.0002
+
+
+def require(parser: argparse.ArgumentParser) -> None:
+    """Ends a program that is to use NIXL where there is none, before it has measured anything."""
+    if importlib.util.find_spec("nixl") is None:
+        parser.error("nixl is not installed: `make bench` installs it; --no-nixl goes without")
 
 
 @dataclass(frozen=True, slots=True)

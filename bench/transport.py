@@ -298,6 +298,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half a second per run")
     parser.add_argument("--json", type=Path, default=Path("bench/results/transport.json"))
     arguments = parser.parse_args()
+    if arguments.nixl:
+        nixl_transfer.require(parser)
     if arguments.quick:
         arguments.seconds = 0.5
     # What it says of connections that end is no failure.
