@@ -1,4 +1,7 @@
-"""`baton explain REQUEST`: where one request's time went, and what made its tokens late."""
+"""`baton explain REQUEST`: where one request's time went, and what made its tokens late.
+
+And `baton cancel REQUEST`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,27 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import RequestInfo, Stall
 
 
+Id = Annotated[str, typer.Argument(metavar="REQUEST", help="Its id.")]
+Tenant = Annotated[
+    str, typer.Option("--tenant", help="Whose, where several have a request of this id.")
+]
+
+
+def cancel(
+    request: Id,
+    tenant: Tenant = "",
+    address: options.Address = None,
+) -> None:
+    """End a running request; its client keeps what it has, and is told."""
+    from baton.cli.asking import ask
+
+    ask(address, lambda admin: admin.cancel_request(request, tenant=tenant))
+    print(f"{request} is cancelled")
+
+
 def explain(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id.")],
-    tenant: Annotated[
-        str, typer.Option("--tenant", help="Whose, where several have a request of this id.")
-    ] = "",
+    request: Id,
+    tenant: Tenant = "",
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:

@@ -180,7 +180,10 @@ class GatewayProcess:
             code = await self._process.wait()
             _log.error("the gateway ended with code %d; starting another", code)
             await asyncio.sleep(pause_s)
-            pause_s = _FIRST_PAUSE_S if await self._start() else min(_MAX_PAUSE_S, 2 * pause_s)
+            while not await self._start():
+                pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
+                await asyncio.sleep(pause_s)
+            pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
         from baton.coordinator.tether import tethered

@@ -186,16 +186,22 @@ def _is_tried(found: admin_pb2.RolloutStatus, revision: str) -> bool:
     from baton.runtime.errors import Aborted
     from baton.v1 import admin_pb2
 
-    if not found.phase and found.stable_revision != revision:
+    # Between two looks it may have ended, and another have begun.
+    if _is_over(found, revision) and found.stable_revision != revision:
         raise Aborted(f"revision {revision!r} is not tried any more: {found.last or 'no rollout'}")
     return found.phase != admin_pb2.ROLLOUT_PHASE_WAITING
+
+
+def _is_over(found: admin_pb2.RolloutStatus, revision: str) -> bool:
+    """Whether the revision is not tried."""
+    return not found.phase or found.canary.name != revision
 
 
 def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:
     """Raises Aborted: the rollout has ended otherwise."""
     from baton.runtime.errors import Aborted
 
-    if found.phase:
+    if not _is_over(found, canary):
         return False
     if found.stable_revision != canary:
         raise Aborted(f"revision {canary!r} is not the stable one: {found.last or 'no rollout'}")

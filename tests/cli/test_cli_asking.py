@@ -271,6 +271,21 @@ def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
         start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
 
 
+NEXT = admin_pb2.RolloutStatus(
+    phase=admin_pb2.ROLLOUT_PHASE_RUNNING,
+    stable_revision="1",
+    last="an operator asked for it",
+    canary=admin_pb2.RevisionStatus(name="r3"),
+)
+
+
+@pytest.mark.parametrize("ask", [start, lambda address: promote(address)])
+def test_a_rollout_that_another_has_followed_is_over(serve, ask):
+    first = WAITING if ask is start else RUNNING
+    with pytest.raises(Aborted, match=r"'r2' is not .*: an operator asked for it"):
+        ask(serve(Rolling(first, NEXT)))
+
+
 def promote(address):
     rollout.promote(drain_timeout=None, wait=10.0, address=address, as_json=False)
 

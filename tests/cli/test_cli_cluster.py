@@ -370,6 +370,22 @@ def test_ctrl_c_cancels_the_request_and_is_exit_130(ask, cluster, tmp_path):
     assert ended["interrupted"]["state"] == "cancelled"
 
 
+def test_an_operator_cancels_a_request(ask, cluster, tmp_path):
+    arguments = ("generate", "hello", "--max-tokens", "8000", "--ignore-eos", "--json")
+    process = Process(*arguments, "--request-id", "unwanted", home=tmp_path, address=cluster)
+    try:
+        process.line('"tokens"')
+        assert ask("cancel", "unwanted").out == "unwanted is cancelled\n"
+        process.line('"reason": "cancelled"')
+        assert process.popen.wait(STOP_TIMEOUT_S) == 1
+        assert process.err() == "baton: somebody cancelled the request\n"
+    finally:
+        process.close()
+    again = ask("cancel", "unwanted")
+    assert (again.code, again.out) == (2, "")
+    assert "'unwanted' is not running" in again.err
+
+
 def test_a_port_in_use_is_one_line(baton, taken_address):
     result = baton("up", "--engine", "simulated", "--listen", taken_address, "--no-http")
     assert result.code == 2

@@ -9,7 +9,7 @@ from baton.cli import gateway
 from baton.runtime.config import parse
 
 
-async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch):
+async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
     monkeypatch.setattr(gateway, "_FIRST_PAUSE_S", 0.0)
     start, serves_again = asyncio.create_subprocess_exec, asyncio.Event()
     programs = ["echo ready and gone", None, "echo ready again; exec sleep 60"]
@@ -33,3 +33,8 @@ async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch):
     finally:
         await process.stop()
     assert listener.fileno() == -1
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "the gateway ended with code 0; starting another",
+        "the gateway cannot be started: [Errno 11] no more processes",
+    ]
