@@ -458,10 +458,13 @@ class VllmEngine:
         )
 
     async def _retry(self, live: _Live) -> None:
-        """Runs a request again from its prompt, as if its handoff had never come."""
+        """Runs a request again from its prompt, as if there had been no handoffs.
+
+        What it was to push has been given up with its end, and the staging may be another's.
+        """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
-        request = dataclasses.replace(live.request, receive=None)
+        request = dataclasses.replace(live.request, receive=None, send=None)
         again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
         await self._submit(again)
 

@@ -170,7 +170,8 @@ class TransferCore:
             restart = request.restart_send
             self._carry_out(self._sender.restart(restart.handoff_id, restart.epoch, now))
         elif kind == "abort_send":
-            self._carry_out(self._sender.abort(request.abort_send.handoff_id, now))
+            handoff_id, is_known = request.abort_send.handoff_id, connection.is_main
+            self._carry_out(self._sender.abort(handoff_id, now, is_known=is_known))
         elif kind == "release":
             release = request.release
             self._carry_out(

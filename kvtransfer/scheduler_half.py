@@ -339,12 +339,16 @@ class SchedulerHalf:
 
     def _follow(self, block_ids: Sequence[int]) -> None:
         """What a request computes after blocks that are being filled is wrong if they are."""
-        steps = [self._loading, *(step.loading for step in self._unfinished)]
-        for loading in filter(None, steps):
+        for loading in self._unverified():
             filled = set[int]().union(*(one.affected for one in loading))
             found = [at for at, block_id in enumerate(block_ids) if block_id in filled]
             if found:
                 loading.append(_Loading([block_ids[at] for at in found], block_ids[found[0] :]))
+
+    def _unverified(self) -> list[list[_Loading]]:
+        """Of each step that loads something and has not finished, the one being made included."""
+        steps = [self._loading, *(step.loading for step in self._unfinished)]
+        return [loading for loading in steps if loading]
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
         if self._wants_blocks or output.preempted_req_ids:
@@ -405,6 +409,13 @@ class SchedulerHalf:
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
         if not self._sends:
             return
+        # Whoever gets what is sent takes it for right: of a load that is known when its step ends.
+        doubtful = {
+            block_id
+            for loading in self._unverified()
+            for one in loading
+            for block_id in one.affected
+        }
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -421,8 +432,11 @@ class SchedulerHalf:
             )
             if num_ready <= send.next_block:
                 continue
-            first, send.next_block = send.next_block, num_ready
             block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
+            if not doubtful.isdisjoint(block_ids):
+                self._give_up(self._sends.pop(request_id))
+                continue
+            first, send.next_block = send.next_block, num_ready
             yield Push(
                 send.handoff_id,
                 send.offset,
@@ -444,11 +458,14 @@ class SchedulerHalf:
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.next_block < self._layout.num_blocks(send.num_tokens)
         ):
-            self._port.abort_send(send.handoff_id)
-            self._ended_sends.append(send.handoff_id)
+            self._give_up(send)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive)
+
+    def _give_up(self, send: _Send) -> None:
+        self._port.abort_send(send.handoff_id)
+        self._ended_sends.append(send.handoff_id)
 
     def reported(self, report: EarlyReport) -> None:
         """What the ranks did of early loads in the oldest unfinished step."""

@@ -73,6 +73,11 @@ def as_scheduled(requests, *, preempted=()):
             for one in requests
         ],
         scheduled_spec_decode_tokens={},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids={
+                one.request_id: ([block.block_id for block in one.blocks],) for one in requests
+            }.__getitem__
+        ),
     )
 
 
@@ -681,6 +686,36 @@ def test_what_was_computed_ahead_on_a_load_that_failed_is_not_found(verifies_lat
     engine.take_output(scheduled_next, *done[1])
     assert not engine.running
     engine.teardown()
+
+
+@pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
+def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
+    """Whoever gets it would find no fault: its checksums are those of what was sent."""
+    engine, coming = engine_with(20, 1, 0)
+    engine.deliver(coming, 1000)
+    engine.tell(coming)
+    handoff_id, tokens = bytes(16), [1] * 14 + [9] * 8
+    send = {"handoff_id": handoff_id.hex(), "offset": 0, "num_tokens": 22, "skip_tokens": 0}
+    sending = Request("sends", tokens, {"baton_send": send})
+    scheduled, steps = [], []
+    if when != "with it":
+        scheduled = engine.schedule()
+        steps.append(engine.half.step(as_scheduled(scheduled)))
+    if when == "after it":
+        engine.take_output(scheduled, *engine.work(scheduled, steps[0], []))
+    engine.waiting.append(sending)
+    engine.half.add(sending)
+    steps.append(engine.half.step(as_scheduled(engine.schedule())))
+    assert sending.num_computed == 3 * SIZE
+    pushed = [block for push in steps[-1].pushes for block in push.block_ids]
+    if when == "after it":
+        assert pushed == [block.block_id for block in sending.blocks[:3]]
+        assert not engine.service.given_up
+    else:
+        assert not pushed
+        assert steps[-1].ended == engine.service.given_up == [handoff_id]
+    engine.end(sending)
+    assert len(engine.service.given_up) == 1
 
 
 def test_an_idle_engine_waits_for_news_unless_a_request_is_on_its_way():

@@ -1,4 +1,4 @@
-"""A request that fails inside vLLM before its scheduler sees it, while it is only announced."""
+"""Requests that fail inside vLLM before its scheduler sees them, while only announced or later."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def test_it_is_computed_from_its_prompt_at_once(made: dict[str, Any], failure: s
 
 def test_one_that_fails_again_ends(made: dict[str, Any]) -> None:
     assert made["fails again"] == {"is_right": False, "is_error": True}
+
+
+def test_one_that_is_computed_again_writes_to_no_staging(made: dict[str, Any]) -> None:
+    """What it was to push has been given up, and its staging may be another's."""
+    assert made["pushed"] == {"is_cut": True, "is_written": False}
 
 
 def test_the_scheduler_waits_for_none_of_them(made: dict[str, Any]) -> None:

@@ -760,7 +760,9 @@ Global___LocalRestartSend: _TypeAlias = LocalRestartSend  # noqa: Y015
 
 @_typing.final
 class LocalAbortSend(_message.Message):
-    """Main process or engine: the send is over (request cancelled, finished with its first token)."""
+    """Main process or engine: the send is over (request cancelled, finished with its first token). The
+    main process hears of what the engine gives up by itself as of a send that failed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
