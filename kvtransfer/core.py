@@ -180,7 +180,8 @@ class TransferCore:
                 )
             )
         elif kind == "drop":
-            self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
+            handoff_id, is_late = request.drop.handoff_id, not connection.is_main
+            self._carry_out(self._receiver.drop(handoff_id, now, is_late=is_late))
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main

@@ -230,12 +230,11 @@ class SchedulerHalf:
         if receive.handoff_id in self._committed:
             self._early_loads.offer(receive.handoff_id, num_computed_tokens)
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        if not (
-            receive.handoff_id in self._ended_early
-            or not self._port.alive
-            or time.monotonic() >= receive.deadline
-        ):
-            return None
+        if receive.handoff_id not in self._ended_early and self._port.alive:
+            if time.monotonic() < receive.deadline:
+                return None
+            # Released it would count as loaded.
+            self._port.drop(receive.handoff_id)
         self._end(receive)
         return 0
 

@@ -188,6 +188,9 @@ class Service:
     def wait(self, timeout_s, beside):
         pass
 
+    def drop(self, handoff_id):
+        self.told(self.receiver.drop(handoff_id, self.now, is_late=True))
+
     def abort_send(self, handoff_id):
         self.given_up.append(handoff_id)
 

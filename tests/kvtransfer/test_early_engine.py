@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kvtransfer import frames, scheduler_half
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyReport
 from baton.kvtransfer.rank_half import RankHalf
+from baton.kvtransfer.receiving import ReceiveState
 from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -557,6 +558,24 @@ def test_a_load_that_begins_when_the_commit_is_about_to_expire_ends_as_one(monke
     engine.run_step()
     assert service.receiver.num_live == 0
     assert service.receiver.statistics.num_failed == 0
+    engine.teardown()
+
+
+@pytest.mark.parametrize("count", [0, 10])
+def test_a_handoff_that_is_not_committed_in_time_has_failed(monkeypatch, count):
+    engine, coming = engine_with(20, 1, 0)
+    service = engine.service
+    monkeypatch.setattr(scheduler_half, "time", SimpleNamespace(monotonic=lambda: service.now))
+    engine.deliver(coming, count)
+    engine.run_step()
+    engine.tell(coming)
+    engine.run_step()
+    assert engine.waiting == [coming.request]
+    service.now = 2e9
+    engine.run_step()
+    assert engine.running == [coming.request]
+    (ended,) = service.receiver.known()
+    assert (ended.state, ended.reason) == (ReceiveState.FAILED, pb.REFUSAL_REASON_EXPIRED)
     engine.teardown()
 
 

@@ -1120,7 +1120,9 @@ Global___LocalRelease: _TypeAlias = LocalRelease  # noqa: Y015
 
 @_typing.final
 class LocalDrop(_message.Message):
-    """Main process: no longer wanted. Also refuses an open of this id that comes later."""
+    """Main process: no longer wanted. Engine: not committed in time. Also refuses an open of this id that
+    comes later.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
