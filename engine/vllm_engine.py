@@ -65,6 +65,7 @@ from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
 from baton.kvtransfer.notes import NoteWriter
+from baton.kvtransfer.scheduler_half import CUT_OFF
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -408,6 +409,9 @@ class VllmEngine:
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
             told = self._stats.kv_connector_stats or {}
+            if told.get(CUT_OFF):
+                # The service may have been busy, and go on; what it was told half is lost.
+                raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
             self._sample(told.get(STEP_WORK), outputs.timestamp)
             if (change := told.get(CACHE_CHANGE)) is not None:
                 step.cache = CacheChange(**change)

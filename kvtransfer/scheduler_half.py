@@ -32,6 +32,8 @@ _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 # A load that begins so long after its commit says so, lest the commit expires under it. Most begin
 # at once, and wake nobody.
 _LONG_HELD_S = 1.0
+# Of SchedulerStats.kv_connector_stats: this engine has lost its transfer service for good.
+CUT_OFF = "baton_cut_off"
 # In place of tokens that are not known yet.
 _NO_TOKEN = 0
 _Value = TypeVar("_Value")
@@ -149,6 +151,8 @@ class SchedulerHalf:
         self._early_tokens: dict[str, int] = {}
         # Requests that wait to be taken back.
         self._gone: set[str] = set()
+        # A rank has lost the service.
+        self._is_cut_off = False
         # Requests given to the engine, as it has seen them and as their giver has counted.
         self._num_added = self._num_submitted = 0
         # The last step computed nothing and none is under way: the engine has nothing to do but
@@ -400,6 +404,8 @@ class SchedulerHalf:
             told[EARLY_TOKENS], self._early_tokens = self._early_tokens, {}
         if self._gone:
             told[PREFIX_GONE], self._gone = list(self._gone), set()
+        if self._is_cut_off or not self._port.alive:
+            told[CUT_OFF] = True
         if self._receives:
             # What came while the step ran is copied by the next, whoever that asks about.
             self._poll()
@@ -466,8 +472,14 @@ class SchedulerHalf:
         self._port.abort_send(send.handoff_id)
         self._ended_sends.append(send.handoff_id)
 
-    def reported(self, report: EarlyReport) -> None:
-        """What the ranks did of early loads in the oldest unfinished step."""
+    def reported(self, report: EarlyReport, *, is_cut_off: bool = False) -> None:
+        """What the ranks say of the oldest unfinished step.
+
+        Args:
+            report: what they did of early loads.
+            is_cut_off: one of them has lost the transfer service.
+        """
+        self._is_cut_off = self._is_cut_off or is_cut_off
         takers = self._unfinished[0].takers if self._unfinished else {}
         for handoff_id, num_blocks in report.num_blocks.items():
             if (taker := takers.get(handoff_id)) is not None and num_blocks:

@@ -22,7 +22,7 @@ from baton.kvtransfer import frames, scheduler_half
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyReport
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.receiving import ReceiveState
-from baton.kvtransfer.scheduler_half import SchedulerHalf
+from baton.kvtransfer.scheduler_half import CUT_OFF, SchedulerHalf
 from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))
@@ -735,6 +735,23 @@ def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
         assert steps[-1].ended == engine.service.given_up == [handoff_id]
     engine.end(sending)
     assert len(engine.service.given_up) == 1
+
+
+@pytest.mark.parametrize("who", ["scheduler", "rank"])
+def test_an_engine_that_has_lost_the_service_says_so(who):
+    engine = EarlyEngine()
+    engine.starts(is_calm=True)
+    engine.half.step(as_scheduled([]))
+    assert CUT_OFF not in engine.half.finish_step()
+    assert all(rank.alive for rank in engine.ranks)
+    if who == "scheduler":
+        engine.service.alive = False
+        assert not any(rank.alive for rank in engine.ranks)
+    else:
+        engine.half.reported(EarlyReport(), is_cut_off=True)
+    for _ in range(2):
+        engine.half.step(as_scheduled([]))
+        assert engine.half.finish_step()[CUT_OFF]
 
 
 def test_an_idle_engine_waits_for_news_unless_a_request_is_on_its_way():

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +29,7 @@ from vllm.v1.engine import (
 from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
+    EngineDead,
     EngineOutput,
     EngineRequest,
     Finish,
@@ -102,6 +105,18 @@ async def pushed(decode: Side, given: Given, prompt: list[int]) -> dict[str, boo
     return {"is_cut": output.finish is Finish.CUT, "is_written": is_written}
 
 
+async def cut_off(decode: Side, waiting: EngineRequest) -> str:
+    """What an engine says of the end of its transfer service, of which a request awaits news."""
+    os.kill(decode.transfer.pid, signal.SIGKILL)
+    await decode.transfer.gone.wait()
+    await decode.engine.announce(waiting, 1)
+    try:
+        while True:
+            await decode.engine.next_step()
+    except EngineDead as error:
+        return str(error)
+
+
 @contextlib.asynccontextmanager
 async def another_step(decode: Side) -> AsyncIterator[None]:
     """Ends once the engine has told of something again."""
@@ -150,6 +165,8 @@ async def main(model: str) -> dict[str, Any]:
             made["num_unseen"] = given.told - given.num_seen
             made["num_untold"] = len(given.crossing)
             await decode.engine.abort(["waits"])
+            async with asyncio.timeout(TIMEOUT_S):
+                made["cut off"] = await cut_off(decode, announced("in vain"))
     return made
 
 

@@ -52,3 +52,7 @@ def test_the_scheduler_waits_for_none_of_them(made: dict[str, Any]) -> None:
     """Nor is one left out that the scheduler has seen, when its failure crosses with its end."""
     assert made["num_unseen"] == 0
     assert made["num_untold"] == 0
+
+
+def test_an_engine_without_its_transfer_service_does_not_go_on(made: dict[str, Any]) -> None:
+    assert "transfer service" in made["cut off"]
