@@ -77,6 +77,8 @@ class HandoffPort:
         state = self._states.pop(receive.handoff_id, None)
         try:
             if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+                # Too late, unless it has ended already.
+                self._port.drop(receive.handoff_id)
                 return 0
             claim = self._port.claim(receive.handoff_id, 0)
             if claim is None:

@@ -65,6 +65,7 @@ from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
 from baton.kvtransfer.notes import NoteWriter
+from baton.kvtransfer.scheduler_half import CUT_OFF
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.sampling import needs_exact_state
@@ -408,6 +409,9 @@ class VllmEngine:
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
             told = self._stats.kv_connector_stats or {}
+            if told.get(CUT_OFF):
+                # The service may have been busy, and go on; what it was told half is lost.
+                raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
             self._sample(told.get(STEP_WORK), outputs.timestamp)
             if (change := told.get(CACHE_CHANGE)) is not None:
                 step.cache = CacheChange(**change)
@@ -458,10 +462,13 @@ class VllmEngine:
         )
 
     async def _retry(self, live: _Live) -> None:
-        """Runs a request again from its prompt, as if its handoff had never come."""
+        """Runs a request again from its prompt, as if there had been no handoffs.
+
+        What it was to push has been given up with its end, and the staging may be another's.
+        """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
-        request = dataclasses.replace(live.request, receive=None)
+        request = dataclasses.replace(live.request, receive=None, send=None)
         again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
         await self._submit(again)
 

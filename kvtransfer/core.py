@@ -170,7 +170,8 @@ class TransferCore:
             restart = request.restart_send
             self._carry_out(self._sender.restart(restart.handoff_id, restart.epoch, now))
         elif kind == "abort_send":
-            self._carry_out(self._sender.abort(request.abort_send.handoff_id, now))
+            handoff_id, is_known = request.abort_send.handoff_id, connection.is_main
+            self._carry_out(self._sender.abort(handoff_id, now, is_known=is_known))
         elif kind == "release":
             release = request.release
             self._carry_out(
@@ -179,7 +180,8 @@ class TransferCore:
                 )
             )
         elif kind == "drop":
-            self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
+            handoff_id, is_late = request.drop.handoff_id, not connection.is_main
+            self._carry_out(self._receiver.drop(handoff_id, now, is_late=is_late))
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main

@@ -264,6 +264,11 @@ class EnginePort:
         )
         return self._send(kv_transfer_pb2.LocalRequest(release=release))
 
+    def drop(self, handoff_id: bytes) -> bool:
+        """A handoff was not committed in time: it fails, and nothing of it is loaded."""
+        drop = kv_transfer_pb2.LocalDrop(handoff_id=handoff_id)
+        return self._send(kv_transfer_pb2.LocalRequest(drop=drop))
+
     def close(self) -> None:
         """Closes the connection and unmaps the segment; idempotent."""
         self._alive = False

@@ -82,6 +82,11 @@ class RankHalf:
             port = EnginePort(self._socket_path)
             self._notifier = NotifierThread(Notifier(port, self._rank), port)
 
+    @property
+    def alive(self) -> bool:
+        """False: this rank has lost the transfer service, and hands over nothing any more."""
+        return self._port.alive and self._notifier.alive
+
     def begin_step(self, step: HandoffStep) -> None:
         if step.early.cleared:
             self._copies.clear(step.early.cleared)

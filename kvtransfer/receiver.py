@@ -217,14 +217,22 @@ class Receiver:
             self._end(handoff, _S.RELEASED, pb.REFUSAL_REASON_CANCELLED, "released", now)
         return self._taken()
 
-    def drop(self, handoff_id: bytes, now: float) -> list[Effect]:
+    def drop(self, handoff_id: bytes, now: float, *, is_late: bool = False) -> list[Effect]:
         """No longer wanted; an open that comes later is refused.
 
         A claimed one ends with its release or the claim's time: somebody is reading it.
+
+        Args:
+            handoff_id: of 16 bytes.
+            now: by time.monotonic.
+            is_late: it has not been committed in time; otherwise its request is cancelled.
         """
         handoff = self._live.get(handoff_id)
         reason, detail = pb.REFUSAL_REASON_CANCELLED, "dropped by the receiving worker"
+        if is_late:
+            reason, detail = pb.REFUSAL_REASON_EXPIRED, "not committed in time"
         if handoff is not None and handoff.state is not _S.CLAIMED:
+            self.statistics.num_expired += is_late
             self._fail(handoff, reason, detail, now)
         elif handoff is None and handoff_id not in self._ended:
             self._bury(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))

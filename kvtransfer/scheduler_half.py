@@ -32,6 +32,8 @@ _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 # A load that begins so long after its commit says so, lest the commit expires under it. Most begin
 # at once, and wake nobody.
 _LONG_HELD_S = 1.0
+# Of SchedulerStats.kv_connector_stats: this engine has lost its transfer service for good.
+CUT_OFF = "baton_cut_off"
 # In place of tokens that are not known yet.
 _NO_TOKEN = 0
 _Value = TypeVar("_Value")
@@ -149,6 +151,8 @@ class SchedulerHalf:
         self._early_tokens: dict[str, int] = {}
         # Requests that wait to be taken back.
         self._gone: set[str] = set()
+        # A rank has lost the service.
+        self._is_cut_off = False
         # Requests given to the engine, as it has seen them and as their giver has counted.
         self._num_added = self._num_submitted = 0
         # The last step computed nothing and none is under way: the engine has nothing to do but
@@ -230,12 +234,11 @@ class SchedulerHalf:
         if receive.handoff_id in self._committed:
             self._early_loads.offer(receive.handoff_id, num_computed_tokens)
             return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        if not (
-            receive.handoff_id in self._ended_early
-            or not self._port.alive
-            or time.monotonic() >= receive.deadline
-        ):
-            return None
+        if receive.handoff_id not in self._ended_early and self._port.alive:
+            if time.monotonic() < receive.deadline:
+                return None
+            # Released it would count as loaded.
+            self._port.drop(receive.handoff_id)
         self._end(receive)
         return 0
 
@@ -339,12 +342,16 @@ class SchedulerHalf:
 
     def _follow(self, block_ids: Sequence[int]) -> None:
         """What a request computes after blocks that are being filled is wrong if they are."""
-        steps = [self._loading, *(step.loading for step in self._unfinished)]
-        for loading in filter(None, steps):
+        for loading in self._unverified():
             filled = set[int]().union(*(one.affected for one in loading))
             found = [at for at, block_id in enumerate(block_ids) if block_id in filled]
             if found:
                 loading.append(_Loading([block_ids[at] for at in found], block_ids[found[0] :]))
+
+    def _unverified(self) -> list[list[_Loading]]:
+        """Of each step that loads something and has not finished, the one being made included."""
+        steps = [self._loading, *(step.loading for step in self._unfinished)]
+        return [loading for loading in steps if loading]
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
         if self._wants_blocks or output.preempted_req_ids:
@@ -397,6 +404,8 @@ class SchedulerHalf:
             told[EARLY_TOKENS], self._early_tokens = self._early_tokens, {}
         if self._gone:
             told[PREFIX_GONE], self._gone = list(self._gone), set()
+        if self._is_cut_off or not self._port.alive:
+            told[CUT_OFF] = True
         if self._receives:
             # What came while the step ran is copied by the next, whoever that asks about.
             self._poll()
@@ -405,6 +414,13 @@ class SchedulerHalf:
     def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
         if not self._sends:
             return
+        # Whoever gets what is sent takes it for right: of a load that is known when its step ends.
+        doubtful = {
+            block_id
+            for loading in self._unverified()
+            for one in loading
+            for block_id in one.affected
+        }
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -421,8 +437,11 @@ class SchedulerHalf:
             )
             if num_ready <= send.next_block:
                 continue
-            first, send.next_block = send.next_block, num_ready
             block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
+            if not doubtful.isdisjoint(block_ids):
+                self._give_up(self._sends.pop(request_id))
+                continue
+            first, send.next_block = send.next_block, num_ready
             yield Push(
                 send.handoff_id,
                 send.offset,
@@ -444,14 +463,23 @@ class SchedulerHalf:
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.next_block < self._layout.num_blocks(send.num_tokens)
         ):
-            self._port.abort_send(send.handoff_id)
-            self._ended_sends.append(send.handoff_id)
+            self._give_up(send)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive)
 
-    def reported(self, report: EarlyReport) -> None:
-        """What the ranks did of early loads in the oldest unfinished step."""
+    def _give_up(self, send: _Send) -> None:
+        self._port.abort_send(send.handoff_id)
+        self._ended_sends.append(send.handoff_id)
+
+    def reported(self, report: EarlyReport, *, is_cut_off: bool = False) -> None:
+        """What the ranks say of the oldest unfinished step.
+
+        Args:
+            report: what they did of early loads.
+            is_cut_off: one of them has lost the transfer service.
+        """
+        self._is_cut_off = self._is_cut_off or is_cut_off
         takers = self._unfinished[0].takers if self._unfinished else {}
         for handoff_id, num_blocks in report.num_blocks.items():
             if (taker := takers.get(handoff_id)) is not None and num_blocks:

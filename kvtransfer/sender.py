@@ -175,13 +175,23 @@ class Sender:
             self._restart(send, epoch, now)
         return self._taken()
 
-    def abort(self, handoff_id: bytes, now: float) -> list[Effect]:
-        """Nobody wants it any more, and nobody writes it. Idempotent; unknown ids are ignored."""
+    def abort(self, handoff_id: bytes, now: float, *, is_known: bool = True) -> list[Effect]:
+        """Nobody wants it any more, and nobody writes it. Idempotent; unknown ids are ignored.
+
+        Args:
+            handoff_id: of the send.
+            now: by time.monotonic.
+            is_known: to the main process, which otherwise hears of it as of one that failed.
+        """
         send = self._sends.get(handoff_id)
-        if send is not None and send.state in OVER:
-            send.deadline = min(send.deadline, now + self._limits.linger_s)
-        elif send is not None:
+        if send is None:
+            return self._taken()
+        if send.state not in OVER and is_known:
             self._end(send, _S.ABORTED, now, "aborted", farewell=True)
+        elif send.state not in OVER:
+            reason, detail = pb.REFUSAL_REASON_CANCELLED, "the engine gave it up"
+            self._fail(send, reason, detail, now, farewell=True)
+        send.deadline = min(send.deadline, now + self._limits.linger_s)
         return self._taken()
 
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:

@@ -192,7 +192,7 @@ class TransferClient:
 
         Returns:
             The offset of the handoff's bytes in the segment (see LocalSendOpened). How it goes on
-            is told by `next_events`, always with one LocalSendState unless it is aborted.
+            is told by `next_events`, always with one LocalSendState unless it is aborted here.
 
         Raises:
             TransferRefused: no room in time, too large, or the id is in use: prefill without

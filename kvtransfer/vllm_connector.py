@@ -77,10 +77,12 @@ class RankReport(KVConnectorWorkerMetadata):
     """What the ranks say to the scheduler's half after a step."""
 
     early: EarlyReport
+    is_cut_off: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, RankReport)
         self.early.add(other.early)
+        self.is_cut_off = self.is_cut_off or other.is_cut_off
         return self
 
 
@@ -208,8 +210,8 @@ class BatonConnector(KVConnectorBase_V1):
         return self._rank_half.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._rank_half.take_early_report()
-        return RankReport(report) if report else None
+        report, is_cut_off = self._rank_half.take_early_report(), not self._rank_half.alive
+        return RankReport(report, is_cut_off) if report or is_cut_off else None
 
     # ---- scheduler
 
@@ -274,7 +276,7 @@ class BatonConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, RankReport):
-            self._scheduler_half.reported(told.early)
+            self._scheduler_half.reported(told.early, is_cut_off=told.is_cut_off)
         invalid = connector_output.invalid_block_ids
         if untrusted := self._scheduler_half.distrust(invalid):
             self._known_cache_manager.evict_blocks(untrusted)

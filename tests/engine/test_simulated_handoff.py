@@ -21,7 +21,7 @@ from baton.engine.base import (
 )
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
-from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import KvTransferConfig, SimulatedConfig
@@ -133,6 +133,15 @@ async def committed(side: Side, handoff_id: bytes) -> None:
                     return
 
 
+async def ended_badly(side: Side, handoff_id: bytes) -> HandoffEvent:
+    """What a side says of it, once that has a reason."""
+    async with asyncio.timeout(20):
+        while True:
+            for event in await side.transfer.next_events():
+                if event.handoff_id == handoff_id and event.reason:
+                    return event
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 300])
 async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> None:
     prompt = [(7 * index + length) % 200 for index in range(length)]
@@ -228,6 +237,19 @@ async def test_without_a_commit_the_prompt_is_computed_and_nobody_waits(pair: Pa
                     finished[output.request_id] = output
     assert list(finished) == ["other", "d"]
     assert tokens["d"] == expected_tokens(pair.vocabulary, prompt, 8)
+    await pair.nothing_left()
+
+
+async def test_a_handoff_that_comes_too_late_has_failed_on_both_sides(pair: Pair) -> None:
+    prompt = [index % 190 for index in range(100)]
+    send = await pair.open(prompt)
+    tokens, output, _ = await pair.receiver.finish(decode(prompt, [], send.handoff_id, 0.2))
+    assert tokens == expected_tokens(pair.vocabulary, prompt, 8)
+    assert output.num_handoff_tokens == 0
+    for side in (pair.receiver, pair.sender):
+        ended = await ended_badly(side, send.handoff_id)
+        assert ended.reason == kv_transfer_pb2.REFUSAL_REASON_EXPIRED
+    pair.sender.transfer.abort_send(send.handoff_id)
     await pair.nothing_left()
 
 

@@ -160,6 +160,7 @@ class Service:
         self.receiver.configure(LAYOUT)
         self.now = 0.0
         self.states: dict[bytes, pb.LocalHandoffState] = {}
+        self.given_up: list[bytes] = []
 
     def told(self, effects):
         for effect in effects:
@@ -186,6 +187,12 @@ class Service:
 
     def wait(self, timeout_s, beside):
         pass
+
+    def drop(self, handoff_id):
+        self.told(self.receiver.drop(handoff_id, self.now, is_late=True))
+
+    def abort_send(self, handoff_id):
+        self.given_up.append(handoff_id)
 
     def claim_ahead(self, handoff_id):
         self.told(self.receiver.claim_ahead(handoff_id, self.now))

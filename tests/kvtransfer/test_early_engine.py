@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kvtransfer import frames, scheduler_half
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyReport
 from baton.kvtransfer.rank_half import RankHalf
-from baton.kvtransfer.scheduler_half import SchedulerHalf
+from baton.kvtransfer.receiving import ReceiveState
+from baton.kvtransfer.scheduler_half import CUT_OFF, SchedulerHalf
 from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))
@@ -73,6 +74,11 @@ def as_scheduled(requests, *, preempted=()):
             for one in requests
         ],
         scheduled_spec_decode_tokens={},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids={
+                one.request_id: ([block.block_id for block in one.blocks],) for one in requests
+            }.__getitem__
+        ),
     )
 
 
@@ -555,6 +561,24 @@ def test_a_load_that_begins_when_the_commit_is_about_to_expire_ends_as_one(monke
     engine.teardown()
 
 
+@pytest.mark.parametrize("count", [0, 10])
+def test_a_handoff_that_is_not_committed_in_time_has_failed(monkeypatch, count):
+    engine, coming = engine_with(20, 1, 0)
+    service = engine.service
+    monkeypatch.setattr(scheduler_half, "time", SimpleNamespace(monotonic=lambda: service.now))
+    engine.deliver(coming, count)
+    engine.run_step()
+    engine.tell(coming)
+    engine.run_step()
+    assert engine.waiting == [coming.request]
+    service.now = 2e9
+    engine.run_step()
+    assert engine.running == [coming.request]
+    (ended,) = service.receiver.known()
+    assert (ended.state, ended.reason) == (ReceiveState.FAILED, pb.REFUSAL_REASON_EXPIRED)
+    engine.teardown()
+
+
 def test_part_of_a_handoff_is_loaded_early():
     engine, coming = engine_with(20, 1, 0)
     # The first three of its blocks, of every layer and rank.
@@ -681,6 +705,53 @@ def test_what_was_computed_ahead_on_a_load_that_failed_is_not_found(verifies_lat
     engine.take_output(scheduled_next, *done[1])
     assert not engine.running
     engine.teardown()
+
+
+@pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
+def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
+    """Whoever gets it would find no fault: its checksums are those of what was sent."""
+    engine, coming = engine_with(20, 1, 0)
+    engine.deliver(coming, 1000)
+    engine.tell(coming)
+    handoff_id, tokens = bytes(16), [1] * 14 + [9] * 8
+    send = {"handoff_id": handoff_id.hex(), "offset": 0, "num_tokens": 22, "skip_tokens": 0}
+    sending = Request("sends", tokens, {"baton_send": send})
+    scheduled, steps = [], []
+    if when != "with it":
+        scheduled = engine.schedule()
+        steps.append(engine.half.step(as_scheduled(scheduled)))
+    if when == "after it":
+        engine.take_output(scheduled, *engine.work(scheduled, steps[0], []))
+    engine.waiting.append(sending)
+    engine.half.add(sending)
+    steps.append(engine.half.step(as_scheduled(engine.schedule())))
+    assert sending.num_computed == 3 * SIZE
+    pushed = [block for push in steps[-1].pushes for block in push.block_ids]
+    if when == "after it":
+        assert pushed == [block.block_id for block in sending.blocks[:3]]
+        assert not engine.service.given_up
+    else:
+        assert not pushed
+        assert steps[-1].ended == engine.service.given_up == [handoff_id]
+    engine.end(sending)
+    assert len(engine.service.given_up) == 1
+
+
+@pytest.mark.parametrize("who", ["scheduler", "rank"])
+def test_an_engine_that_has_lost_the_service_says_so(who):
+    engine = EarlyEngine()
+    engine.starts(is_calm=True)
+    engine.half.step(as_scheduled([]))
+    assert CUT_OFF not in engine.half.finish_step()
+    assert all(rank.alive for rank in engine.ranks)
+    if who == "scheduler":
+        engine.service.alive = False
+        assert not any(rank.alive for rank in engine.ranks)
+    else:
+        engine.half.reported(EarlyReport(), is_cut_off=True)
+    for _ in range(2):
+        engine.half.step(as_scheduled([]))
+        assert engine.half.finish_step()[CUT_OFF]
 
 
 def test_an_idle_engine_waits_for_news_unless_a_request_is_on_its_way():

@@ -136,7 +136,7 @@ async def test_nothing_is_taken_before_the_engine_is_known(start, handoff):
 @pytest.mark.parametrize("stage", ["opened", "half sent", "committed"])
 async def test_a_cancel_at_any_stage_frees_both_ends(pair, handoff, stage):
     sender, receiver = pair
-    for who in ("sender aborts", "receiver drops", "engine releases"):
+    for who in ("sender aborts", "its engine aborts", "receiver drops", "engine releases"):
         one = handoff(8)
         await one.open(sender, receiver.client.address)
         await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
@@ -150,6 +150,11 @@ async def test_a_cancel_at_any_stage_frees_both_ends(pair, handoff, stage):
         if who == "sender aborts":
             sender.client.abort_send(one.handoff_id)
             sender.client.abort_send(one.handoff_id)
+            if stage == "committed":
+                receiver.client.drop(one.handoff_id)
+        elif who == "its engine aborts":
+            sender.port.abort_send(one.handoff_id)
+            sender.port.abort_send(one.handoff_id)
             if stage == "committed":
                 receiver.client.drop(one.handoff_id)
         elif who == "receiver drops":

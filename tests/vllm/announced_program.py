@@ -1,4 +1,4 @@
-"""Announced requests that vLLM's engine core cannot even begin with: what becomes of them.
+"""Requests that vLLM's engine core cannot even begin with: what becomes of them.
 
 `python announced_program.py MODEL OUTPUT`
 """
@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +28,15 @@ from vllm.v1.engine import (
 )
 from vllm.v1.metrics.stats import SchedulerStats
 
-from baton.engine.base import EngineOutput, EngineRequest, Finish, ReceiveHandoff
+from baton.engine.base import (
+    EngineDead,
+    EngineOutput,
+    EngineRequest,
+    Finish,
+    ReceiveHandoff,
+    SendHandoff,
+)
+from baton.kvtransfer.control import EnginePort
 from baton.v1 import common_pb2
 
 TIMEOUT_S, COMMIT_TIMEOUT_S = 60.0, 3600.0
@@ -78,6 +88,35 @@ async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
     return found
 
 
+async def pushed(decode: Side, given: Given, prompt: list[int]) -> dict[str, bool]:
+    """A prompt that fails once, and is computed then, when its staging may be another's."""
+    num_bytes = decode.info.layout.handoff_bytes(decode.info.layout.num_blocks(len(prompt)))
+    send = SendHandoff(secrets.token_bytes(16), 0, len(prompt))
+    queue = decode._outputs["sends"] = asyncio.Queue()
+    given.fails = True
+    await decode.engine.submit(
+        EngineRequest("sends", prompt, SAMPLING, prefill_only=True, send=send)
+    )
+    given.fails = False
+    output = await queue.get()
+    port = EnginePort(decode.transfer.socket_path)
+    is_written = any(port.memory[:num_bytes])
+    port.close()
+    return {"is_cut": output.finish is Finish.CUT, "is_written": is_written}
+
+
+async def cut_off(decode: Side, waiting: EngineRequest) -> str:
+    """What an engine says of the end of its transfer service, of which a request awaits news."""
+    os.kill(decode.transfer.pid, signal.SIGKILL)
+    await decode.transfer.gone.wait()
+    await decode.engine.announce(waiting, 1)
+    try:
+        while True:
+            await decode.engine.next_step()
+    except EngineDead as error:
+        return str(error)
+
+
 @contextlib.asynccontextmanager
 async def another_step(decode: Side) -> AsyncIterator[None]:
     """Ends once the engine has told of something again."""
@@ -119,11 +158,15 @@ async def main(model: str) -> dict[str, Any]:
                     "is_error": found[-1].finish is Finish.ERROR,
                 }
             given.fails = False
+            async with asyncio.timeout(TIMEOUT_S):
+                made["pushed"] = await pushed(decode, given, prompt)
             # One that waits makes the scheduler be told of all.
             await decode.engine.announce(announced("waits"), 1)
             made["num_unseen"] = given.told - given.num_seen
             made["num_untold"] = len(given.crossing)
             await decode.engine.abort(["waits"])
+            async with asyncio.timeout(TIMEOUT_S):
+                made["cut off"] = await cut_off(decode, announced("in vain"))
     return made
 
 

@@ -760,7 +760,9 @@ Global___LocalRestartSend: _TypeAlias = LocalRestartSend  # noqa: Y015
 
 @_typing.final
 class LocalAbortSend(_message.Message):
-    """Main process or engine: the send is over (request cancelled, finished with its first token)."""
+    """Main process or engine: the send is over (request cancelled, finished with its first token). The
+    main process hears of what the engine gives up by itself as of a send that failed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1118,7 +1120,9 @@ Global___LocalRelease: _TypeAlias = LocalRelease  # noqa: Y015
 
 @_typing.final
 class LocalDrop(_message.Message):
-    """Main process: no longer wanted. Also refuses an open of this id that comes later."""
+    """Main process: no longer wanted. Engine: not committed in time. Also refuses an open of this id that
+    comes later.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
