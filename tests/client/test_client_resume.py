@@ -258,6 +258,26 @@ async def test_wait_ready_finds_the_one_that_serves(server, inference):
         await stream.complete()
 
 
+async def test_the_one_that_has_come_to_serve_is_next(inference):
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (first, of_first),
+        serving(other) as (second, of_second),
+        BatonClient([first, second]) as client,
+    ):
+        await set_serving(of_second, True)
+        await client.wait_ready(TIMEOUT_S)
+        stream, connection = await flowing(client, other)
+        assert client.address == second
+        await set_serving(of_second, False)
+        await set_serving(of_first, True)
+        await client.wait_ready(TIMEOUT_S)
+        connection.end()
+        request = await finish(await inference.connection(), 2, [3], "d")
+        assert list(request.resume.token_ids) == [1, 2]
+        await stream.complete()
+
+
 async def test_a_blocking_client_resumes(server, inference):
     def use():
         with BlockingClient(server[0]) as client, client.generate("hello") as stream:
