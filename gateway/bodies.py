@@ -26,6 +26,14 @@ from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
 B = TypeVar("B", bound="GenerationBody")
+T = TypeVar("T")
+
+# A body has room for millions of wrong entries, and what is said of each takes its time: of a list
+# the first one is told, and other parts are not looked at when they are longer than any can be.
+_FailsFast = Annotated[list[T], Field(fail_fast=True)]
+_MAX_FIELDS = 64
+# As many as a coordinator takes.
+_MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 
 # Known and not carried out, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -66,6 +74,13 @@ class _Part(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields, of which some are unknown")
+        return value
+
 
 class StreamOptions(_Part):
     include_usage: bool | None = None
@@ -100,7 +115,7 @@ class StructuredOutputs(_Part):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: _FailsFast[str] | None = None
     grammar: str | None = None
 
 
@@ -115,7 +130,7 @@ class GenerationBody(_Part):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _FailsFast[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -126,9 +141,9 @@ class GenerationBody(_Part):
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: _FailsFast[int] | None = None
+    bad_words: _FailsFast[str] | None = None
+    allowed_token_ids: _FailsFast[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -142,6 +157,13 @@ class GenerationBody(_Part):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _has_few(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and len(value) > _MAX_LOGIT_BIASES:
+            raise ValueError(f"has {len(value)} entries; at most {_MAX_LOGIT_BIASES}")
+        return value
 
     @model_validator(mode="after")
     def _streams_what_it_says(self) -> GenerationBody:
@@ -206,7 +228,7 @@ class Message(_Part):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
