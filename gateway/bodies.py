@@ -32,6 +32,7 @@ T = TypeVar("T")
 # the first one is told, and other parts are not looked at when they are longer than any can be.
 _FailsFast = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 64
+_MAX_NAME_CHARS = 80
 # As many as a coordinator takes.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 
@@ -279,6 +280,7 @@ def _counts(name: str, value: object, known: set[str]) -> bool:
             param=name,
             code="unsupported_parameter",
         )
+    name = _short(name)
     hint = did_you_mean(name, known, cutoff=0.8)
     raise Problem(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
@@ -293,7 +295,7 @@ def _explained(error: ValidationError, values: Any) -> Problem:
         if problem["type"] in ("extra_forbidden", "missing"):
             # Its last part leads to nothing that is there, or should be.
             *above, name = problem["loc"]
-            path = f"{_found(above, values)[0]}.{name}".lstrip(".")
+            path = f"{_found(above, values)[0]}.{_short(str(name))}".lstrip(".")
             missing = problem["type"] == "missing"
             said = "it is required" if missing else "this server does not support it"
         paths.setdefault(path, (value, []))[1].append(said)
@@ -314,8 +316,14 @@ def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
             values = values[part]
         except (LookupError, TypeError):
             break
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        name = _short(str(part))
+        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
     return path, values
+
+
+def _short(name: str) -> str:
+    """A name that a body has, as errors have it."""
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 3]}..."
 
 
 def _are_ids(value: object) -> bool:

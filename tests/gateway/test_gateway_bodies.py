@@ -95,6 +95,16 @@ def test_of_many_that_are_wrong_one_is_told(name):
         bodies.parse(json.dumps({**least, name: MANY_WRONG[name]}).encode(), bodies.ChatBody)
 
 
+@pytest.mark.parametrize("above", [None, "structured_outputs", "logit_bias"])
+def test_long_names_come_back_shortened(above):
+    wrong = {"n" * MANY: ""}
+    body = {"prompt": "x"} | (wrong if above is None else {above: wrong})
+    with pytest.raises(Problem) as caught:
+        bodies.parse(json.dumps(body).encode(), bodies.CompletionBody)
+    assert "n" * 60 in caught.value.param
+    assert len(caught.value.body()) < 1000
+
+
 def test_no_more_turns_are_read_than_are_taken():
     turns = [{"role": "user", "content": "x"}] * MANY
     with pytest.raises(Problem, match=r"^messages is .*at most 4096"):
