@@ -116,6 +116,9 @@ def of(error: RemoteError) -> Problem:
             if message.startswith(error.field)
             else message
         )
+        # What is allowed may name other fields; what was sent stays as it is.
+        told, semicolon, allowed = message.rpartition("; ")
+        message = told + semicolon + allowed.replace("sampling.", "")
     elif isinstance(error, ResourceExhaustedError):
         code = (error.reason or "resource_exhausted").lower()
         if code == "client_requests":
