@@ -42,6 +42,7 @@ _NAMES = {
     "request_id": "x-request-id",
     "tenant": "x-baton-tenant",
     "timeout": "x-baton-timeout-s",
+    "timeout_s": "x-baton-timeout-s",
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
 }
