@@ -166,8 +166,9 @@ async def _stream(
 
 
 def _print_event(event: Event) -> None:
-    import json
     from dataclasses import asdict
 
+    from baton.cli.output import print_json_line
+
     fields: dict[str, Any] = {"event": type(event).__name__.lower(), **asdict(event)}
-    print(json.dumps(fields, ensure_ascii=False), flush=True)
+    print_json_line(fields)

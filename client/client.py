@@ -125,6 +125,7 @@ class BatonClient(AsyncClosing):
             max_buffered_events=self._max_buffered_events,
             timeout_s=options.get("timeout_s"),
             retry_timeout_s=retry_timeout_s,
+            credential=self._dial.credential if "authorization" not in options else None,
         )
         try:
             connector.submit(state)

@@ -93,11 +93,17 @@ class Connector:
     async def aclose(self) -> None:
         """Ends the session and every request; returns when the tasks are gone."""
         task, self._task = self._task, None
+        # Or one of these would open a session that nobody ends.
+        for timer in self._delayed.values():
+            timer.cancel()
         tasks = [*self._leaving.values(), *([task] if task is not None else [])]
         for one in tasks:
             one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            # Also when nobody waits for it any more: others may read what it held.
+            self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
 
     def _place(self, state: RequestState) -> None:
         """Submits a request, now or when there is a session."""
@@ -181,13 +187,15 @@ class Connector:
             finally:
                 if self._leaving.pop(session, None) is None:
                     self._session = None
-                    self._pass_on()
+                    self._pass_on(address)
                 for state in session.release():
                     self._take_back(state, end)
         return end
 
-    def _pass_on(self) -> None:
-        self._next_address = (self._next_address + 1) % len(self._addresses)
+    def _pass_on(self, address: str) -> None:
+        """The next one is tried first, unless another one than this is to be already."""
+        if self._addresses[self._next_address] == address:
+            self._next_address = (self._next_address + 1) % len(self._addresses)
 
     def _opened(self, session: Session) -> None:
         self._session = session
@@ -216,7 +224,7 @@ class Connector:
             return False
         self._leaving[session] = task
         self._session = self._task = None
-        self._pass_on()
+        self._pass_on(session.address)
         return True
 
     def _not_accepted(self, state: RequestState, error: RemoteError) -> None:

@@ -11,7 +11,8 @@ from baton.runtime.dial import Dial, bearer
 from baton.runtime.errors import Unauthenticated
 from baton.runtime.tls import TlsFiles
 
-# An API key or a JWT; what gives one is asked for every request, so that it may change.
+# An API key or a JWT; what gives one is asked for every request, and again when that is submitted
+# again, so that it may change.
 ApiKey: TypeAlias = str | Callable[[], str]
 
 

@@ -14,7 +14,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unspecified"]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Always first: the coordinator admitted the request."""
+    """Always first, unless it is cancelled sooner: the coordinator admitted the request."""
 
     request_id: str
     model: str
@@ -119,7 +119,7 @@ Event: TypeAlias = Accepted | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer; `model` is empty where it was cancelled before a coordinator accepted it."""
 
     request_id: str
     model: str

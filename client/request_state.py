@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +24,14 @@ class RequestState:
     A reader that lags costs nobody else anything: once `max_buffered_events` wait, later tokens
     join the last of them, so that the buffer is bounded by events and the tokens by the output.
 
+    Args:
+        request: as it is submitted first.
+        max_buffered_events: as above.
+        timeout_s: None: it has no deadline.
+        retry_timeout_s: in which it is submitted again when it is refused.
+        credential: gives its `authorization` anew when it is submitted again: the one that it came
+            with may have expired. None: it keeps that.
+
     Attributes:
         number: of the stream in its session.
         on_cancel: tells whoever holds the request that it is cancelled, or over (`ended`).
@@ -41,8 +50,9 @@ class RequestState:
         max_buffered_events: int,
         timeout_s: float | None,
         retry_timeout_s: float = 0.0,
+        credential: Callable[[], str] | None = None,
     ) -> None:
-        self._request = request
+        self._request, self._credential = request, credential
         self.number = 0
         self.on_cancel: Callable[[RequestState], None] | None = None
         self.accepted: events.Accepted | None = None
@@ -107,6 +117,10 @@ class RequestState:
         """The request as it is to be sent now: with the tokens and the time it has."""
         if not self.resuming and not self._retried:
             return self._request
+        if self._credential is not None:
+            # Where it fails, the last one may still do.
+            with contextlib.suppress(Exception):
+                self._request.authorization = self._credential() or self._request.authorization
         message = inference_pb2.GenerateRequest()
         message.CopyFrom(self._request)
         if self.accepted is not None:

@@ -84,12 +84,13 @@ class TokenStream(AsyncClosing):
                 parts.append(event)
             elif isinstance(event, Finished):
                 finished = event
-        accepted = self._state.accepted
-        if finished is None or accepted is None:
+        if finished is None:
             raise errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")
+        # Cancelled soon enough, it was never accepted.
+        accepted = self._state.accepted
         return Completion(
-            request_id=accepted.request_id,
-            model=accepted.model,
+            request_id=self.request_id,
+            model=accepted.model if accepted is not None else "",
             text="".join(part.text for part in parts),
             token_ids=tuple(token for part in parts for token in part.token_ids),
             logprobs=tuple(entry for part in parts for entry in part.logprobs),

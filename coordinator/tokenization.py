@@ -35,6 +35,8 @@ _FILES = (
 _NUM_THREADS = 2
 # A few milliseconds of work: longer texts leave the event loop.
 _MAX_INLINE_CHARS = 4096
+# That a template writes around a message, about.
+_AROUND_MESSAGE_CHARS = 32
 
 
 class Tokenizer:
@@ -84,7 +86,10 @@ class Tokenizer:
 
     def is_quick(self, request: inference_pb2.GenerateRequest) -> bool:
         """Whether its prompt may be tokenized on the event loop."""
-        return request.HasField("tokens") or _num_chars(request) <= _MAX_INLINE_CHARS
+        if request.HasField("tokens"):
+            return True
+        around = sum(_AROUND_MESSAGE_CHARS + len(one.role) for one in request.chat.messages)
+        return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
         """A request's prompt as token ids; long texts are tokenized in a thread.
@@ -144,7 +149,12 @@ class Tokenizer:
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add, **self._special_tokens
+                messages=messages,
+                # There, and none: templates ask `is not none`.
+                tools=None,
+                documents=None,
+                add_generation_prompt=add,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise InvalidArgument(
@@ -165,7 +175,7 @@ class Tokenizer:
 
 
 def _num_chars(request: inference_pb2.GenerateRequest) -> int:
-    """Of the prompt, where it is text."""
+    """Of the prompt's own text, without what a template may write around it."""
     in_messages = sum(len(message.content) for message in request.chat.messages)
     return len(request.text) + in_messages
 

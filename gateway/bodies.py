@@ -26,6 +26,15 @@ from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
 B = TypeVar("B", bound="GenerationBody")
+T = TypeVar("T")
+
+# A body has room for millions of wrong entries, and what is said of each takes its time: of a list
+# the first one is told, and other parts are not looked at when they are longer than any can be.
+_FailsFast = Annotated[list[T], Field(fail_fast=True)]
+_MAX_FIELDS = 64
+_MAX_NAME_CHARS = 80
+# As many as a coordinator takes.
+_MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 
 # Known and not carried out, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -66,6 +75,13 @@ class _Part(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields, of which some are unknown")
+        return value
+
 
 class StreamOptions(_Part):
     include_usage: bool | None = None
@@ -100,7 +116,7 @@ class StructuredOutputs(_Part):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: _FailsFast[str] | None = None
     grammar: str | None = None
 
 
@@ -115,7 +131,7 @@ class GenerationBody(_Part):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _FailsFast[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -126,9 +142,9 @@ class GenerationBody(_Part):
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: _FailsFast[int] | None = None
+    bad_words: _FailsFast[str] | None = None
+    allowed_token_ids: _FailsFast[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -142,6 +158,13 @@ class GenerationBody(_Part):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _has_few(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and len(value) > _MAX_LOGIT_BIASES:
+            raise ValueError(f"has {len(value)} entries; at most {_MAX_LOGIT_BIASES}")
+        return value
 
     @model_validator(mode="after")
     def _streams_what_it_says(self) -> GenerationBody:
@@ -206,7 +229,7 @@ class Message(_Part):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -257,6 +280,7 @@ def _counts(name: str, value: object, known: set[str]) -> bool:
             param=name,
             code="unsupported_parameter",
         )
+    name = _short(name)
     hint = did_you_mean(name, known, cutoff=0.8)
     raise Problem(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
@@ -271,7 +295,7 @@ def _explained(error: ValidationError, values: Any) -> Problem:
         if problem["type"] in ("extra_forbidden", "missing"):
             # Its last part leads to nothing that is there, or should be.
             *above, name = problem["loc"]
-            path = f"{_found(above, values)[0]}.{name}".lstrip(".")
+            path = f"{_found(above, values)[0]}.{_short(str(name))}".lstrip(".")
             missing = problem["type"] == "missing"
             said = "it is required" if missing else "this server does not support it"
         paths.setdefault(path, (value, []))[1].append(said)
@@ -292,8 +316,14 @@ def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
             values = values[part]
         except (LookupError, TypeError):
             break
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        name = _short(str(part))
+        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
     return path, values
+
+
+def _short(name: str) -> str:
+    """A name that a body has, as errors have it."""
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 3]}..."
 
 
 def _are_ids(value: object) -> bool:

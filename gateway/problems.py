@@ -42,6 +42,7 @@ _NAMES = {
     "request_id": "x-request-id",
     "tenant": "x-baton-tenant",
     "timeout": "x-baton-timeout-s",
+    "timeout_s": "x-baton-timeout-s",
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
 }
@@ -116,6 +117,9 @@ def of(error: RemoteError) -> Problem:
             if message.startswith(error.field)
             else message
         )
+        # What is allowed may name other fields; what was sent stays as it is.
+        told, semicolon, allowed = message.rpartition("; ")
+        message = told + semicolon + allowed.replace("sampling.", "")
     elif isinstance(error, ResourceExhaustedError):
         code = (error.reason or "resource_exhausted").lower()
         if code == "client_requests":

@@ -114,9 +114,12 @@ def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[P
         days: until they expire.
 
     Raises:
-        ConfigError: there is something else in the CA's files.
+        ConfigError: there is something else in the CA's files, or a host is none.
         OSError: it cannot be written.
     """
+    names = [*_LOCAL, *hosts]
+    for one in names:
+        _general_name(one)
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     ca_cert, ca_key = root / "ca.pem", root / "ca.key"
@@ -126,13 +129,13 @@ def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[P
         authority = Authority.make()
         authority.write(ca_cert, ca_key)
     until, made = datetime.now(UTC) + timedelta(days=days), [ca_cert, ca_key]
-    for stem, name, names, serves in (
-        ("server", CLUSTER_NAME, [*_LOCAL, *hosts], True),
+    for stem, name, valid_for, serves in (
+        ("server", CLUSTER_NAME, names, True),
         ("client", CLIENT_NAME, [], False),
         ("admin", ADMIN_NAME, [], False),
     ):
         cert, key = root / f"{stem}.pem", root / f"{stem}.key"
-        authority.issue(cert, key, name, names, serves=serves, until=until)
+        authority.issue(cert, key, name, valid_for, serves=serves, until=until)
         made += [cert, key]
     return made
 
@@ -160,10 +163,14 @@ def _named(name: str) -> x509.Name:
 
 
 def _general_name(name: str) -> x509.GeneralName:
+    """Raises ConfigError: no certificate can have it."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
-        return x509.DNSName(name)
+        pass
+    if not name or not name.isascii():
+        raise ConfigError(f"{name!r} is neither an address nor the name of a host, in ASCII")
+    return x509.DNSName(name)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

@@ -24,6 +24,9 @@ _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "E
 _CLAIMS = ("tenant", "lanes", "admin", "max_prompt_tokens", "max_output_tokens", "max_concurrent")
 # Tokens whose signature has been checked.
 _MAX_KNOWN = 1024
+# As much as fits the metadata of a call. Anybody may send more in a request, and looking at it
+# takes its time before there is anything to check.
+_MAX_CHARS = 16 * 2**10
 
 
 class Token(NamedTuple):
@@ -78,6 +81,8 @@ class JwtVerifier:
         Raises:
             BadToken: it does not count.
         """
+        if len(text) > _MAX_CHARS:
+            raise BadToken("too_long")
         keys = self._keys.get()
         if self._version != self._keys.version:
             self._known.clear()

@@ -55,7 +55,6 @@ class TlsFiles:
     def __init__(self, ca_file: str, cert_file: str = "", key_file: str = "") -> None:
         self._ca_file, self._cert_file, self._key_file = ca_file, cert_file, key_file
         self._pems = WatchedFiles([ca_file, cert_file, key_file], self._read)
-        self._context: tuple[int, ssl.SSLContext] | None = None
 
     @property
     def version(self) -> int:

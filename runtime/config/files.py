@@ -105,7 +105,7 @@ def split_address(address: str, key: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     is_url = host.startswith(("http:", "https:"))
-    if not separator or not host or is_url or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or is_url or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
     return host, int(port)
 

@@ -64,6 +64,6 @@ class RayConfig(Section):
         if value in ("", "auto"):
             return value
         host, _, port = value.removeprefix("ray://").rpartition(":")
-        if not host or "/" in host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ValueError('must be empty, "auto", host:port or ray://host:port')
         return value

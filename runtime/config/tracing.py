@@ -33,7 +33,7 @@ class TracingConfig(Section):
             and scheme in ("http", "https")
             and host
             and "/" not in host
-            and port.isdigit()
+            and port.isdecimal()
             and 1 <= int(port) <= 65535
         ):
             raise ValueError("must be http://host:port or https://host:port")

@@ -77,8 +77,8 @@ class KvTransferConfig(Section):
         first, separator, last = value.partition("-")
         if value and not (
             separator
-            and first.isdigit()
-            and last.isdigit()
+            and first.isdecimal()
+            and last.isdecimal()
             and 1 <= int(first) <= int(last) <= 65535
         ):
             raise ValueError("must be first-last, two ports of 1 to 65535, the lower one first")

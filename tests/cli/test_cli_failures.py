@@ -37,7 +37,7 @@ def test_a_host_that_nobody_knows(baton):
     assert "cannot reach the coordinator at no-such-host.invalid:7070: " in one_line(result)
 
 
-@pytest.mark.parametrize("address", ["here", "http://127.0.0.1:7070"])
+@pytest.mark.parametrize("address", ["here", "http://127.0.0.1:7070", "here:²"])
 def test_an_address_that_is_none(baton, address):
     result = baton("pools", "--address", address)
     assert result.code == 2

@@ -7,8 +7,8 @@ import re
 import pytest
 from google.protobuf import duration_pb2
 
-from baton.cli import failures, output, timeline
-from baton.client import LatencyBudget, StageTime
+from baton.cli import failures, generate, output, timeline
+from baton.client import LatencyBudget, StageTime, Tokens
 from baton.client.errors import make
 from baton.runtime.config import ConfigError
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
@@ -46,6 +46,11 @@ def test_json_survives_a_terminal_that_lacks_characters(monkeypatch, encoding):
     output.print_json({"\u00e9": "\u4e2d"})
     written.seek(0)
     assert json.load(written) == {"\u00e9": "\u4e2d"}
+    written.seek(0)
+    written.truncate()
+    generate._print_event(Tokens((7,), "\u4e2d", 0))
+    written.seek(0)
+    assert json.load(written)["text"] == "\u4e2d"
 
 
 def test_tables_are_plain_off_a_terminal(capsys):

@@ -48,6 +48,31 @@ async def test_a_stream_goes_on_where_it_was(client, inference, how):
     assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3, 4), 1)
 
 
+@pytest.mark.parametrize(
+    ("own", "shown"),
+    [
+        ({}, ["Bearer 1", "Bearer 2", "Bearer 2"]),
+        ({"authorization": "Bearer own"}, ["Bearer own"] * 3),
+    ],
+)
+async def test_it_comes_back_with_a_credential_that_is_valid_then(server, inference, own, shown):
+    given = iter(["1", "2"])
+    # There is no third one: what it came with may still do.
+    async with BatonClient(server[0], api_key=lambda: next(given)) as client:
+        stream = client.generate("hello", **own)
+        seen = []
+        for offset in range(3):
+            connection = await inference.connection()
+            submit = await connection.submitted()
+            seen.append(submit.request.authorization)
+            connection.send(accepted(submit.stream), delta(submit.stream, offset, [offset], "x"))
+            if offset == 2:
+                connection.send(finished(submit.stream))
+            connection.end()
+        assert (await stream.complete()).token_ids == (0, 1, 2)
+    assert seen == shown
+
+
 async def test_lost_twice(client, inference):
     answer = asyncio.create_task(client.complete("hello"))
     for offset, known in ((0, []), (1, [10]), (2, [10, 11])):
@@ -255,6 +280,26 @@ async def test_wait_ready_finds_the_one_that_serves(server, inference):
         await client.wait_ready(TIMEOUT_S)
         stream = client.generate("x")
         await finish(await inference.connection(), 0, [1], "a")
+        await stream.complete()
+
+
+async def test_the_one_that_has_come_to_serve_is_next(inference):
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (first, of_first),
+        serving(other) as (second, of_second),
+        BatonClient([first, second]) as client,
+    ):
+        await set_serving(of_second, True)
+        await client.wait_ready(TIMEOUT_S)
+        stream, connection = await flowing(client, other)
+        assert client.address == second
+        await set_serving(of_second, False)
+        await set_serving(of_first, True)
+        await client.wait_ready(TIMEOUT_S)
+        connection.end()
+        request = await finish(await inference.connection(), 2, [3], "d")
+        assert list(request.resume.token_ids) == [1, 2]
         await stream.complete()
 
 

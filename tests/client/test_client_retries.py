@@ -9,6 +9,7 @@ from baton.client import BatonClient, BlockingClient
 from baton.client.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
+    RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -118,6 +119,23 @@ async def test_cancel_while_it_waits(server, inference):
         await anext(other)
         stream.cancel()
         assert [event.reason for event in await rest(stream)] == ["cancelled"]
+
+
+async def test_closing_leaves_nothing_to_be_submitted_later(server, inference):
+    client = await BatonClient(server[0], retry_timeout_s=60).__aenter__()
+    stream, other = client.generate("hello"), client.generate("other")
+    connection = await inference.connection()
+    await refuse(connection, busy(30.0))
+    connection.send(accepted((await connection.submitted()).stream))
+    await anext(other)
+    (timer,) = client._connector._delayed.values()
+    closing = asyncio.create_task(client.aclose())
+    # While it waits for the session to end, this would open another.
+    await asyncio.sleep(0)
+    assert timer.cancelled()
+    await closing
+    with pytest.raises(RequestCancelledError):
+        await rest(stream)
 
 
 async def test_the_deadline_holds_while_it_waits(server, inference):

@@ -247,6 +247,14 @@ async def test_cancel_reads_on_to_the_last_event(client, inference):
     assert (await gathered(stream))[-1].reason == "cancelled"
 
 
+async def test_a_request_that_is_cancelled_before_anybody_has_accepted_it(client, inference):
+    stream = client.generate("x", request_id="mine")
+    stream.cancel()
+    completion = await stream.complete()
+    assert (completion.finish_reason, completion.text) == ("cancelled", "")
+    assert (completion.request_id, completion.model) == ("mine", "")
+
+
 async def test_a_request_abandoned_before_it_is_sent_is_never_sent(client, inference):
     first = client.generate("first")
     await first.aclose()
@@ -419,6 +427,21 @@ async def test_closing_that_is_cancelled_ends_the_session_all_the_same(
         with pytest.raises(RequestCancelledError):
             await stream.complete()
         monkeypatch.undo()
+
+
+async def test_closing_that_nobody_waits_for_ends_other_tasks_streams(server, inference):
+    client = await BatonClient(server[0]).__aenter__()
+    stream = client.generate("x")
+    await (await inference.connection()).submitted()
+    reading = asyncio.create_task(gathered(stream))
+    closing = asyncio.create_task(client.aclose())
+    # Until it waits for its tasks.
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    with pytest.raises(RequestCancelledError, match="the client was closed"):
+        await asyncio.wait_for(reading, TIMEOUT_S)
 
 
 async def test_too_many_live_requests(server, inference):

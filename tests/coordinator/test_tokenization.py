@@ -70,6 +70,18 @@ def test_template_file_wins_and_its_extensions_work(fresh_model_dir):
     tokenizer.close()
 
 
+def test_templates_know_that_there_are_no_tools_and_no_documents(fresh_model_dir):
+    """As transformers has it: they are defined, and none."""
+    source = (
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+        "{% if documents is not none %}{{ documents | tojson }}{% endif %}{{ messages[0].content }}"
+    )
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"))) == "hi"
+    tokenizer.close()
+
+
 def test_no_template(fresh_model_dir):
     set_settings(fresh_model_dir, chat_template=None)
     tokenizer = Tokenizer(str(fresh_model_dir))
@@ -96,6 +108,14 @@ async def test_long_texts_give_the_same_tokens(tokenizer):
     request = inference_pb2.GenerateRequest(text=text)
     assert await tokenizer.prompt_token_ids(request) == tokenizer.encode_text(text)
     assert tokenizer.min_tokens(request) <= len(tokenizer.encode_text(text))
+
+
+@pytest.mark.parametrize(
+    "messages", [[("r" * 100_000, "x")], [("user", "")] * 1000], ids=["role", "many"]
+)
+def test_long_chats_leave_the_event_loop_whatever_is_long(tokenizer, messages):
+    assert not tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(*messages)))
+    assert tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(("user", "x"))))
 
 
 def test_missing_models_are_said_clearly(tmp_path):

@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from baton.client.request import build
 from baton.gateway import asks, bodies, problems
@@ -69,6 +70,45 @@ def test_any_bytes_are_a_problem(kind, body):
     with pytest.raises(Problem) as caught:
         bodies.parse(body, kind)
     assert caught.value.status == 400
+
+
+MANY = 5000
+MANY_WRONG = {
+    "messages": [1] * MANY,
+    "logit_bias": {str(index): "" for index in range(MANY)},
+    "response_format": {"type": "text", **{f"x{index}": 1 for index in range(MANY)}},
+    "structured_outputs": {"choice": [1] * MANY},
+    **dict.fromkeys(("stop", "bad_words"), [1] * MANY),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), [""] * MANY),
+}
+
+
+@pytest.mark.parametrize("name", MANY_WRONG)
+def test_of_many_that_are_wrong_one_is_told(name):
+    """What is said of each would take the event loop minutes in the largest body."""
+    least = KINDS[bodies.ChatBody][1]
+    with pytest.raises(ValidationError) as caught:
+        bodies.ChatBody.model_validate({**least, name: MANY_WRONG[name]})
+    # In a union something of each kind.
+    assert caught.value.error_count() <= 2
+    with pytest.raises(Problem, match=f"^{name}"):
+        bodies.parse(json.dumps({**least, name: MANY_WRONG[name]}).encode(), bodies.ChatBody)
+
+
+@pytest.mark.parametrize("above", [None, "structured_outputs", "logit_bias"])
+def test_long_names_come_back_shortened(above):
+    wrong = {"n" * MANY: ""}
+    body = {"prompt": "x"} | (wrong if above is None else {above: wrong})
+    with pytest.raises(Problem) as caught:
+        bodies.parse(json.dumps(body).encode(), bodies.CompletionBody)
+    assert "n" * 60 in caught.value.param
+    assert len(caught.value.body()) < 1000
+
+
+def test_no_more_turns_are_read_than_are_taken():
+    turns = [{"role": "user", "content": "x"}] * MANY
+    with pytest.raises(Problem, match=r"^messages is .*at most 4096"):
+        bodies.parse(json.dumps({"messages": turns}).encode(), bodies.ChatBody)
 
 
 @given(name=st.sampled_from(sorted(bodies._UNSUPPORTED)), value=VALUES)

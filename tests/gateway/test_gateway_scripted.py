@@ -154,7 +154,11 @@ async def test_completions_have_a_default_length(inference, scripted, body, max_
 
 
 @pytest.mark.parametrize(
-    "header", [{"x-baton-lane": "fast"}, {"x-baton-timeout-s": "soon"}, {"x-baton-timeout-s": "-1"}]
+    "header",
+    [
+        {"x-baton-lane": "fast"},
+        *({"x-baton-timeout-s": said} for said in ("soon", "-1", "1e300")),
+    ],
 )
 async def test_a_wrong_header_is_named(scripted, header):
     answer = await post(scripted, {"prompt": "x"}, **header)
@@ -258,13 +262,26 @@ async def test_codes_are_statuses_also_before_the_first_token(inference, scripte
     assert (response.headers.get("x-should-retry") == "false") is (status == 429)
 
 
-async def test_fields_have_the_names_that_http_gives_them(inference, scripted):
+@pytest.mark.parametrize(
+    ("refusal", "param", "message"),
+    [
+        (InvalidArgument("tokens.ids[0]", 1, "must be 0"), "prompt", "prompt is 1; must be 0"),
+        (
+            InvalidArgument("sampling.min_tokens", 5, "at most sampling.max_tokens, which is 2"),
+            "min_tokens",
+            "min_tokens is 5; at most max_tokens, which is 2",
+        ),
+    ],
+)
+async def test_fields_have_the_names_that_http_gives_them(
+    inference, scripted, refusal, param, message
+):
     answer = asyncio.create_task(post(scripted, {"prompt": [1]}))
     connection = await inference.connection()
     number = (await connection.submitted()).stream
-    connection.send(failed(number, InvalidArgument("tokens.ids[0]", 1, "must be 0")))
+    connection.send(failed(number, refusal))
     error = (await answer).json()["error"]
-    assert (error["param"], error["message"]) == ("prompt", "prompt is 1; must be 0")
+    assert (error["param"], error["message"]) == (param, message)
 
 
 async def test_no_coordinator_is_503(scripted, start_gateway):

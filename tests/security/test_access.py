@@ -250,6 +250,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
         ({"lanes": ["express"]}, "claims"),
         ({"tenant": "a b"}, "claims"),
         ({"tenant": None}, "no_inference"),
+        ({"note": "x" * 20_000}, "too_long"),
     ],
 )
 def test_tokens_that_do_not_count(issuer, log, changes, reason):

@@ -136,6 +136,14 @@ def test_certs_renews_and_keeps_its_ca(tmp_path, monkeypatch):
     assert serial(Path("c/server.pem"))
 
 
+@pytest.mark.parametrize("host", ["", "münchen.example"])
+def test_a_host_that_no_certificate_can_have(baton, tmp_path, host):
+    made = baton("certs", "certs", "--host", host)
+    assert made.returncode == 2
+    assert made.stderr.startswith(f"baton: {host!r} is neither an address nor ")
+    assert not (tmp_path / "certs").exists()
+
+
 def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
