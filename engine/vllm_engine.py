@@ -432,7 +432,9 @@ class VllmEngine:
             self._before_processing(output)
         for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
             outputs.outputs.remove(output)
-            await self._retry(self._by_internal_id[output.request_id])
+            # Aborted while another was begun again, it is nobody's.
+            if (live := self._by_internal_id.get(output.request_id)) is not None:
+                await self._retry(live)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
             live = self._by_internal_id.get(made.request_id)
