@@ -500,5 +500,11 @@ class RequestBook:
 
     def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)
-        if worker is not None and worker.release(request.key):
+        if worker is None:
+            return
+        was_alone = worker.alone
+        if worker.release(request.key):
             self.room_made = True
+        if was_alone:
+            # Whoever had it by itself is gone: it takes others again.
+            self._placer.refresh(worker)

@@ -155,6 +155,10 @@ class Lanes:
         finally:
             self._passed.clear()
 
+    def pass_over(self, revision: str) -> None:
+        """Nothing more of a revision is to be placed in this round."""
+        self._passed.update((lane, revision) for lane in LANES)
+
     def dispatched(self, request: Request, num_prompt_tokens: int) -> None:
         """A waiting request goes to its workers.
 
