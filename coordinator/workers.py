@@ -172,12 +172,14 @@ class Presence:
     Attributes:
         num_attached: whatever they do.
         num_serving: that new work may be sent to.
+        num_staying: that neither drain nor change their role.
         num_coming: of the other role, on their way into this one.
         since: when the first attached of those that do not drain; infinite without any.
     """
 
     num_attached: int = 0
     num_serving: int = 0
+    num_staying: int = 0
     num_coming: int = 0
     since: float = math.inf
 
@@ -254,6 +256,7 @@ def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, 
         there.num_attached += 1
         there.num_serving += worker.serving
         if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+            there.num_staying += worker.flip is None
             there.since = min(there.since, worker.attached_at)
         if worker.flip is not None:
             found[worker.flip.into].num_coming += 1
