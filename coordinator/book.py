@@ -10,7 +10,7 @@ from baton.coordinator.admission import Admission
 from baton.coordinator.commands import Commands
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.endings import ended_request, outcome
-from baton.coordinator.lanes import LANES, Lanes, lane_config
+from baton.coordinator.lanes import LANES, TENANT_RATE, Lanes, lane_config
 from baton.coordinator.placement import Placement, max_output_tokens
 from baton.coordinator.placers import Placers
 from baton.coordinator.register import Register
@@ -115,7 +115,9 @@ class RequestBook:
                 refused = self.admission.lateness_error(submission, hashes, revision, now)
                 if refused is None:
                     self.stats.moved_to_stable(tried)
-        if refused is None or isinstance(refused, errors.ResourceExhausted):
+        if refused is None or (
+            isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
+        ):
             demand = self._placer.demand(submission, hashes, revision)
             self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:

@@ -199,11 +199,14 @@ class Placer:
     def waits(self, request: Request) -> None:
         """It has joined its lane."""
         lane, entry = request.submission.lane, self.router.idlest_prefill()
-        work_s = 0.0
-        if entry is not None:
+        num_tokens = request.num_prefill_tokens
+        if entry is None:
+            # As in `demand`: what waits for the first worker is work all the same.
+            work_s = self._config.latency.prefill_s(max(1, num_tokens))
+        else:
             match = self.router.match(self._hashes(request))
             cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-            work_s = entry.traits.latency.prefill_s(max(1, request.num_prefill_tokens - cached))
+            work_s = entry.traits.latency.prefill_s(max(1, num_tokens - cached))
         self._waiting_s[lane][request.key] = work_s
         self._sum_waiting_s[lane] += work_s
 
