@@ -208,7 +208,7 @@ class RequestBook:
             return
         self._sent(request, prefiller)
         if placement.handoff:
-            prefiller.sending.add(request.key)
+            prefiller.sending[request.key] = None
         self._commands.prefill(request, prefiller.key, now)
         self._commands.announce(request, now)
 
@@ -262,7 +262,7 @@ class RequestBook:
         """The prefill worker's end of the handoff does not matter any more."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
-            worker.sending.discard(request.key)
+            worker.sending.pop(request.key, None)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
@@ -280,7 +280,7 @@ class RequestBook:
         if len(request.losses) >= self._config.max_lost_attempts:
             self.fail(request, _lost_too_often(request.losses), now)
             return
-        request.avoid.add(worker)
+        request.avoid[worker] = None
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.recovered(request, now)
 
@@ -489,7 +489,7 @@ class RequestBook:
         """A worker is told to begin with a request."""
         worker.sent(request.key, alone=request.suspect)
         if request.prefill is None:
-            worker.local.add(request.key)
+            worker.local[request.key] = None
         if request.suspect:
             self._placer.refresh(worker)
 

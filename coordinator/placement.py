@@ -228,9 +228,10 @@ class Placer:
         """
         if not request.avoid and not request.suspect:
             return self._place(request)
-        shunned = {key for key in request.avoid if self.router.load(key) is not None}
-        closed = {one.key for one in self._workers if one.unanswered} if request.suspect else set()
-        with self._closed(closed | shunned):
+        # In order, as all that decides whose turn it is among equals: sets of names have none.
+        shunned = [key for key in request.avoid if self.router.load(key) is not None]
+        closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
+        with self._closed([*closed, *shunned]):
             found = self._place(request)
         if found is None and shunned:
             with self._closed(closed):

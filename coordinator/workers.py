@@ -81,8 +81,8 @@ class Worker:
     assigned: dict[RequestKey, int] = field(default_factory=dict)
     assigned_tokens: int = 0
     unanswered: dict[RequestKey, None] = field(default_factory=dict)
-    local: set[RequestKey] = field(default_factory=set)
-    sending: set[RequestKey] = field(default_factory=set)
+    local: dict[RequestKey, None] = field(default_factory=dict)
+    sending: dict[RequestKey, None] = field(default_factory=dict)
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
@@ -136,7 +136,7 @@ class Worker:
     def answered(self, key: RequestKey) -> None:
         """The request has an output from here."""
         self.unanswered.pop(key, None)
-        self.local.discard(key)
+        self.local.pop(key, None)
         if self.alone == key:
             self.alone = None
 
