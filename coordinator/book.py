@@ -10,7 +10,7 @@ from baton.coordinator.admission import Admission
 from baton.coordinator.commands import Commands
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.endings import ended_request, outcome
-from baton.coordinator.lanes import LANES, Lanes, lane_config
+from baton.coordinator.lanes import LANES, TENANT_RATE, Lanes, lane_config
 from baton.coordinator.placement import Placement, max_output_tokens
 from baton.coordinator.placers import Placers
 from baton.coordinator.register import Register
@@ -115,7 +115,9 @@ class RequestBook:
                 refused = self.admission.lateness_error(submission, hashes, revision, now)
                 if refused is None:
                     self.stats.moved_to_stable(tried)
-        if refused is None or isinstance(refused, errors.ResourceExhausted):
+        if refused is None or (
+            isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
+        ):
             demand = self._placer.demand(submission, hashes, revision)
             self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:
@@ -206,7 +208,7 @@ class RequestBook:
             return
         self._sent(request, prefiller)
         if placement.handoff:
-            prefiller.sending.add(request.key)
+            prefiller.sending[request.key] = None
         self._commands.prefill(request, prefiller.key, now)
         self._commands.announce(request, now)
 
@@ -260,7 +262,7 @@ class RequestBook:
         """The prefill worker's end of the handoff does not matter any more."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
-            worker.sending.discard(request.key)
+            worker.sending.pop(request.key, None)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
@@ -278,7 +280,7 @@ class RequestBook:
         if len(request.losses) >= self._config.max_lost_attempts:
             self.fail(request, _lost_too_often(request.losses), now)
             return
-        request.avoid.add(worker)
+        request.avoid[worker] = None
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.recovered(request, now)
 
@@ -487,7 +489,7 @@ class RequestBook:
         """A worker is told to begin with a request."""
         worker.sent(request.key, alone=request.suspect)
         if request.prefill is None:
-            worker.local.add(request.key)
+            worker.local[request.key] = None
         if request.suspect:
             self._placer.refresh(worker)
 
@@ -500,5 +502,11 @@ class RequestBook:
 
     def _release(self, key: WorkerKey | None, request: Request) -> None:
         worker = self._workers.get(key)
-        if worker is not None and worker.release(request.key):
+        if worker is None:
+            return
+        was_alone = worker.alone
+        if worker.release(request.key):
             self.room_made = True
+        if was_alone:
+            # Whoever had it by itself is gone: it takes others again.
+            self._placer.refresh(worker)

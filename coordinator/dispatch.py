@@ -50,6 +50,9 @@ class Dispatcher:
             if self._made_room(request, placement, now):
                 placement = self._placer.place(request)
             if placement is None:
+                if request.suspect and self._has_unanswered(request.revision):
+                    # While others keep joining them, no worker has ever answered everything.
+                    self._book.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
             if problem is not None:
@@ -83,6 +86,10 @@ class Dispatcher:
         )
 
     # ---- Inside
+
+    def _has_unanswered(self, revision: str) -> bool:
+        """Whether some of its workers are at work on what they have said nothing of yet."""
+        return any(one.serving and one.unanswered for one in self._workers.of(revision))
 
     def _made_room(self, request: Request, placement: Placement | None, now: float) -> bool:
         """Whether a batch prompt that was being computed has made room."""

@@ -27,7 +27,8 @@ class Drains:
         self, workers: WorkerRegistry, placer: Placers, emit: Callable[[ev.Effect], None]
     ) -> None:
         self._workers, self._placer, self._emit = workers, placer, emit
-        self._draining: set[WorkerKey] = set()
+        # In the order they said so: sets of names differ between processes.
+        self._draining: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._draining)
@@ -44,7 +45,7 @@ class Drains:
     def said(self, worker: Worker) -> None:
         """The worker itself says that it drains."""
         if not worker.released:
-            self._draining.add(worker.key)
+            self._draining[worker.key] = None
 
     def release(self) -> None:
         """Lets go of those that nothing is assigned to any more.
@@ -56,7 +57,7 @@ class Drains:
             worker = self._workers.get(key)
             if worker is not None and worker.assigned:
                 continue
-            self._draining.discard(key)
+            del self._draining[key]
             if worker is not None:
                 worker.released = True
                 self._emit(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))

@@ -24,7 +24,8 @@ class Flips:
 
     Prompts there are finished. An output moves, or ends there: whichever is sooner by the latency
     model. What has not ended in time is computed again elsewhere; where there is no elsewhere, the
-    worker keeps its role.
+    worker keeps its role, and at once when nobody else is left in its pool: those who lost the
+    others wait for it.
 
     Args:
         limit_s: what a worker may take to finish what it has.
@@ -42,7 +43,8 @@ class Flips:
     ) -> None:
         self._book, self._workers, self._placer, self._scaler = book, workers, placer, scaler
         self._limit_s, self._emit = limit_s, emit
-        self._flipping: set[WorkerKey] = set()
+        # In the order they began.
+        self._flipping: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._flipping)
@@ -71,7 +73,7 @@ class Flips:
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
         if by_hand:
             self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
-        self._flipping.add(worker.key)
+        self._flipping[worker.key] = None
         self._placer.refresh(worker)
         self.look(worker, now)
 
@@ -100,8 +102,14 @@ class Flips:
         for key in tuple(self._flipping):
             worker = self._workers.get(key)
             if worker is None or worker.flip is None:
-                self._flipping.discard(key)
-            elif not worker.assigned and not worker.flip.told:
+                self._flipping.pop(key, None)
+                continue
+            if worker.flip.told:
+                continue
+            others = self._workers.of(worker.revision).presence(worker.role)
+            if not others.num_staying:
+                self._give_up(worker)
+            elif not worker.assigned and others.num_serving:
                 worker.flip.told = True
                 self._emit(ev.SendCommand(key, cluster_pb2.SetRoleCommand(role=worker.flip.into)))
 
@@ -134,6 +142,6 @@ class Flips:
 
     def _end(self, worker: Worker) -> None:
         worker.flip = None
-        self._flipping.discard(worker.key)
+        self._flipping.pop(worker.key, None)
         self._placer.refresh(worker)
         self._book.room_made = True

@@ -21,6 +21,9 @@ from baton.runtime.errors import ResourceExhausted
 from baton.runtime.names import FIRST_REVISION
 from baton.v1 import common_pb2
 
+# Why a request was refused that more workers would not have let in either.
+TENANT_RATE = "TENANT_RATE"
+
 _INTERACTIVE, _BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 LANES: tuple[Lane, ...] = (_INTERACTIVE, _BATCH)
 
@@ -99,7 +102,7 @@ class Lanes:
         return ResourceExhausted(
             f"tenant {tenant!r} is over its {known.config.tokens_per_s:g} tokens/s; "
             f"{num_tokens} more are allowed in {wait_s:.3g} s",
-            reason="TENANT_RATE",
+            reason=TENANT_RATE,
             retry_after_s=wait_s,
         )
 
@@ -154,6 +157,10 @@ class Lanes:
                     self._passed.add(ticket.track)
         finally:
             self._passed.clear()
+
+    def pass_over(self, revision: str) -> None:
+        """Nothing more of a revision is to be placed in this round."""
+        self._passed.update((lane, revision) for lane in LANES)
 
     def dispatched(self, request: Request, num_prompt_tokens: int) -> None:
         """A waiting request goes to its workers.

@@ -63,6 +63,10 @@ class LoadIndex:
             self.num_prefill_workers += pool is Pool.PREFILL
         self.file(self.entries[worker])
 
+    def pool(self, worker: WorkerKey) -> Pool | None:
+        """What a worker is given now."""
+        return self._pools.get(worker)
+
     def remove(self, worker: WorkerKey) -> None:
         self.set_pool(worker, None)
         del self.entries[worker]

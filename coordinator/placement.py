@@ -19,7 +19,7 @@ from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, lane_config
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.load_index import POOL_OF
+from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.prefix_index import PrefixMatch
 from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
@@ -89,6 +89,11 @@ def max_output_tokens(submission: Submission, max_model_len: int) -> int:
         return sampling.max_tokens
     room = max(0, max_model_len - len(submission.prompt_token_ids))
     return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
+
+
+def _open_to(worker: Worker) -> Pool | None:
+    """What it is given; None while it takes nothing."""
+    return POOL_OF.get(worker.role) if worker.serving and not worker.alone else None
 
 
 def _block_size(hello: cluster_pb2.Hello) -> int:
@@ -171,8 +176,7 @@ class Placer:
     def refresh(self, worker: Worker) -> None:
         """Whether it takes work, and which, may have changed."""
         if self.router.load(worker.key) is not None:
-            open_to = worker.serving and not worker.alone
-            self.router.set_pool(worker.key, POOL_OF.get(worker.role) if open_to else None)
+            self.router.set_pool(worker.key, _open_to(worker))
 
     def detach(self, worker: Worker) -> None:
         entry = self.router.load(worker.key)
@@ -184,16 +188,25 @@ class Placer:
         self.router.remove_worker(worker.key)
         self._crowded.pop(worker.key, None)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        self.router.check_integrity()
+        for worker in self._workers:
+            assert self.router.pool(worker.key) is _open_to(worker)
+
     # ---- Requests.
 
     def waits(self, request: Request) -> None:
         """It has joined its lane."""
         lane, entry = request.submission.lane, self.router.idlest_prefill()
-        work_s = 0.0
-        if entry is not None:
+        num_tokens = request.num_prefill_tokens
+        if entry is None:
+            # As in `demand`: what waits for the first worker is work all the same.
+            work_s = self._config.latency.prefill_s(max(1, num_tokens))
+        else:
             match = self.router.match(self._hashes(request))
             cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-            work_s = entry.traits.latency.prefill_s(max(1, request.num_prefill_tokens - cached))
+            work_s = entry.traits.latency.prefill_s(max(1, num_tokens - cached))
         self._waiting_s[lane][request.key] = work_s
         self._sum_waiting_s[lane] += work_s
 
@@ -215,9 +228,10 @@ class Placer:
         """
         if not request.avoid and not request.suspect:
             return self._place(request)
-        shunned = {key for key in request.avoid if self.router.load(key) is not None}
-        closed = {one.key for one in self._workers if one.unanswered} if request.suspect else set()
-        with self._closed(closed | shunned):
+        # In order, as all that decides whose turn it is among equals: sets of names have none.
+        shunned = [key for key in request.avoid if self.router.load(key) is not None]
+        closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
+        with self._closed([*closed, *shunned]):
             found = self._place(request)
         if found is None and shunned:
             with self._closed(closed):

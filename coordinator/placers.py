@@ -71,7 +71,7 @@ class Placers:
     def check_integrity(self) -> None:
         """Raises AssertionError when sums, masks or owners differ from what they stand for."""
         for revision, placer in self._placers.items():
-            placer.router.check_integrity()
+            placer.check_integrity()
             for worker in self._workers:
                 assert worker.revision == revision or placer.router.load(worker.key) is None
 

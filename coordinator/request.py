@@ -212,7 +212,7 @@ class Request:
     interruptions: list[Interruption] = field(default_factory=list)
     num_parked: int = 0
     losses: list[BatonError] = field(default_factory=list)
-    avoid: set[WorkerKey] = field(default_factory=set)
+    avoid: dict[WorkerKey, None] = field(default_factory=dict)
     suspect: bool = False
     waits_until: float = -math.inf
     dispatched_at: float | None = None

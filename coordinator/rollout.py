@@ -272,6 +272,8 @@ class Rollouts:
         self._placers.changed = True
         if not self:
             self._timers.cancel(ROLLOUT)
+        # What came before the first worker did was taken for the configured revision's.
+        self._move_waiting()
         self._tell()
 
     def _set_current(self) -> None:

@@ -98,6 +98,10 @@ class Router:
         """What a worker is given from now on; None for nothing. It keeps what it has."""
         self._loads.set_pool(worker, pool)
 
+    def pool(self, worker: WorkerKey) -> Pool | None:
+        """What a worker is given now."""
+        return self._loads.pool(worker)
+
     def remove_worker(self, worker: WorkerKey) -> None:
         """A worker that is gone. Its requests are still to be released. Idempotent."""
         if self._loads.get(worker) is not None:

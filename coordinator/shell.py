@@ -53,11 +53,15 @@ class ClientSession:
         self.places: dict[int, Callable[[], None]] = {}
         self.holders = CallHolders()
 
-    def release(self) -> None:
-        """Gives back every place and the call: nothing of it runs any more."""
+    def give_back_places(self) -> None:
+        """Nothing of it runs any more."""
         places, self.places = self.places, {}
         for give_back in places.values():
             give_back()
+
+    def release(self) -> None:
+        """Gives back every place, and the call: it is over."""
+        self.give_back_places()
         self.holders.release()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
@@ -184,6 +188,8 @@ class Shell:
         """The client is gone, or has everything; what still runs is cancelled."""
         if self._sessions.pop(session.number, None) is not None:
             session.outbox.clear()
+            # The call of a client that reads nothing may go on for long.
+            session.give_back_places()
             self.post(ev.SessionLost(session.number))
 
     def is_open(self, session: ClientSession) -> bool:
@@ -272,6 +278,7 @@ class Shell:
         if session.outbox.overfull and self._sessions.pop(session.number, None) is not None:
             session.slow = True
             session.outbox.clear()
+            session.give_back_places()
             self._follow_ups.append(ev.SessionLost(session.number))
 
     def _send_finished(self, effect: ev.SendFinished) -> None:

@@ -81,8 +81,8 @@ class Worker:
     assigned: dict[RequestKey, int] = field(default_factory=dict)
     assigned_tokens: int = 0
     unanswered: dict[RequestKey, None] = field(default_factory=dict)
-    local: set[RequestKey] = field(default_factory=set)
-    sending: set[RequestKey] = field(default_factory=set)
+    local: dict[RequestKey, None] = field(default_factory=dict)
+    sending: dict[RequestKey, None] = field(default_factory=dict)
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
@@ -136,7 +136,7 @@ class Worker:
     def answered(self, key: RequestKey) -> None:
         """The request has an output from here."""
         self.unanswered.pop(key, None)
-        self.local.discard(key)
+        self.local.pop(key, None)
         if self.alone == key:
             self.alone = None
 
@@ -172,12 +172,14 @@ class Presence:
     Attributes:
         num_attached: whatever they do.
         num_serving: that new work may be sent to.
+        num_staying: that neither drain nor change their role.
         num_coming: of the other role, on their way into this one.
         since: when the first attached of those that do not drain; infinite without any.
     """
 
     num_attached: int = 0
     num_serving: int = 0
+    num_staying: int = 0
     num_coming: int = 0
     since: float = math.inf
 
@@ -254,6 +256,7 @@ def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, 
         there.num_attached += 1
         there.num_serving += worker.serving
         if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+            there.num_staying += worker.flip is None
             there.since = min(there.since, worker.attached_at)
         if worker.flip is not None:
             found[worker.flip.into].num_coming += 1

@@ -67,7 +67,7 @@ def decide(
         now=now,
         lanes=observation.lanes,
         samples=samples,
-        busy_at=now if state.busy_at is None or _busy(observation, samples) else state.busy_at,
+        busy_at=now if state.busy_at is None or _busy(observation, state) else state.busy_at,
     )
     if problem:
         return _frozen(members, config, problem, now), after
@@ -189,9 +189,15 @@ def _samples(
     return (*past, sample), ""
 
 
-def _busy(observation: Observation, samples: tuple[Sample, ...]) -> bool:
-    waits = any(lane.queued_s > 0 or lane.num_waiting for _, lane in observation.lanes)
-    return waits or observation.decode.num_decodes > 0 or (bool(samples) and samples[-1].rate > 0)
+def _busy(observation: Observation, state: State) -> bool:
+    """Whether a request is there, or was since the last decision: of lanes without targets too."""
+    before = dict(state.lanes)
+    return observation.decode.num_decodes > 0 or any(
+        lane.queued_s > 0
+        or lane.num_waiting > 0
+        or lane.num_arrived != before.get(name, lane).num_arrived
+        for name, lane in observation.lanes
+    )
 
 
 def _awake(need: Need, *, idle: bool) -> Need:

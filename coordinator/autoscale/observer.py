@@ -154,8 +154,11 @@ class Observer:
 
 def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
     """Whether requests wait for decode workers: none has room for one more of the usual size."""
-    usual = decode.reserved_tokens / decode.num_decodes if decode.num_decodes else 0.0
-    return bool(loads) and all(0 < entry.free_tokens < usual for entry in loads if usual)
+    if not decode.num_decodes:
+        return False
+    usual = decode.reserved_tokens / decode.num_decodes
+    # Outputs that outgrow what was expected of them leave less than nothing.
+    return all(entry.free_tokens < usual for entry in loads)
 
 
 def _view(worker: Worker) -> WorkerView:

@@ -39,7 +39,7 @@ async def _serve(
     opening: wire.Open, commands: Any, say: Callable[[wire.Message], None], ready: wire.Ready
 ) -> None:
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(wire.MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
     # Whoever asks for its end gets it in order, as with the end of the commands.
     loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)

@@ -74,6 +74,7 @@ class DriverProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=_environment(own=not opening.address),
+                limit=wire.MAX_LINE_BYTES,
             )
         except BaseException:
             shutil.rmtree(opening.directory, ignore_errors=True)

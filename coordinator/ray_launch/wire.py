@@ -7,6 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+# Of a message. A worker's configuration names every tenant and adapter.
+MAX_LINE_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Open:

@@ -75,6 +75,7 @@ class RayWorkers:
     def __init__(self, opening: wire.Open, say: Callable[[wire.Message], None]) -> None:
         self._opening, self._say = opening, say
         self._workers: dict[str, _Worker] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
         self._silent_s = 0.0
         self._placing = asyncio.Lock()
@@ -90,8 +91,9 @@ class RayWorkers:
                 match wire.decode(line):
                     case wire.Start() as start:
                         task = asyncio.create_task(self._start(start))
+                        self._starting[start.worker_id] = task
                     case wire.End(worker_id):
-                        task = asyncio.create_task(self._end(worker_id))
+                        task = asyncio.create_task(self._end_started(worker_id))
                     case other:
                         raise ValueError(f"not for a driver: {other}")
                 tasks.add(task)
@@ -108,6 +110,8 @@ class RayWorkers:
             why = await self._try_start(start)
         except Exception as error:
             why = f"Ray does not start it: {words(error)}"
+        finally:
+            self._starting.pop(start.worker_id, None)
         self._say(wire.Started(start.worker_id, why))
 
     async def _try_start(self, start: wire.Start) -> str:
@@ -258,6 +262,12 @@ class RayWorkers:
                     await result(worker.actor.coordinator.remote())
                     return
                 await asyncio.sleep(_PROBE_S)
+
+    async def _end_started(self, worker_id: str) -> None:
+        """Ends one whose start may take longer than anybody has waited for it."""
+        if (starting := self._starting.get(worker_id)) is not None:
+            await asyncio.wait([starting])
+        await self._end(worker_id)
 
     async def _end(self, worker_id: str) -> None:
         worker = self._workers.get(worker_id)

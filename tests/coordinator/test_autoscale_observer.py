@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
+from baton.coordinator import events as ev
 from baton.coordinator.autoscale.settings import scaling_config
 from baton.coordinator.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
 from baton.coordinator.core_config import CoreConfig
@@ -17,11 +20,12 @@ MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 SHAPE = WorkerShape(MODEL, kv_tokens=100_000, noise=0.0)
 
 
-def cell(**interactive) -> VirtualCell:
+def cell(tenants=None, kv_tokens=SHAPE.kv_tokens, **interactive) -> VirtualCell:
     values = {
         "model": "simulated",
         "decode": {"local_prefill": False},
         "lanes": {"interactive": interactive},
+        "tenants": tenants or {},
         "latency": {
             "prefill_base_ms": 5,
             "prefill_per_token_ms": 0.1,
@@ -30,7 +34,7 @@ def cell(**interactive) -> VirtualCell:
     }
     made = VirtualCell(CoreConfig.of(parse(values, "test")))
     made.add_worker("p", common_pb2.ROLE_PREFILL, SHAPE)
-    made.add_worker("d", common_pb2.ROLE_DECODE, SHAPE)
+    made.add_worker("d", common_pb2.ROLE_DECODE, replace(SHAPE, kv_tokens=kv_tokens))
     return made
 
 
@@ -71,6 +75,39 @@ def test_what_is_refused_for_overload_is_demand_all_the_same():
     outcomes = [made.submit(1000, 5) for _ in range(20)]
     assert sum(one.shed for one in outcomes) > 5
     assert lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived == 20
+
+
+def test_what_a_tenant_may_not_have_is_no_demand():
+    """No number of workers would let it in."""
+    made = cell(tenants={"reports": {"tokens_per_s": 100, "burst_tokens": 1100}})
+    outcomes = [made.submit(1000, 50, tenant="reports") for _ in range(20)]
+    assert sum(one.shed for one in outcomes) == 19
+    assert lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived == 1
+
+
+def test_what_waits_for_the_first_prefill_worker_is_queued_work():
+    made = cell()
+    made.core.handle(ev.WorkerLost("p", "was killed"), made.now)
+    for _ in range(10):
+        made.submit(1000, 50)
+    seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
+    assert seen.num_waiting == 10
+    assert seen.queued_s == pytest.approx(seen.work_s)
+
+
+@pytest.mark.parametrize("outgrown", [0, 2000])
+def test_what_waits_for_room_to_decode_is_no_work_for_prefill_workers(outgrown):
+    """Nor where outputs have grown beyond all that was expected of them."""
+    made = cell(kv_tokens=4000)
+    for _ in range(10):
+        made.submit(500, 500)
+    made.run(made.now + 1)
+    entry = made.core.placer.load(made.core.workers.by_id("d"))
+    entry.report(sum(one.num_kv_tokens for one in entry._decodes.values()) + outgrown)
+    assert (entry.free_tokens < 0) == (outgrown > 0)
+    seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
+    assert seen.num_waiting > 0
+    assert seen.queued_s == 0
 
 
 def test_latencies_are_measured_since_the_last_look():

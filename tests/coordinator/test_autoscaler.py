@@ -333,6 +333,17 @@ def test_zero_and_back():
     assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
 
 
+def test_requests_that_nobody_promised_anything_keep_a_pool_awake_too():
+    """However short they are: none of them is there when it is decided."""
+    none = PoolLimits(0, 16)
+    targets = (("interactive", Targets(None, None)),)
+    days = Days(config=replace(CONFIG, prefill=none, decode=none, idle_s=100.0, targets=targets))
+    days.passes(600, rate=0.2, work_s=0.01)
+    assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
+    days.passes(300)
+    assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 0
+
+
 def test_a_missed_ttft_is_paid_for_with_workers():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed

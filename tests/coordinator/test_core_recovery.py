@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.coordinator import events as ev
 from baton.coordinator.request import RequestState
 from baton.runtime import errors
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -393,6 +394,66 @@ def test_a_request_that_kills_workers_is_failed_after_two(two, out):
     assert isinstance(two.last(poison).error, errors.Internal)
     assert "two workers" in str(two.last(poison).error)
     assert two.kinds(innocent) == ["Accepted"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_worker_that_had_a_suspect_by_itself_is_given_others_when_that_is_gone(two, how):
+    poison = two.submit(timeout_s=5.0)
+    ((first, _),) = prefills(two)
+    crash(two, first, 1)
+    ((alone, _),) = [one for one in prefills(two) if one[1].spec.attempt == 2]
+    to = two.submit()
+    assert two.core.request("r2").state is RequestState.QUEUED
+    if how == "cancelled":
+        two.handle(ev.StreamCancelled(poison))
+    else:
+        for _ in range(10):
+            two.after(0.5)
+            silent_but(two)
+    silent_but(two)
+    assert two.core.request("r2").prefill[0] == alone
+    assert two.kinds(to) == ["Accepted"]
+
+
+@pytest.mark.parametrize("lane", [common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH])
+def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, out, lane):
+    """A worker that is always given more has never answered everything."""
+    lanes = LanesConfig(
+        interactive=InteractiveLaneConfig(max_queued=99),
+        batch=BatchLaneConfig(max_queued=99, share=0.5),
+    )
+    world = pairs(new_world(lanes=lanes, max_running_requests=99))
+    other = common_pb2.LANE_INTERACTIVE
+    if lane == other:
+        other = common_pb2.LANE_BATCH
+
+    def submit():
+        world.submit(lane=other, sampling={"max_tokens": 1})
+
+    def answer(worker, key):
+        request = world.core.request(key)
+        ended = out(key, [7], finish=LENGTH, attempt=request.attempt_number)
+        world.step(worker.id, ended, incarnation=worker.hello.incarnation)
+
+    world.submit(lane=lane)
+    suspect = world.core.request("r1")
+    first = world.core.workers.get(suspect.prefill)
+    for _ in range(4):
+        submit()
+    for key in [one for one in first.unanswered if one != "r1"]:
+        answer(first, key)
+    crash(world, first.id, 1)
+    assert suspect.suspect
+    assert suspect.state is RequestState.RECOVERING
+    for _ in range(30):
+        submit()
+    for _ in range(15):
+        if suspect.state is RequestState.PREFILLING:
+            break
+        worker = next(one for one in world.core.workers if one.unanswered)
+        answer(worker, next(iter(worker.unanswered)))
+    assert suspect.state is RequestState.PREFILLING
+    assert world.core.num_queued(other) > 0
 
 
 def test_a_stream_that_was_answered_is_no_suspect(two, out):

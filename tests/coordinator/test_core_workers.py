@@ -231,3 +231,22 @@ def test_handoffs_are_counted_by_transport_whatever_a_worker_calls_it(world):
     assert stats.handoffs == {"shm": 2, "grpc": 1, "none": 1, "other": 1}
     assert stats.handoff_bytes == {"shm": 20, "grpc": 10, "none": 10, "other": 10}
     assert dict(stats.handoff_exposed.buckets())["0.0005"] == 5
+
+
+def test_workers_are_let_go_in_the_order_in_which_they_said_that_they_drain(new_world):
+    """Not in that of a set of names, which another process would not repeat."""
+    world = new_world(max_running_requests=99)
+    names = [f"{kind}{number}" for number in range(4) for kind in "pd"]
+    for name in names:
+        world.attach(name, PREFILL if name[0] == "p" else DECODE)
+    while not all(worker.assigned for worker in world.core.workers):
+        world.submit()
+    draining = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
+    for name in names:
+        world.handle(ev.WorkerChanged((name, 1), draining))
+    effects = world.handle(ev.SessionLost(1))
+    assert names == [
+        one.worker[0]
+        for one in effects
+        if isinstance(one, ev.SendCommand) and isinstance(one.command, cluster_pb2.ReleaseCommand)
+    ]

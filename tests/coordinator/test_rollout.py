@@ -522,6 +522,24 @@ def test_a_rollout_outlives_its_coordinator(two, new_world, say_hello):
         assert third.core.workers.stable == stable
 
 
+def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world, say_hello):
+    """The coordinator does not know yet which revision is the stable one."""
+    world = new_world()
+    early = world.submit()
+    record = cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        hello = say_hello(name, role, revision="r2", generation=77)
+        hello.rollout.CopyFrom(record)
+        world.handle(ev.WorkerAttached(hello, returns=True))
+    for _ in range(3):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert world.kinds(early) == ["Accepted"]
+    request = world.core.request("r1")
+    assert (request.revision, request.prefill[0]) == ("r2", "cp")
+
+
 def latest_record(world, worker):
     records = (one for one in world.commands[worker] if isinstance(one, cluster_pb2.RolloutRecord))
     return list(records)[-1]

@@ -163,6 +163,31 @@ def test_a_worker_keeps_its_role_when_nobody_can_take_what_it_has(launched, out)
     assert made.core.request("r1").decode[0] == worker_id
 
 
+def test_a_worker_keeps_its_role_when_the_last_one_beside_it_is_lost(launched, out):
+    """Or nobody would be there for those who have lost the other."""
+    made = launched()
+    _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
+    (other,) = made.ids(Pool.DECODE) - {worker_id}
+    flip(made, worker_id, PREFILL)
+    made.world.handle(ev.WorkerExited(other, "was killed by SIGKILL"))
+    assert made.core.workers.by_id(worker_id).serving
+    assert made.core.scaler.desired(Pool.DECODE) == 2
+    made.world.step(worker_id, out("r1", [7], offset=7, finish=LENGTH))
+    assert set_role(made, worker_id) == []
+
+
+def test_a_worker_does_not_leave_its_pool_while_nobody_else_serves_there(launched, out):
+    made = launched()
+    _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
+    (other,) = made.ids(Pool.DECODE) - {worker_id}
+    flip(made, worker_id, PREFILL)
+    made.world.handle(ev.WorkerDetached((other, 1)))
+    made.world.step(worker_id, out("r1", [7], offset=7, finish=LENGTH))
+    assert set_role(made, worker_id) == []
+    made.world.attach(other, DECODE)
+    assert set_role(made, worker_id) == [PREFILL]
+
+
 def test_a_flip_that_cannot_be_is_refused(launched):
     made = launched(2, 1, decode_limits=(0, 1))
     for worker_id, role, why in (

@@ -8,8 +8,12 @@ import grpc
 import pytest
 from scripted_worker import WAIT_S, answer, attached
 
+from baton.coordinator import events as ev
+from baton.coordinator.outbox import MAX_SESSION_BYTES
+from baton.coordinator.request import StreamKey, Submission
+from baton.coordinator.shell import Shell
 from baton.runtime import rpc
-from baton.runtime.errors import from_rpc_error
+from baton.runtime.errors import ResourceExhausted, from_rpc_error
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -94,3 +98,34 @@ async def test_one_that_stops_reading_is_cancelled_alone(coordinator, say_hello,
             assert events[-1].failed.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
         for call in (slow, quick):
             call.cancel()
+
+
+@pytest.mark.parametrize("how", ["stalled", "overfull"])
+async def test_the_places_of_one_that_is_given_up_are_free_while_its_call_goes_on(new_world, how):
+    shell, given_back = Shell(new_world().core), []
+    session = shell.open_session()
+    session.live.add(1)
+    session.places[1] = lambda: given_back.append(1)
+    if how == "stalled":
+        shell.close_session(session)
+    else:
+        slow = ResourceExhausted("x" * MAX_SESSION_BYTES, reason="TEST", retry_after_s=None)
+        session.outbox.push(1, slow)
+        to = StreamKey(session.number, 2)
+        shell.post(ev.Submitted(submission(to)))
+    assert not shell.is_open(session)
+    assert given_back == [1]
+    session.release()
+    assert given_back == [1]
+    shell.close()
+
+
+def submission(to: StreamKey) -> Submission:
+    return Submission(
+        to=to,
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        sampling=common_pb2.SamplingParams(max_tokens=2),
+        lane=common_pb2.LANE_INTERACTIVE,
+        arrived_at=Shell.now(),
+    )

@@ -1,0 +1,98 @@
+"""What the Ray driver is told, without a Ray: long commands, and those that overtake each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from baton.coordinator.ray_launch import wire
+
+pytest.importorskip("ray")
+driver = pytest.importorskip("baton.coordinator.ray_launch.driver")
+workers = pytest.importorskip("baton.coordinator.ray_launch.workers")
+
+WAIT_S = 30.0
+OPENING = wire.Open(
+    address="127.0.0.1:9",
+    namespace="",
+    runtime_env={},
+    directory="",
+    coordinator="127.0.0.1:9",
+    command=[],
+    patience_s=1.0,
+    placement_timeout_s=1.0,
+)
+
+
+def start(config="model: demo"):
+    return wire.Start("d1", "decode", 1.0, 0.0, 1, {}, {}, config)
+
+
+async def test_a_worker_may_have_a_long_configuration(monkeypatch):
+    """It names every tenant."""
+    took = []
+
+    class Workers:
+        def __init__(self, opening, say):
+            pass
+
+        async def run(self, commands):
+            while line := await commands.readline():
+                took.append(wire.decode(line))
+
+    monkeypatch.setattr(driver, "RayWorkers", Workers)
+    monkeypatch.setattr(driver.ray, "shutdown", lambda **options: None)
+    sent = start("tenants: {" + ", ".join(f"t{n}: {{weight: 2}}" for n in range(20_000)) + "}")
+    reads, writes = os.pipe()
+
+    def write():
+        with os.fdopen(writes, "wb") as commands:
+            commands.write(wire.encode(sent))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    async with asyncio.timeout(WAIT_S):
+        with os.fdopen(reads, "rb", 0) as commands:
+            await driver._serve(OPENING, commands, lambda message: None, wire.Ready("", 1))
+    writer.join()
+    assert took == [sent]
+
+
+async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_same(monkeypatch):
+    """Nobody knows of it any more: what starts after that would be nobody's for ever."""
+    said, alive, ray_answers = asyncio.Queue(), set(), asyncio.Event()
+
+    async def in_thread(function, timeout_s=0.0):
+        await ray_answers.wait()
+        return function()
+
+    class Workers(workers.RayWorkers):
+        def _make_actor(self, start, gpus, node):
+            alive.add(start.worker_id)
+            return start.worker_id
+
+        async def _watch(self, worker):
+            await asyncio.Event().wait()
+
+        async def _probe(self):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(workers, "in_thread", in_thread)
+    monkeypatch.setattr(workers, "live_nodes", list)
+    monkeypatch.setattr(workers, "CALL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(workers.ray, "kill", lambda actor, no_restart: alive.discard(actor))
+    commands = asyncio.StreamReader()
+    running = asyncio.create_task(Workers(OPENING, said.put_nowait).run(commands))
+    commands.feed_data(wire.encode(start()) + wire.encode(wire.End("d1")))
+    # Both are being carried out.
+    for _ in range(10):
+        await asyncio.sleep(0)
+    ray_answers.set()
+    async with asyncio.timeout(WAIT_S):
+        assert {type(await said.get()) for _ in range(2)} == {wire.Started, wire.Ended}
+        assert alive == set()
+        commands.feed_eof()
+        await running
