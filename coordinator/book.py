@@ -198,9 +198,9 @@ class RequestBook:
         request.skip_tokens = placement.skip_tokens
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
-        self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
+        is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._placer.leaves(request)
-        self._placer.assign(request, placement)
+        self._placer.assign(request, placement, yields=not is_owed)
         for worker in workers:
             worker.assign(request.key, num_tokens)
         if prefiller is None:

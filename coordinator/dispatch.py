@@ -53,6 +53,9 @@ class Dispatcher:
                 if request.suspect and self._has_unanswered(request.revision):
                     # While others keep joining them, no worker has ever answered everything.
                     self._book.lanes.pass_over(request.revision)
+                elif self._book.lanes.is_due(request) and self._placer.is_crowded_out(request):
+                    # Interactive prompts that took the room would leave it none for ever.
+                    self._book.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
             if problem is not None:

@@ -146,6 +146,11 @@ class Trickle:
     def is_due(self, cost: float) -> bool:
         return self.owed >= cost
 
+    def got(self, cost: float) -> None:
+        """The lane had a place that nobody else could use: that pays what it is owed, no more."""
+        if self.owed > 0.0:
+            self.owed = max(0.0, self.owed - cost)
+
     def lane_begins(self) -> None:
         """The lane had nothing to run until now: what it was owed is not saved up for it."""
         self.owed = min(self.owed, 0.0)

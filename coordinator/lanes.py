@@ -158,23 +158,35 @@ class Lanes:
         finally:
             self._passed.clear()
 
+    def is_due(self, request: Request) -> bool:
+        """Whether a batch request goes before interactive ones that could go too: it is owed that.
+
+        Args:
+            request: the candidate at hand.
+        """
+        ticket = self._tickets[request.key]
+        return ticket.lane == _BATCH and self._head((_INTERACTIVE, ticket.track[1])) is not None
+
     def pass_over(self, revision: str) -> None:
         """Nothing more of a revision is to be placed in this round."""
         self._passed.update((lane, revision) for lane in LANES)
 
-    def dispatched(self, request: Request, num_prompt_tokens: int) -> None:
+    def dispatched(self, request: Request, num_prompt_tokens: int) -> bool:
         """A waiting request goes to its workers.
 
         Args:
             request: waiting.
             num_prompt_tokens: to be computed: prompt, and known tokens with it.
+
+        Returns:
+            Whether the place was owed to it: interactive requests wait that might have had it.
         """
         ticket = self._tickets[request.key]
         lane, queue = ticket.lane, ticket.queue
         other = _INTERACTIVE if lane == _BATCH else _BATCH
         other_waits = self._head((other, ticket.track[1])) is not None
-        # With the other lane empty, or passed over, the place was nobody else's: it costs the lane
-        # nothing.
+        # With the other lane empty, or passed over, the place was nobody else's: it puts the lane
+        # into nobody's debt.
         ticket.owed_per_token = 0.0
         if other_waits:
             ticket.owed_per_token = -1.0 if lane == _BATCH else self._trickle(ticket).per_token
@@ -185,6 +197,7 @@ class Lanes:
         ticket.num_charged_tokens += num_prompt_tokens
         self._charge(ticket, num_prompt_tokens * self._prompt_weight)
         self._reorder(queue.tenant)
+        return lane == _BATCH and other_waits
 
     def set_current(self, revisions: frozenset[str]) -> None:
         """Those that get new requests; of others nothing is kept once they have none."""
@@ -337,6 +350,8 @@ class Lanes:
         self._orders[ticket.track].charge(ticket.queue, cost)
         if ticket.owed_per_token:
             self._trickle(ticket).owed += cost * ticket.owed_per_token
+        elif ticket.lane == _BATCH:
+            self._trickle(ticket).got(cost)
 
     def _dequeue(self, ticket: Ticket) -> None:
         ticket.is_queued = False

@@ -238,13 +238,31 @@ class Placer:
                 found = self._place(request)
         return found
 
-    def assign(self, request: Request, placement: Placement) -> None:
+    def is_crowded_out(self, request: Request) -> bool:
+        """Whether every prefill worker is too full for a batch prompt, and one takes another."""
+        match, session = self.router.match(self._hashes(request)), request.submission.session_id
+        batch, interactive = (
+            self.router.choose_prefill(
+                match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
+            )
+            for lane in (_BATCH, common_pb2.LANE_INTERACTIVE)
+        )
+        return batch is None and interactive is not None
+
+    def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
+        """It goes where it was placed.
+
+        Args:
+            request: that was placed.
+            placement: where.
+            yields: whether a batch prompt may be told to make room while it is computed.
+        """
         session, urgent = request.submission.session_id, request.submission.lane != _BATCH
         if placement.prefill is not None:
             self.router.assign_prefill(
                 request.key, placement.prefill, self._hashes(request), session
             )
-            if not urgent:
+            if yields and not urgent:
                 self._batch_prompts[request.key] = placement.prefill.worker
                 self._num_batch_prompts[placement.prefill.worker] += 1
         if placement.decode is not None:

@@ -115,8 +115,11 @@ class Placers:
     def place(self, request: Request) -> Placement | None:
         return self.of(request.revision).place(request)
 
-    def assign(self, request: Request, placement: Placement) -> None:
-        self.of(request.revision).assign(request, placement)
+    def is_crowded_out(self, request: Request) -> bool:
+        return self.of(request.revision).is_crowded_out(request)
+
+    def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
+        self.of(request.revision).assign(request, placement, yields=yields)
 
     def adopt(self, request: Request, worker: WorkerKey) -> None:
         self.of(request.revision).adopt(request, worker)

@@ -123,6 +123,18 @@ def test_the_heap_does_not_grow_with_joins_and_leaves(indices):
     assert len(order._heap) <= 64 + 2 * 6 + 1
 
 
+def test_what_the_lane_gets_beside_pays_what_it_is_owed_and_no_more():
+    trickle = Trickle(0.2)
+    trickle.owed = 100.0
+    trickle.got(60.0)
+    assert trickle.owed == 40.0
+    trickle.got(60.0)
+    assert trickle.owed == 0.0
+    trickle.owed = -50.0
+    trickle.got(60.0)
+    assert trickle.owed == -50.0
+
+
 def test_the_trickle_is_due_when_its_cost_is_owed():
     trickle = Trickle(0.2)
     trickle.owed += 400 * trickle.per_token

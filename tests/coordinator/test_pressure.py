@@ -14,7 +14,7 @@ import pytest
 from baton.bench.virtual_cell import Outcome, VirtualCell, WorkerShape
 from baton.coordinator.core import Core
 from baton.coordinator.core_config import CoreConfig
-from baton.runtime.config import parse
+from baton.runtime.config import LanesConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
 
@@ -26,13 +26,15 @@ CAPACITY = 32.0
 WARM_UP_S, LASTS_S = 8.0, 32.0
 
 
-def cell(*, num_pairs=4, shape=SHAPE, local_prefill=False, **interactive) -> VirtualCell:
+def cell(
+    *, num_pairs=4, shape=SHAPE, local_prefill=False, batch=None, **interactive
+) -> VirtualCell:
     free = {"max_queued": 10**6, "max_queue_s": 3600}
     values = {
         "model": "simulated",
         "coordinator": {"max_running_requests": 10**6},
         "decode": {"local_prefill": local_prefill},
-        "lanes": {"interactive": free | interactive, "batch": free},
+        "lanes": {"interactive": free | interactive, "batch": free | (batch or {})},
     }
     config = CoreConfig.of(parse(values, "test"))
     made = VirtualCell(config)
@@ -310,3 +312,25 @@ def test_admission_knows_that_a_batch_prompt_makes_room(prefix_caching):
     made.run(made.now + 10)
     assert urgent.shed == (not prefix_caching)
     assert urgent.shed or urgent.ttft_s <= 0.2
+
+
+@pytest.mark.parametrize("num_pairs", [1, 4])
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_batch_gets_its_share_of_prefill_workers_that_interactive_prompts_would_fill(
+    share, num_pairs
+):
+    made = cell(num_pairs=num_pairs, batch={"share": share})
+    capacity = CAPACITY * num_pairs / 4
+    begin, end = offer(made, 2 * capacity, (20, 50))
+    offer(made, capacity, (20, 50), BATCH)
+    made.run(end)
+    weights, served = LanesConfig(), {INTERACTIVE: 0.0, BATCH: 0.0}
+    for one in made.outcomes:
+        num_tokens = sum(at >= begin for at in one.token_times)
+        served[one.lane] += num_tokens * weights.output_token_weight
+        if one.token_times and one.token_times[0] >= begin:
+            served[one.lane] += one.num_prompt_tokens * weights.prompt_token_weight
+    # Of a few dozen prompts one is worth a percent.
+    assert served[BATCH] / sum(served.values()) == pytest.approx(share, abs=0.02)
+    # None was told to make room for those that it goes before by right.
+    assert made.core.stats.num_parked <= 5
