@@ -17,6 +17,7 @@ import asyncio
 import os
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -272,6 +273,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="60 streams, 30 s")
     parser.add_argument("--json", type=Path, default=Path("bench/results/chaos.json"))
     arguments = parser.parse_args()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     num_streams = 60 if arguments.quick else arguments.streams
     duration_s = 30.0 if arguments.quick else arguments.duration_s
     # gRPC's own account of connections to dead processes.

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -312,6 +313,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/pressure.json"))
     arguments = parser.parse_args()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.quick:
         arguments.lasts_s = 15.0
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -13,6 +13,7 @@ import contextlib
 import math
 import mmap
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -298,6 +299,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half a second per run")
     parser.add_argument("--json", type=Path, default=Path("bench/results/transport.json"))
     arguments = parser.parse_args()
+    # Ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.nixl:
         nixl_transfer.require(parser)
     if arguments.quick:
