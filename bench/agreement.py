@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench import stats, systems
+from baton.bench import interrupts, stats, systems
 from baton.bench.load.figures import Result
 from baton.bench.load.generator import Generator
 from baton.bench.load.lengths import Lengths
@@ -181,8 +180,7 @@ def as_json(seen: Live, found: Figures) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parsed()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     requests = plan(arguments.rate, arguments.seconds, arguments.seed)
     seen = asyncio.run(live(arguments, requests))
     found = replay(seen.worker, requests)

@@ -17,7 +17,6 @@ import asyncio
 import os
 import random
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench import chaos_report, stats
+from baton.bench import chaos_report, interrupts, stats
 from baton.bench.chaos_cell import POOLS, Cell, Member
 from baton.bench.chaos_report import Disturbance, Kind, Stream
 from baton.client import BatonClient, Tokens
@@ -273,8 +272,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="60 streams, 30 s")
     parser.add_argument("--json", type=Path, default=Path("bench/results/chaos.json"))
     arguments = parser.parse_args()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     num_streams = 60 if arguments.quick else arguments.streams
     duration_s = 30.0 if arguments.quick else arguments.duration_s
     # gRPC's own account of connections to dead processes.

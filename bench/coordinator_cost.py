@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from baton.bench import scheduling_cost, stats, systems
+from baton.bench import interrupts, scheduling_cost, stats, systems
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Loop, SessionClient, StreamsClient, wave
 from baton.bench.cost_meter import Figures, Meter
@@ -244,8 +243,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     started = time.monotonic()
     results = uvloop.run(run(arguments))
     stats.save(as_json(results), arguments.json)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench import nixl_transfer, stats, streams, systems
+from baton.bench import interrupts, nixl_transfer, stats, streams, systems
 from baton.bench.stats import Reach
 from baton.bench.streams import Ask, Prompt, Timed
 from baton.client.client import BatonClient
@@ -471,8 +470,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     started = time.monotonic()
     results = asyncio.run(run(arguments))
     stats.save(as_json(results), arguments.json)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from baton.bench import stats
+from baton.bench import interrupts, stats
 from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, progress
 from baton.bench.cost_client import Loop
 from baton.bench.cost_system import (
@@ -246,8 +245,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     started = time.monotonic()
     *rest, last = sorted(os.sched_getaffinity(0))
     # gRPC's threads are not there yet: they will run where this one does.

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench import stats
+from baton.bench import interrupts, stats
 from baton.bench.chaos_cell import POOLS, Cell
 from baton.bench.mixed_load import TOKEN_IDS, Slo
 from baton.bench.stats import Reach
@@ -313,8 +312,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/pressure.json"))
     arguments = parser.parse_args()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     if arguments.quick:
         arguments.lasts_s = 15.0
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

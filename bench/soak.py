@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench import stats
+from baton.bench import interrupts, stats
 from baton.bench.stats import Reach
 from baton.bench.transfer_workers import Watch, Worker
 from baton.kvtransfer.control import (
@@ -551,8 +551,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1,000 handoffs, two kills")
     parser.add_argument("--json", type=Path, default=Path("bench/results/soak.json"))
     arguments = parser.parse_args()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     num_handoffs = 1000 if arguments.quick else arguments.handoffs
     num_kills = 2 if arguments.quick else arguments.kills
     # gRPC's own account of connections to killed services.

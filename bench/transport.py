@@ -13,7 +13,6 @@ import contextlib
 import math
 import mmap
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.bench import bare_stream, copies, nixl_transfer, stats, transfer_workers
+from baton.bench import bare_stream, copies, interrupts, nixl_transfer, stats, transfer_workers
 from baton.bench.copies import CopyCounter
 from baton.bench.transport_driver import (
     GB,
@@ -299,8 +298,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half a second per run")
     parser.add_argument("--json", type=Path, default=Path("bench/results/transport.json"))
     arguments = parser.parse_args()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     if arguments.nixl:
         nixl_transfer.require(parser)
     if arguments.quick:

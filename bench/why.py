@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -29,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench import mixed_load, stats, streams, systems
+from baton.bench import interrupts, mixed_load, stats, streams, systems
 from baton.bench.mixed_load import LONG, Answer, Arrival, Ask, Slo
 from baton.bench.rate_search import GROWTH, RateSearch
 from baton.bench.stats import Reach
@@ -338,8 +337,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    # Ends as Ctrl-C does: what was started is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts.on_sigterm()
     started = time.monotonic()
     results = asyncio.run(run(arguments))
     stats.save(as_json(results), arguments.json)

@@ -131,8 +131,6 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
 async def _stream(
     addresses: list[str], prompt: Prompt, wanted: RequestOptions, *, as_json: bool, timeline: bool
 ) -> None:
-    from google.rpc import code_pb2
-
     from baton.cli.timeline import print_timeline
     from baton.client import BatonClient, Finished, Tokens, errors
 
@@ -156,7 +154,7 @@ async def _stream(
                     ends_line = True
                     print_timeline(event.budget)
                 if isinstance(event, Finished) and event.reason == "cancelled":
-                    raise errors.make(code_pb2.CANCELLED, "somebody cancelled the request")
+                    raise errors.cancelled_elsewhere()
         finally:
             if not ends_line:
                 print(flush=True)

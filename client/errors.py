@@ -134,6 +134,11 @@ def make(code: int, message: str, details: Sequence[any_pb2.Any] = ()) -> Remote
     return _BY_CODE.get(code, RemoteError)(code, message, list(details))
 
 
+def cancelled_elsewhere() -> RemoteError:
+    """Of a request that ended as cancelled, though whoever reads it has not cancelled it."""
+    return make(code_pb2.CANCELLED, "somebody cancelled the request")
+
+
 def from_baton(error: BatonError) -> RemoteError:
     """The client's form of an error: the class of its code."""
     return make(error.code, str(error), error.details())

@@ -50,11 +50,7 @@ class Dispatcher:
             if self._made_room(request, placement, now):
                 placement = self._placer.place(request)
             if placement is None:
-                if request.suspect and self._has_unanswered(request.revision):
-                    # While others keep joining them, no worker has ever answered everything.
-                    self._book.lanes.pass_over(request.revision)
-                elif self._book.lanes.is_due(request) and self._placer.is_crowded_out(request):
-                    # Interactive prompts that took the room would leave it none for ever.
+                if self._never_fits_beside(request):
                     self._book.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
@@ -90,9 +86,15 @@ class Dispatcher:
 
     # ---- Inside
 
-    def _has_unanswered(self, revision: str) -> bool:
-        """Whether some of its workers are at work on what they have said nothing of yet."""
-        return any(one.serving and one.unanswered for one in self._workers.of(revision))
+    def _never_fits_beside(self, request: Request) -> bool:
+        """Whether it finds no room for as long as others are given what there is."""
+        if request.suspect:
+            # While others keep joining them, no worker has ever answered everything.
+            workers = self._workers.of(request.revision)
+            if any(one.serving and one.unanswered for one in workers):
+                return True
+        # Interactive prompts that took the room would leave it none for ever.
+        return self._book.lanes.is_due(request) and self._placer.is_crowded_out(request)
 
     def _made_room(self, request: Request, placement: Placement | None, now: float) -> bool:
         """Whether a batch prompt that was being computed has made room."""

@@ -165,7 +165,7 @@ class Lanes:
             request: the candidate at hand.
         """
         ticket = self._tickets[request.key]
-        return ticket.lane == _BATCH and self._head((_INTERACTIVE, ticket.track[1])) is not None
+        return ticket.lane == _BATCH and self._other_waits(ticket)
 
     def pass_over(self, revision: str) -> None:
         """Nothing more of a revision is to be placed in this round."""
@@ -183,8 +183,7 @@ class Lanes:
         """
         ticket = self._tickets[request.key]
         lane, queue = ticket.lane, ticket.queue
-        other = _INTERACTIVE if lane == _BATCH else _BATCH
-        other_waits = self._head((other, ticket.track[1])) is not None
+        other_waits = self._other_waits(ticket)
         # With the other lane empty, or passed over, the place was nobody else's: it puts the lane
         # into nobody's debt.
         ticket.owed_per_token = 0.0
@@ -311,6 +310,11 @@ class Lanes:
             return None
         queue = self._orders[track].first()
         return queue.first() if queue is not None else None
+
+    def _other_waits(self, ticket: Ticket) -> bool:
+        """Whether the other lane of its revision has something that could go now."""
+        other = _INTERACTIVE if ticket.lane == _BATCH else _BATCH
+        return self._head((other, ticket.track[1])) is not None
 
     def _trickle(self, ticket: Ticket) -> Trickle:
         return self._trickles[ticket.track[1]]

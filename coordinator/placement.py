@@ -201,8 +201,8 @@ class Placer:
         lane, entry = request.submission.lane, self.router.idlest_prefill()
         num_tokens = request.num_prefill_tokens
         if entry is None:
-            # As in `demand`: what waits for the first worker is work all the same.
-            work_s = self._config.latency.prefill_s(max(1, num_tokens))
+            # What waits for the first worker is work all the same.
+            work_s = self._unmeasured_work_s(num_tokens)
         else:
             match = self.router.match(self._hashes(request))
             cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
@@ -356,9 +356,6 @@ class Placer:
         """Seconds of prefill work, prompt tokens and output tokens to be expected of a request."""
         num_tokens = len(submission.prompt_token_ids)
         work_s = self._cached_work_s(num_tokens, hashes)
-        if work_s is None:
-            # No prefill worker is there to ask: as one without a cache that nobody has measured.
-            work_s = self._config.latency.prefill_s(max(1, num_tokens))
         model = self._workers.model
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         return work_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
@@ -411,11 +408,15 @@ class Placer:
 
     # ---- Inside.
 
-    def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float | None:
-        """Of a prompt, with the most of it that a prefill worker holds; None when none has room."""
+    def _unmeasured_work_s(self, num_tokens: int) -> float:
+        """Of a prompt where no worker can be asked: as one without a cache that is not measured."""
+        return self._config.latency.prefill_s(max(1, num_tokens))
+
+    def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float:
+        """Of a prompt, with the most of it that a prefill worker with room holds."""
         entry = self.router.idlest_prefill()
         if entry is None:
-            return None
+            return self._unmeasured_work_s(num_tokens)
         blocks = self.router.longest_prefill(self.router.match(hashes))
         cached = blocks * entry.traits.block_size_tokens
         return entry.traits.latency.prefill_s(max(1, num_tokens - cached))

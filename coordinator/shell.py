@@ -186,10 +186,7 @@ class Shell:
 
     def close_session(self, session: ClientSession) -> None:
         """The client is gone, or has everything; what still runs is cancelled."""
-        if self._sessions.pop(session.number, None) is not None:
-            session.outbox.clear()
-            # The call of a client that reads nothing may go on for long.
-            session.give_back_places()
+        if self._let_go(session):
             self.post(ev.SessionLost(session.number))
 
     def is_open(self, session: ClientSession) -> bool:
@@ -275,11 +272,18 @@ class Shell:
 
     def _bound(self, session: ClientSession) -> None:
         """Gives a session up when more waits for its reader than may."""
-        if session.outbox.overfull and self._sessions.pop(session.number, None) is not None:
+        if session.outbox.overfull and self._let_go(session):
             session.slow = True
-            session.outbox.clear()
-            session.give_back_places()
             self._follow_ups.append(ev.SessionLost(session.number))
+
+    def _let_go(self, session: ClientSession) -> bool:
+        """Nothing more is kept for its client; False when nothing was."""
+        if self._sessions.pop(session.number, None) is None:
+            return False
+        session.outbox.clear()
+        # The call of a client that reads nothing may go on for long.
+        session.give_back_places()
+        return True
 
     def _send_finished(self, effect: ev.SendFinished) -> None:
         session = self._sessions.get(effect.to.session)

@@ -8,8 +8,6 @@ from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.rpc import code_pb2
-
 from baton.bench.load.measured import Measured, Sample, Slo
 from baton.bench.load.plan import Planned
 from baton.bench.load.prompts import Prompts
@@ -177,7 +175,7 @@ class Generator:
                         measured.tokens(sample, len(event.token_ids), time.perf_counter())
                     elif isinstance(event, Finished):
                         if event.reason == "cancelled":
-                            raise errors.make(code_pb2.CANCELLED, "somebody cancelled the request")
+                            raise errors.cancelled_elsewhere()
                         measured.finished(sample, event.usage)
                         settled = True
                 measured.num_resumed += stream.num_resumes

@@ -18,7 +18,7 @@ from baton.coordinator.worker_process import BATON, WorkerExit
 from baton.runtime.config import BatonConfig, ConfigError, dump
 
 # An own Ray has Unix sockets there: in a longer path they would not fit.
-_DIRECTORY = "/tmp"
+DIRECTORY, PREFIX = "/tmp", "baton-ray-"
 
 
 class RayLauncher:
@@ -108,7 +108,7 @@ class RayLauncher:
             address=ray.address,
             namespace=ray.namespace,
             runtime_env=ray.runtime_env,
-            directory="" if ray.address else tempfile.mkdtemp(prefix="baton-ray-", dir=_DIRECTORY),
+            directory="" if ray.address else tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORY),
             coordinator=self._coordinator,
             command=self._command,
             patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 import scripted_inference
@@ -27,6 +28,19 @@ from scripted_inference import (
 from baton.client import BatonClient, BlockingClient, Finished, Tokens
 from baton.client.errors import UnavailableError
 from baton.runtime import errors
+
+
+@asynccontextmanager
+async def two_coordinators(inference):
+    """A client of two, the other one, and the health services of both."""
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (first, of_first),
+        serving(other) as (second, of_second),
+        BatonClient([first, second]) as client,
+    ):
+        yield client, other, (of_first, of_second)
+
 
 ENDS = [None, errors.Unavailable("restarting"), errors.Internal("bug"), errors.Cancelled("gone")]
 
@@ -284,16 +298,11 @@ async def test_wait_ready_finds_the_one_that_serves(server, inference):
 
 
 async def test_the_one_that_has_come_to_serve_is_next(inference):
-    other = ScriptedInference()
-    async with (
-        serving(inference) as (first, of_first),
-        serving(other) as (second, of_second),
-        BatonClient([first, second]) as client,
-    ):
+    async with two_coordinators(inference) as (client, other, (of_first, of_second)):
         await set_serving(of_second, True)
         await client.wait_ready(TIMEOUT_S)
         stream, connection = await flowing(client, other)
-        assert client.address == second
+        assert client.address == client.addresses[1]
         await set_serving(of_second, False)
         await set_serving(of_first, True)
         await client.wait_ready(TIMEOUT_S)
@@ -335,12 +344,7 @@ RESTARTING = errors.Unavailable("restarting", reason=errors.RESTARTING)
 
 
 async def test_what_is_new_goes_to_another_coordinator_than_one_that_stops(inference):
-    other = ScriptedInference()
-    async with (
-        serving(inference) as (first, _),
-        serving(other) as (second, _),
-        BatonClient([first, second]) as client,
-    ):
+    async with two_coordinators(inference) as (client, other, _):
         old, connection = await flowing(client, inference)
         new = client.generate("new")
         connection.send(failed((await connection.submitted()).stream, RESTARTING))
@@ -348,7 +352,7 @@ async def test_what_is_new_goes_to_another_coordinator_than_one_that_stops(infer
         request = await finish(elsewhere, 0, [5], "e")
         assert request.text == "new"
         assert (await new.complete()).token_ids == (5,)
-        assert client.address == second
+        assert client.address == client.addresses[1]
         # The old one is read where it is, for as long as the coordinator lets it.
         connection.send(delta(1, 2, [3], "d"))
         assert (await anext(old)).token_ids == (3,)
@@ -360,12 +364,7 @@ async def test_what_is_new_goes_to_another_coordinator_than_one_that_stops(infer
 
 
 async def test_a_cancelled_request_is_not_taken_to_the_next_coordinator(inference):
-    other = ScriptedInference()
-    async with (
-        serving(inference) as (first, _),
-        serving(other) as (second, _),
-        BatonClient([first, second]) as client,
-    ):
+    async with two_coordinators(inference) as (client, other, _):
         stream, connection = await flowing(client, inference)
         connection.end()
         connection = await other.connection()

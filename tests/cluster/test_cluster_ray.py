@@ -23,7 +23,7 @@ from processes import UpCluster
 
 from baton.client import AdminClient, BatonClient, errors
 from baton.coordinator.launcher import LaunchError
-from baton.coordinator.ray_launch.launcher import RayLauncher
+from baton.coordinator.ray_launch.launcher import DIRECTORY, PREFIX, RayLauncher
 from baton.coordinator.server import serve
 from baton.runtime.closing import Closing
 from baton.runtime.config import parse
@@ -237,7 +237,7 @@ async def test_up_with_a_ray_of_its_own_serves_and_leaves_nothing(tmp_path, mode
             assert f" {labels['host']}/{labels['ray_node'][:8]} " in row
         family = up.family()
         (raylet,) = (one for one in family if one.name() == "raylet")
-        (directory,) = set(re.findall(r"/tmp/baton-ray-\w+", " ".join(raylet.cmdline())))
+        (directory,) = set(re.findall(rf"{DIRECTORY}/{PREFIX}\w+", " ".join(raylet.cmdline())))
         assert is_directory(directory)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(WAIT_S) == 0, up.err()
