@@ -3,21 +3,80 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.lanes import Lanes, lane_config
+from baton.coordinator.lanes import LANES, Lanes, lane_config
 from baton.coordinator.placement import lane_ttft_s
 from baton.coordinator.placers import Placers
-from baton.coordinator.request import Submission
+from baton.coordinator.recent_values import RecentValues
+from baton.coordinator.request import Prediction, Request, Submission
+from baton.coordinator.tenants import Lane
 from baton.runtime import errors
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
 _RETRY_AFTER_S = 1.0
+# Of the requests whose predictions count, so many are to wait no longer than is reckoned with. The
+# targets of lateness are hard: a request near its own is let in only if it will nearly surely do.
+_SHARE = 0.99
+_WINDOW = 128
+# Waits are not reckoned with as shorter than predicted, nor as longer than this: an incident that
+# made everybody late is remembered by the ratios, and is over.
+_MAX_RATIO = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A request's first token as it is seen when it arrives; times in seconds.
+
+    Attributes:
+        wanted_s: from its arrival.
+        passed_s: since then.
+        prediction: from now on.
+        ratio: of waits to what was predicted of them, that is reckoned with.
+    """
+
+    wanted_s: float
+    passed_s: float
+    prediction: Prediction
+    ratio: float
+
+    @property
+    def late_s(self) -> float:
+        """How much later than wanted it would be; not positive: it is in time."""
+        return self.passed_s + self._wait_s + self.prediction.work_s - self.wanted_s
+
+    @property
+    def tells(self) -> bool:
+        """Whether the wait is long enough to show how good predictions are where they decide.
+
+        Half of what would be too long. So there are such requests wherever there is a queue,
+        whatever the ratio.
+        """
+        return self._wait_s > 0 and self.late_s >= -self._wait_s
+
+    def error(self) -> errors.BatonError:
+        """Why it is not let in."""
+        ttft_s = self.wanted_s + self.late_s
+        return errors.ResourceExhausted(
+            f"the first token is predicted in {ttft_s:.3g} s; {self.wanted_s:.3g} s are wanted",
+            reason="TOO_LATE",
+            retry_after_s=self.late_s,
+        )
+
+    @property
+    def _wait_s(self) -> float:
+        return self.prediction.wait_s * self.ratio
 
 
 class Admission:
     """Says no early.
+
+    Requests are promised a time for their first token. What is predicted is wrong by what no model
+    of the steps knows: the network, a machine's other work, who comes later and goes first. So what
+    became of the latest predictions is kept, and waits are reckoned with as nearly all of these
+    turned out. (As in conformal prediction: Vovk, Gammerman, Shafer, 2005.)
 
     Attributes:
         closing: why nothing is admitted any more; None: it is.
@@ -25,6 +84,7 @@ class Admission:
 
     def __init__(self, config: CoreConfig, lanes: Lanes, placer: Placers) -> None:
         self._config, self._lanes, self._placer = config, lanes, placer
+        self._ratios = {lane: RecentValues[float](_WINDOW) for lane in LANES}
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
@@ -52,10 +112,10 @@ class Admission:
             )
         return None
 
-    def lateness_error(
+    def outlook(
         self, submission: Submission, hashes: array[int], revision: str, now: float
-    ) -> errors.BatonError | None:
-        """Why it would come too late, by what is known now; None when it would not."""
+    ) -> Outlook | None:
+        """Of its first token; None when it may come at any time, or nobody knows."""
         if len(submission.known_token_ids):
             return None
         wanted_s = lane_ttft_s(self._config.lanes, submission)
@@ -63,15 +123,31 @@ class Admission:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
         if wanted_s is None:
             return None
-        predicted_s = self._placer.predicted_ttft_s(submission, hashes, revision)
-        if predicted_s is None:
+        prediction = self._placer.predicted_ttft(submission, hashes, revision)
+        if prediction is None:
             return None
-        predicted_s += now - submission.arrived_at
-        late_s = predicted_s - wanted_s
-        if late_s <= 0:
-            return None
-        return errors.ResourceExhausted(
-            f"the first token is predicted in {predicted_s:.3g} s; {wanted_s:.3g} s are wanted",
-            reason="TOO_LATE",
-            retry_after_s=late_s,
-        )
+        passed_s = now - submission.arrived_at
+        return Outlook(wanted_s, passed_s, prediction, self.wait_ratio(submission.lane))
+
+    def wait_ratio(self, lane: Lane) -> float:
+        """How much longer than predicted a wait in a lane is reckoned with."""
+        ratios = self._ratios[lane]
+        return min(max(1.0, ratios.quantile(_SHARE)), _MAX_RATIO) if len(ratios) else 1.0
+
+    def first_token(self, request: Request, now: float) -> None:
+        """It comes now, or would not have come before: shows how good the prediction was.
+
+        Of a request whose attempt was lost nothing was predicted.
+        """
+        prediction = request.prediction
+        if prediction is not None and not request.interruptions:
+            waited_s = now - request.submitted_at - prediction.work_s
+            self._ratios[request.submission.lane].add(waited_s / prediction.wait_s)
+
+    def ended(self, request: Request, now: float) -> None:
+        """It ended. Without a first token it is one of the late ones, if it waited for too long."""
+        prediction = request.prediction
+        if prediction is None or request.first_token_at is not None:
+            return
+        if now - request.submitted_at > prediction.wait_s + prediction.work_s:
+            self.first_token(request, now)

@@ -106,15 +106,18 @@ class RequestBook:
         refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
         revision = self._traffic.revision_of(submission)
         hashes = self._placer.hashes(submission, revision)
+        outlook = None
         if refused is None:
-            refused = self.admission.lateness_error(submission, hashes, revision, now)
-            if refused is not None and revision != self._traffic.stable:
+            outlook = self.admission.outlook(submission, hashes, revision, now)
+            if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
                 tried, revision = revision, self._traffic.stable
                 hashes = self._placer.hashes(submission, revision)
-                refused = self.admission.lateness_error(submission, hashes, revision, now)
-                if refused is None:
+                outlook = self.admission.outlook(submission, hashes, revision, now)
+                if outlook is None or outlook.late_s <= 0:
                     self.stats.moved_to_stable(tried)
+            if outlook is not None and outlook.late_s > 0:
+                refused = outlook.error()
         if refused is None or (
             isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
         ):
@@ -137,6 +140,7 @@ class RequestBook:
             text_chars=submission.known_text_chars,
             hashes=hashes if len(hashes) else None,
             revision=revision,
+            prediction=outlook.prediction if outlook is not None and outlook.tells else None,
         )
         before = self.requests.ended.get(request.key)
         if before is not None:
@@ -420,6 +424,7 @@ class RequestBook:
         self._placer.leaves(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placer.ended(request)
+        self.admission.ended(request, now)
         self._timers.cancel(request.key)
         self._let_go(request)
         self.requests.remove(request)

@@ -200,6 +200,10 @@ class Core:
         """Why no request of this lane would be admitted now; None when one would."""
         return self._book.admission.error(lane, len(self._book.requests))
 
+    def wait_ratio(self, lane: common_pb2.Lane.ValueType) -> float:
+        """How much longer than predicted a wait in a lane is reckoned with."""
+        return self._book.admission.wait_ratio(lane)
+
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
         """One request: running, or recently ended; None when there is none.
 

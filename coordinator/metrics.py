@@ -54,11 +54,18 @@ class CoreCollector(Collector):
             yield family
         queued = GaugeMetricFamily("baton_queue_depth", "Requests waiting.", labels=["lane"])
         running = GaugeMetricFamily("baton_requests_running", "Dispatched.", labels=["lane"])
+        waits = GaugeMetricFamily(
+            "baton_wait_ratio",
+            "How much longer than predicted a wait is reckoned with, by what came of others.",
+            labels=["lane"],
+        )
         for lane, lane_stats in stats.lanes.items():
             queued.add_metric([lane_name(lane)], self._core.num_queued(lane))
             running.add_metric([lane_name(lane)], lane_stats.num_running)
+            waits.add_metric([lane_name(lane)], self._core.wait_ratio(lane))
         yield queued
         yield running
+        yield waits
         yield from self._totals()
         yield self._workers()
         yield from self._scaling()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Hashable
+
+from baton.coordinator.recent_values import RecentValues
 
 
 class OutputLengths:
@@ -22,21 +23,14 @@ class OutputLengths:
         if window < 1:
             raise ValueError(f"window is {window}; must be at least 1")
         self._quantile, self._window, self._initial_tokens = quantile, window, initial_tokens
-        self._recent: dict[Hashable, deque[int]] = {}
-        self._sorted: dict[Hashable, list[int]] = {}
-        self._sums: dict[Hashable, int] = {}
+        self._recent: dict[Hashable, RecentValues[int]] = {}
 
     def observe(self, lane: Hashable, num_tokens: int) -> None:
         """An output of this lane ended by itself, after so many tokens."""
-        recent = self._recent.setdefault(lane, deque())
-        ordered = self._sorted.setdefault(lane, [])
-        if len(recent) == self._window:
-            oldest = recent.popleft()
-            del ordered[bisect_left(ordered, oldest)]
-            self._sums[lane] -= oldest
-        recent.append(num_tokens)
-        insort(ordered, num_tokens)
-        self._sums[lane] = self._sums.get(lane, 0) + num_tokens
+        recent = self._recent.get(lane)
+        if recent is None:
+            recent = self._recent[lane] = RecentValues(self._window)
+        recent.add(num_tokens)
 
     def mean(self, lane: Hashable, max_tokens: int) -> float:
         """Of the lane's outputs; until there is one, at most `max_tokens`.
@@ -45,9 +39,9 @@ class OutputLengths:
         expects too few in sum: the fewer, the closer requests keep to what they allow.
         """
         recent = self._recent.get(lane)
-        if not recent:
+        if recent is None:
             return min(self._initial_tokens, max_tokens)
-        return self._sums[lane] / len(recent)
+        return recent.total / len(recent)
 
     def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:
         """Output tokens still to come; at least 1, at most what `max_tokens` leaves.
@@ -58,7 +52,8 @@ class OutputLengths:
             num_known_tokens: that exist already: only longer outputs are looked at; where there
                 are none, as many are expected again.
         """
-        ordered = self._sorted.get(lane, [])
+        recent = self._recent.get(lane)
+        ordered = recent.ordered if recent is not None else []
         longer = len(ordered) - (first := bisect_right(ordered, num_known_tokens))
         if longer:
             total = ordered[first + min(longer - 1, int(self._quantile * longer))]

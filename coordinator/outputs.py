@@ -134,6 +134,7 @@ class _Step:
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
+            self.book.admission.first_token(request, self.now)
             stages = ttft_stages(request, self.now)
             self.book.stats.first_token(request, self.now, stages)
         else:

@@ -22,7 +22,7 @@ from baton.coordinator.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.prefix_index import PrefixMatch
-from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import Router, RoutingConfig
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import Latency, WorkerLoad, WorkerTraits
@@ -364,7 +364,7 @@ class Placer:
         """Seconds of prefill work that wait in a lane."""
         return self._sum_waiting_s[lane]
 
-    def predicted_ttft_s(self, submission: Submission, hashes: array[int]) -> float | None:
+    def predicted_ttft(self, submission: Submission, hashes: array[int]) -> Prediction | None:
         """From now on, behind all that goes first; None while no prefill worker is there."""
         num_workers = self.router.num_prefill_workers
         if not num_workers:
@@ -386,7 +386,8 @@ class Placer:
         wait_s += ahead_s / num_workers
         # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
         # full cell admitted 1.5 % that came too late.
-        return wait_s + choice.work_s + (min(wait_s, entry.step_s) if entry is not None else 0.0)
+        wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
+        return Prediction(wait_s, choice.work_s)
 
     def ends_in_s(self, request: Request) -> float:
         """Until a request that decodes has all of its output, where it is."""

@@ -12,7 +12,7 @@ from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.placement import Placement, Placer
-from baton.coordinator.request import Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import Router
 from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad
@@ -154,10 +154,10 @@ class Placers:
     ) -> tuple[float, int, float]:
         return self.of(revision).demand(submission, hashes)
 
-    def predicted_ttft_s(
+    def predicted_ttft(
         self, submission: Submission, hashes: array[int], revision: str
-    ) -> float | None:
-        return self.of(revision).predicted_ttft_s(submission, hashes)
+    ) -> Prediction | None:
+        return self.of(revision).predicted_ttft(submission, hashes)
 
     def waiting_s(self, lane: Lane, revision: str) -> float:
         return self.of(revision).waiting_s(lane)

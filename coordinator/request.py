@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
@@ -135,6 +135,18 @@ class Submission:
         return RequestKey(request_name(self.tenant, self.request_id))
 
 
+class Prediction(NamedTuple):
+    """Of a first token, in seconds.
+
+    Attributes:
+        wait_s: for others, until its own prompt is begun with.
+        work_s: from then on.
+    """
+
+    wait_s: float
+    work_s: float
+
+
 @dataclass(slots=True)
 class Interruption:
     """Without a worker, or waiting for the next one's first token; by the core's clock."""
@@ -180,6 +192,7 @@ class Request:
         num_charged: tokens of its output that its tenant is not charged for any more.
         gaps_us: microseconds between its tokens.
         revision: of the workers that it may run on; while its output has begun it does not change.
+        prediction: of its first token, where that will show how good predictions are.
     """
 
     submission: Submission
@@ -222,6 +235,7 @@ class Request:
     num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
     revision: str = FIRST_REVISION
+    prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         self.key = self.submission.key

@@ -122,10 +122,19 @@ def met(one: Outcome, ttft_s: float) -> bool:
     )
 
 
-def test_overload_is_refused_and_costs_nobody_else():
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        # Every message takes a third of a step, and steps are not what any model says.
+        replace(SHAPE, delay_s=0.01, noise=0.3),
+    ],
+    ids=["as predicted", "slower than predicted"],
+)
+def test_overload_is_refused_and_costs_nobody_else(shape):
     goodput = {}
     for load in (1, 2):
-        made = cell(itl_ms=50, ttft_ms=600)
+        made = cell(shape=shape, itl_ms=50, ttft_ms=600)
         begin, end = offer(made, load * CAPACITY, (50, 150))
         made.run(end + 10)
         counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
@@ -140,6 +149,39 @@ def test_overload_is_refused_and_costs_nobody_else():
         assert all(one.error.reason == "TOO_LATE" for one in shed)
         made.core.check_integrity()
     assert goodput[2] >= 0.95 * goodput[1]
+
+
+def test_those_that_would_run_into_their_deadlines_are_refused():
+    """Deadlines end them before a first token shows how late it is."""
+    made = cell(shape=replace(SHAPE, delay_s=0.02))
+    begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
+    made.poisson(
+        2 * CAPACITY,
+        made.now,
+        end,
+        lambda: made.submit(made.random.randint(200, 1800), 1, timeout_s=0.6),
+    )
+    made.run(end + 10)
+    admitted = [one for one in made.outcomes if begin <= one.arrived_at < end and not one.shed]
+    assert len(admitted) > 500
+    assert sum(one.error is not None for one in admitted) <= 0.01 * len(admitted)
+    assert made.core.wait_ratio(INTERACTIVE) > 1
+
+
+def test_what_an_incident_made_late_is_forgotten():
+    """For a while no worker's message comes through, and those that wait are late."""
+    made = cell(ttft_ms=600)
+    offer(made, 1.2 * CAPACITY, (1, 1))
+    made.run(made.now + 10)
+    before = made.core.wait_ratio(INTERACTIVE)
+    tell, until = made.tell, made.now + 1.0
+    made.tell = lambda worker, event: made.at(max(made.now, until), lambda: tell(worker, event))
+    made.run(until + 2)
+    assert made.core.wait_ratio(INTERACTIVE) > before + 0.5
+    made.run(until + 20)
+    assert made.core.wait_ratio(INTERACTIVE) < before + 0.2
+    later = [one for one in made.outcomes if one.arrived_at > made.now - 8]
+    assert sum(met(one, 0.6) for one in later) > 0.7 * len(later)
 
 
 def test_what_cannot_be_in_time_is_refused_by_its_deadline_or_its_own_target():
