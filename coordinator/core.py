@@ -16,7 +16,7 @@ from baton.coordinator.autoscale.policy import Policy
 from baton.coordinator.autoscale.settings import in_config
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.dispatch import Dispatcher
+from baton.coordinator.dispatch import ROOM, Dispatcher
 from baton.coordinator.handoff_reports import HandoffReports
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF
@@ -104,7 +104,13 @@ class Core:
             config.max_request_s,
         )
         self._dispatcher = Dispatcher(
-            config, self._book, self.workers, self.placer, self._adoption, self.rollouts
+            config,
+            self._book,
+            self.workers,
+            self.placer,
+            self._adoption,
+            self.rollouts,
+            self._timers,
         )
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
@@ -383,5 +389,8 @@ class Core:
                 continue
             if key == ROLLOUT:
                 self.rollouts.advance(now)
+                continue
+            if key == ROOM:
+                self._book.room_made = True
                 continue
             self._members.look_at(key, now)

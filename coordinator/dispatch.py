@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from baton.coordinator.adoption import Adoption
 from baton.coordinator.book import RequestBook
 from baton.coordinator.core_config import CoreConfig
@@ -9,16 +11,21 @@ from baton.coordinator.lanes import lane_config
 from baton.coordinator.load_index import ROLE_OF
 from baton.coordinator.placement import Placement
 from baton.coordinator.placers import Placers
-from baton.coordinator.request import Request, RequestState
+from baton.coordinator.request import Request, RequestKey, RequestState, WorkerKey
 from baton.coordinator.retiring import gone_error
 from baton.coordinator.rollout import Rollouts
+from baton.coordinator.timers import Timers
 from baton.coordinator.workers import WorkerRegistry
 from baton.runtime import errors
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
+# The key of its timer.
+ROOM: WorkerKey = ("", 3)
 # A batch request that made room so often is let go on: its cache may not keep what was computed.
 _MAX_PARKED = 8
+# Room that is foreseen is looked for so much later at least, rounding or not.
+_LEAST_WAIT_S = 0.001
 
 
 class Dispatcher:
@@ -32,13 +39,16 @@ class Dispatcher:
         placer: Placers,
         adoption: Adoption,
         rollouts: Rollouts,
+        timers: Timers[RequestKey | WorkerKey],
     ) -> None:
         self._config, self._book, self._workers = config, book, workers
         self._placer, self._adoption, self._rollouts = placer, adoption, rollouts
+        self._timers = timers
 
     def dispatch(self, now: float) -> None:
         """Gives the requests whose turn it is to workers, where these have room."""
         self._book.room_made = False
+        room_at = math.inf
         for request in self._book.lanes.candidates() if len(self._book.lanes) else ():
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
@@ -50,6 +60,7 @@ class Dispatcher:
             if self._made_room(request, placement, now):
                 placement = self._placer.place(request)
             if placement is None:
+                room_at = min(room_at, self._placer.room_at(request))
                 if self._never_fits_beside(request):
                     self._book.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
@@ -60,6 +71,10 @@ class Dispatcher:
                 self._book.dispatch(request, placement, now)
         # What ended on the way made no room on a worker.
         self._book.room_made = False
+        if room_at < math.inf:
+            self._timers.set(ROOM, max(room_at, now + _LEAST_WAIT_S))
+        else:
+            self._timers.cancel(ROOM)
         self._park(now)
 
     def queue_error(self, request: Request) -> errors.BatonError:

@@ -25,7 +25,7 @@ from baton.coordinator.prefix_index import PrefixMatch
 from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import Router, RoutingConfig
 from baton.coordinator.tenants import Lane
-from baton.coordinator.worker_load import Latency, WorkerLoad, WorkerTraits
+from baton.coordinator.worker_load import Ahead, Latency, WorkerLoad, WorkerTraits
 from baton.coordinator.workers import AttachedWorkers, Worker
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.config import LanesConfig
@@ -33,10 +33,13 @@ from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
-# Steps of prefill work on one worker, by lane, that let no other prompt of the lane join. The
-# second keeps an engine busy while its answer to the first is on its way; batch goes without, so
-# that an interactive prompt never finds more than one of its steps ahead of it.
-_MAX_CHUNKS_QUEUED = {common_pb2.LANE_INTERACTIVE: 2.0, _BATCH: 1.0}
+# Prefill work on one worker, by lane, that lets no other prompt of the lane join. The second step
+# keeps an engine busy while its answer to the first is on its way; batch goes without, so that an
+# interactive prompt never finds more than one of its steps ahead of it.
+_AHEAD = {
+    common_pb2.LANE_INTERACTIVE: Ahead(2.0, foresees=True),
+    _BATCH: Ahead(1.0, foresees=False),
+}
 # A prompt is computed by the decode worker when that takes this share of the time at most: what it
 # saves must be worth what it costs the outputs there.
 _LOCAL_SHARE = 0.7
@@ -238,13 +241,21 @@ class Placer:
                 found = self._place(request)
         return found
 
+    def room_at(self, request: Request) -> float:
+        """When a prefill worker will have room for a prompt that finds none now.
+
+        By the core's clock; infinite where that cannot be foreseen, or is not what it lacks.
+        """
+        idlest = self.router.idlest_prefill()
+        if idlest is None:
+            return math.inf
+        return idlest.room_at(_AHEAD[request.submission.lane], self.router.now)
+
     def is_crowded_out(self, request: Request) -> bool:
         """Whether every prefill worker is too full for a batch prompt, and one takes another."""
         match, session = self.router.match(self._hashes(request)), request.submission.session_id
         batch, interactive = (
-            self.router.choose_prefill(
-                match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
-            )
+            self.router.choose_prefill(match, request.num_prefill_tokens, session, _AHEAD[lane])
             for lane in (_BATCH, common_pb2.LANE_INTERACTIVE)
         )
         return batch is None and interactive is not None
@@ -478,7 +489,7 @@ class Placer:
         model = self._workers.model
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         prefill = self.router.choose_prefill(
-            match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
+            match, request.num_prefill_tokens, session, _AHEAD[lane]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)

@@ -115,6 +115,9 @@ class Placers:
     def place(self, request: Request) -> Placement | None:
         return self.of(request.revision).place(request)
 
+    def room_at(self, request: Request) -> float:
+        return self.of(request.revision).room_at(request)
+
     def is_crowded_out(self, request: Request) -> bool:
         return self.of(request.revision).is_crowded_out(request)
 

@@ -18,7 +18,7 @@ from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.load_index import LoadIndex, Pool
 from baton.coordinator.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.request import WorkerKey
-from baton.coordinator.worker_load import WorkerLoad, WorkerTraits
+from baton.coordinator.worker_load import ANYTHING_AHEAD, Ahead, WorkerLoad, WorkerTraits
 from baton.v1 import cluster_pb2
 
 
@@ -217,7 +217,7 @@ class Router:
         match: PrefixMatch,
         num_tokens: int,
         session: str = "",
-        max_chunks_queued: float = math.inf,
+        ahead: Ahead = ANYTHING_AHEAD,
     ) -> PrefillChoice | None:
         """The least predicted finish, work counted `work_weight` more; None when all are full.
 
@@ -227,8 +227,7 @@ class Router:
             match: of the prompt.
             num_tokens: of the prompt.
             session: "" for none.
-            max_chunks_queued: a worker with so many steps of prefill work or more takes no other:
-                what waits here can still be ordered.
+            ahead: of it a worker may have so much: what waits here can still be ordered.
         """
         config, loads = self._config, self._loads
         last = self._sessions.get(session)
@@ -245,7 +244,7 @@ class Router:
         for worker, num_blocks in candidates.items():
             entry = loads.entries[worker]
             traits = entry.traits
-            if entry.queued_tokens >= max_chunks_queued * traits.chunk_tokens:
+            if entry.is_full(ahead, self.now):
                 continue
             # The last token is always computed: the first output token comes from it.
             cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)

@@ -56,6 +56,22 @@ class _Prefill(NamedTuple):
     num_tokens: int
 
 
+class Ahead(NamedTuple):
+    """How much prefill work a worker may have and still take another prompt.
+
+    Attributes:
+        num_chunks: steps of it: with so many or more it is full.
+        foresees: what is predicted to be computed of its first prompt is left out: who comes next
+            is there when that is done, and need not be sent for then.
+    """
+
+    num_chunks: float
+    foresees: bool
+
+
+ANYTHING_AHEAD = Ahead(math.inf, foresees=False)
+
+
 @dataclass(slots=True, eq=False)
 class WorkerLoad:
     """One worker's entry in the router.
@@ -83,8 +99,9 @@ class WorkerLoad:
     free_tokens: int = field(init=False)
     _prefills: dict[str, _Prefill] = field(default_factory=dict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
-    # Sum of the work in _prefills.
+    # Sum of the work in _prefills, and since when the first of them has been that.
     _queued_s: float = 0.0
+    _first_since: float = -math.inf
     _arrived_tokens: int = 0
     _outgrown_tokens: int = 0
 
@@ -124,10 +141,37 @@ class WorkerLoad:
         """Seconds of prefill work that are left here."""
         return max(0.0, self.free_at - now)
 
+    def is_full(self, ahead: Ahead, now: float) -> bool:
+        """Whether it takes no other prompt behind what it has."""
+        most = ahead.num_chunks * self.traits.chunk_tokens
+        return self.queued_tokens >= most and not (
+            ahead.foresees and self._has_room_at(most) <= now
+        )
+
+    def room_at(self, ahead: Ahead, now: float) -> float:
+        """When one that is full will have room as things are; infinite: not before it answers."""
+        if not ahead.foresees or not self.is_full(ahead, now):
+            return math.inf
+        return self._has_room_at(ahead.num_chunks * self.traits.chunk_tokens)
+
+    def _has_room_at(self, num_tokens: float) -> float:
+        """When less than that is left, by what is predicted of the first prompt."""
+        first = next(iter(self._prefills.values()), None)
+        if first is None:
+            return -math.inf
+        num_more = num_tokens - (self.queued_tokens - first.num_tokens)
+        if num_more <= 0:
+            # Never more than that behind the first one, however late that is.
+            return math.inf
+        share = max(0.0, 1 - num_more / first.num_tokens)
+        return self._first_since + first.work_s * share
+
     def assign_prefill(
         self, request_id: str, work_s: float, num_tokens: int, now: float = 0.0
     ) -> None:
         assert request_id not in self._prefills
+        if not self._prefills:
+            self._first_since = now
         self._prefills[request_id] = _Prefill(work_s, num_tokens)
         self._queued_s += work_s
         self.free_at = max(self.free_at, now) + work_s
@@ -135,8 +179,11 @@ class WorkerLoad:
 
     def end_prefill(self, request_id: str, now: float = 0.0) -> None:
         """Its first token came, or never will; idempotent."""
+        was_first = next(iter(self._prefills), None) == request_id
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
+            if was_first:
+                self._first_since = now
             self.queued_tokens -= ended.num_tokens
             # Differences of floats would never come back to 0.
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0

@@ -151,6 +151,32 @@ def test_overload_is_refused_and_costs_nobody_else(shape):
     assert goodput[2] >= 0.95 * goodput[1]
 
 
+def test_long_prompts_follow_each_other_however_long_messages_take():
+    """A worker that is sent for when its prompt is done stands still for two messages each time."""
+    made = cell(shape=replace(SHAPE, delay_s=0.01))
+    begin, end = offer(made, 2 * CAPACITY, (2, 4))
+    made.run(end)
+    num_tokens = sum(
+        one.num_prompt_tokens
+        for one in made.outcomes
+        if one.token_times and begin <= one.token_times[0] < end
+    )
+    num_chunk_tokens = SHAPE.max_num_batched_tokens
+    most = 4 * num_chunk_tokens / MODEL.prefill_s(num_chunk_tokens)
+    assert num_tokens / (end - begin) > 0.95 * most
+
+
+def test_no_more_than_two_steps_wait_behind_a_prompt_that_takes_longer_than_predicted():
+    made = cell(num_pairs=1)
+    made.run(made.now + 1)
+    made.tell = lambda worker, event: None
+    for _ in range(40):
+        made.submit(300, 2)
+    made.run(made.now + 3)
+    load = made.core.placer.load(made.core.workers.get(("p0", 1)))
+    assert load.queued_tokens <= 300 + 2 * SHAPE.max_num_batched_tokens + 300
+
+
 def test_those_that_would_run_into_their_deadlines_are_refused():
     """Deadlines end them before a first token shows how late it is."""
     made = cell(shape=replace(SHAPE, delay_s=0.02))
