@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import partial
 
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, Lanes, lane_config
@@ -17,12 +18,10 @@ from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
 _RETRY_AFTER_S = 1.0
-# Of the requests whose predictions count, so many are to wait no longer than is reckoned with. The
-# targets of lateness are hard: a request near its own is let in only if it will nearly surely do.
-_SHARE = 0.99
-_WINDOW = 128
-# Waits are not reckoned with as shorter than predicted, nor as longer than this: an incident that
-# made everybody late is remembered by the ratios, and is over.
+# So many of the latest waits were no longer than what is reckoned with: who is let in is in time.
+_SHARE, _WINDOW = 0.995, 256
+# Nor is more reckoned with than this: an incident that made everybody late is soon over, and those
+# late are among the latest for longer.
 _MAX_RATIO = 4.0
 
 
@@ -35,12 +34,14 @@ class Outlook:
         passed_s: since then.
         prediction: from now on.
         ratio: of waits to what was predicted of them, that is reckoned with.
+        waits_for_its_own: its tenant has as many requests running as it may.
     """
 
     wanted_s: float
     passed_s: float
     prediction: Prediction
     ratio: float
+    waits_for_its_own: bool
 
     @property
     def late_s(self) -> float:
@@ -52,9 +53,9 @@ class Outlook:
         """Whether the wait is long enough to show how good predictions are where they decide.
 
         Half of what would be too long. So there are such requests wherever there is a queue,
-        whatever the ratio.
+        whatever the ratio. One that waits for others of its tenant tells nothing of the others.
         """
-        return self._wait_s > 0 and self.late_s >= -self._wait_s
+        return not self.waits_for_its_own and self._wait_s > 0 and self.late_s >= -self._wait_s
 
     def error(self) -> errors.BatonError:
         """Why it is not let in."""
@@ -123,11 +124,18 @@ class Admission:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
         if wanted_s is None:
             return None
-        prediction = self._placer.predicted_ttft(submission, hashes, revision)
+        in_lane_s = partial(self._lanes.wait_s, submission, revision)
+        prediction = self._placer.predicted_ttft(submission, hashes, revision, in_lane_s)
         if prediction is None:
             return None
         passed_s = now - submission.arrived_at
-        return Outlook(wanted_s, passed_s, prediction, self.wait_ratio(submission.lane))
+        return Outlook(
+            wanted_s,
+            passed_s,
+            prediction,
+            self.wait_ratio(submission.lane),
+            not self._lanes.can_run(submission.tenant),
+        )
 
     def wait_ratio(self, lane: Lane) -> float:
         """How much longer than predicted a wait in a lane is reckoned with."""

@@ -178,7 +178,6 @@ class RequestBook:
             self.stats.dispatched(request, now, after_start=False)
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
-        self._placer.leaves(request)
         request.revision, request.hashes = worker.revision, None
         self._placer.adopt(request, worker.key)
         worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
@@ -203,7 +202,6 @@ class RequestBook:
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
-        self._placer.leaves(request)
         self._placer.assign(request, placement, yields=not is_owed)
         for worker in workers:
             worker.assign(request.key, num_tokens)
@@ -293,10 +291,8 @@ class RequestBook:
         assert request.waits
         assert not len(request.token_ids)
         self.stats.moved_to_stable(request.revision)
-        self._placer.leaves(request)
         request.revision, request.hashes = revision, None
         self.lanes.changed_revision(request)
-        self._placer.waits(request)
         self.room_made = True
 
     def park(self, request: Request, now: float) -> None:
@@ -421,7 +417,6 @@ class RequestBook:
         """Gives back everything a request holds and remembers it; its state is terminal."""
         self.charge(request)
         self.lanes.ended(request, now)
-        self._placer.leaves(request)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placer.ended(request)
         self.admission.ended(request, now)
@@ -469,8 +464,7 @@ class RequestBook:
         return None
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
-        self.lanes.push(request, now, num_tokens)
-        self._placer.waits(request)
+        self.lanes.push(request, now, num_tokens, self._placer.work_s(request))
 
     def _begin_again(
         self,

@@ -155,6 +155,7 @@ class Core:
             What the shell must do, in order.
         """
         self.placer.at(now)
+        self._book.lanes.now = now
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
         if self.placer.changed:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
+from baton.coordinator.lanes import LANES
 from baton.coordinator.load_index import POOL_OF
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import Request, RequestState, WorkerKey
@@ -132,7 +133,9 @@ class Flips:
         # Its turn to be looked at comes when its first token is here.
         if request.decode != worker.key or request.state is not RequestState.DECODING:
             return False
-        return self._placer.goes_on_in_s(request) < self._placer.ends_in_s(request)
+        waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
+        goes_on_s = self._placer.goes_on_in_s(request, waiting_s)
+        return goes_on_s < self._placer.ends_in_s(request)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None

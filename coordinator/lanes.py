@@ -10,11 +10,13 @@ over all of them.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.fairness import FairOrder, Trickle
-from baton.coordinator.request import Request, RequestKey
+from baton.coordinator.lane_work import WaitingWork
+from baton.coordinator.request import Request, RequestKey, Submission
 from baton.coordinator.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket, Track
 from baton.runtime.config import LaneConfig, LanesConfig, TenantConfig
 from baton.runtime.errors import ResourceExhausted
@@ -32,6 +34,28 @@ def lane_config(config: LanesConfig, lane: Lane) -> LaneConfig:
     return config.batch if lane == _BATCH else config.interactive
 
 
+class _TrackWait:
+    """Of the tenants in one order.
+
+    Attributes:
+        weight: of all of them.
+    """
+
+    __slots__ = ("weight", "work")
+
+    def __init__(self) -> None:
+        self.work = WaitingWork()
+        self.weight = 0.0
+
+    def joined(self, queue: TenantQueue, now: float) -> None:
+        self.weight += queue.weight
+        self.work.add(queue.waiting.work_s, now)
+
+    def left(self, queue: TenantQueue, now: float) -> None:
+        self.weight -= queue.weight
+        self.work.remove(queue.waiting.work_s, now, left=False)
+
+
 class Lanes:
     """Requests from their admission to their end: those that wait, and what the others cost.
 
@@ -43,6 +67,9 @@ class Lanes:
         config: limits and shares of the lanes.
         defaults: of tenants that are not named.
         tenants: by name.
+
+    Attributes:
+        now: when that happens which is told, by the core's clock.
     """
 
     def __init__(
@@ -61,6 +88,8 @@ class Lanes:
         # By revision: how many tickets, its tracks' orders, and what its batch lane is owed.
         self._num_tickets: Counter[str] = Counter()
         self._orders: dict[Track, FairOrder[TenantQueue]] = {}
+        # Of those in each order: what waits, and their weights.
+        self._waits: dict[Track, _TrackWait] = {}
         self._trickles: dict[str, Trickle] = {}
         self._tickets: dict[RequestKey, Ticket] = {}
         # By the lane they were submitted to, longest waiting first.
@@ -70,6 +99,9 @@ class Lanes:
         # By the lane they are ordered in.
         self._num_running = dict.fromkeys(LANES, 0)
         self._num_pushed = 0
+        # By the lane they were submitted to, and revision.
+        self._work: defaultdict[Track, WaitingWork] = defaultdict(WaitingWork)
+        self.now = 0.0
         # Tracks whose first request could not be placed in this round.
         self._passed: set[Track] = set()
 
@@ -89,6 +121,60 @@ class Lanes:
         """Remembered ones."""
         return len(self._tenants)
 
+    # ---- What waits
+
+    def waiting_s(self, lane: Lane, revision: str) -> float:
+        """Seconds of prefill work that were submitted to a lane, and wait."""
+        found = self._work.get((lane, revision))
+        return found.work_s if found is not None else 0.0
+
+    def wait_s(
+        self, submission: Submission, revision: str, work_s: float, num_workers: int
+    ) -> float:
+        """How long a request would wait here that is submitted now, in seconds.
+
+        Others go first as far as fairness has them: each tenant with as much, for its weight, as
+        the request's own has by then. And it leaves no faster than what waits has left of late.
+
+        Args:
+            submission: not queued.
+            revision: that it would be on.
+            work_s: its own, of prefill.
+            num_workers: that compute prompts.
+        """
+        lane = self._lane_of(submission.lane, len(submission.prompt_token_ids))
+        track = lane, revision
+        wait = self._waits.get(track)
+        if wait is None:
+            return 0.0
+        most_per_s, before_s = num_workers * (1 - self._share), 0.0
+        if lane == _BATCH:
+            before_s = self._waits[_INTERACTIVE, revision].work.work_s / most_per_s
+            most_per_s = num_workers
+        tenant, ahead_s = self._tenants.find(submission.tenant), wait.work.work_s
+        queue = tenant.queues.get(track) if tenant is not None else None
+        own_s, weight, weights = 0.0, self._tenants.config(submission.tenant).weight, wait.weight
+        if queue is not None:
+            own_s = queue.waiting.work_s
+        if queue is None or queue.item is None:
+            weights += weight
+            ahead_s += own_s
+        ahead_s = min(ahead_s, (own_s + work_s) * weights / weight - work_s)
+        found = before_s + ahead_s / most_per_s
+        # Where prefill workers are not what is short: for all, or for this tenant.
+        if wait.work.work_s:
+            lasts_s = (ahead_s + work_s) / wait.work.per_s(most_per_s, self.now)
+            found = max(found, lasts_s - work_s / most_per_s)
+        if queue is not None and (own_s or not queue.tenant.can_run):
+            lasts_s = (own_s + work_s) / queue.waiting.per_s(most_per_s, self.now)
+            found = max(found, lasts_s - work_s / most_per_s)
+        return found
+
+    def can_run(self, tenant: str) -> bool:
+        """Whether a tenant has less running than it may."""
+        found = self._tenants.find(tenant)
+        return found is None or found.can_run
+
     # ---- In
 
     def rate_error(self, tenant: str, num_tokens: int, now: float) -> ResourceExhausted | None:
@@ -106,7 +192,7 @@ class Lanes:
             retry_after_s=wait_s,
         )
 
-    def push(self, request: Request, now: float, num_tokens: int = 0) -> None:
+    def push(self, request: Request, now: float, num_tokens: int = 0, work_s: float = 0.0) -> None:
         """Queues a new request, or one that was dispatched and comes back.
 
         Args:
@@ -114,6 +200,7 @@ class Lanes:
             now: by the core's clock.
             num_tokens: of a new one: prompt and the most output it may have. They are taken from
                 its tenant's rate, and what it did not use is given back when it ends.
+            work_s: of prefill.
         """
         ticket = self._tickets.get(request.key)
         if ticket is None:
@@ -123,8 +210,9 @@ class Lanes:
             self._stopped(ticket)
         ticket.is_queued = True
         ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
+        ticket.work_s, ticket.queued_at = work_s, now
         self._follow(ticket)
-        ticket.queue.push(ticket)
+        self._enqueue(ticket)
         waiting = self._waiting[request.submission.lane]
         waiting[request.key] = request
         if request.attempt:
@@ -134,10 +222,10 @@ class Lanes:
     def changed_revision(self, request: Request) -> None:
         """A waiting request is on another revision from now on."""
         ticket = self._tickets[request.key]
-        ticket.queue.remove(ticket)
+        self._take_out(ticket)
         self._reorder(ticket.queue.tenant)
         self._follow(ticket)
-        ticket.queue.push(ticket)
+        self._enqueue(ticket)
         self._reorder(ticket.queue.tenant)
 
     # ---- Next
@@ -255,6 +343,19 @@ class Lanes:
         assert sum(self._num_running.values()) == len(self._tickets) - len(queued)
         queues = {id(ticket.queue): ticket.queue for ticket in self._tickets.values()}
         assert sum(map(len, queues.values())) == len(queued)
+        for track, order in self._orders.items():
+            inside = [
+                one
+                for tenant in self._tenants
+                for at, one in tenant.queues.items()
+                if at == track and one.item is not None
+            ]
+            assert len(inside) == len(order)
+            wait = self._waits[track]
+            assert math.isclose(wait.weight, sum(one.weight for one in inside), abs_tol=1e-6)
+            assert math.isclose(
+                wait.work.work_s, sum(one.waiting.work_s for one in inside), abs_tol=1e-9
+            )
         for queue in queues.values():
             assert (queue.item is not None) == (len(queue) > 0 and queue.tenant.can_run)
         tracks = {ticket.track for ticket in self._tickets.values()}
@@ -271,9 +372,7 @@ class Lanes:
 
     def _new_ticket(self, request: Request, now: float, num_tokens: int) -> Ticket:
         submission = request.submission
-        lane = submission.lane
-        if 0 < self._long_prompt_tokens < request.num_prompt_tokens:
-            lane = _BATCH
+        lane = self._lane_of(submission.lane, request.num_prompt_tokens)
         tenant = self._tenants.awake(submission.tenant, now)
         if tenant.bucket is not None:
             tenant.bucket.take(num_tokens, now)
@@ -325,6 +424,7 @@ class Lanes:
         if revision not in self._trickles:
             self._trickles[revision] = Trickle(self._share)
             self._orders |= {(lane, revision): FairOrder() for lane in LANES}
+            self._waits |= {(lane, revision): _TrackWait() for lane in LANES}
 
     def _left(self, revision: str) -> None:
         """The revision has one ticket less."""
@@ -335,7 +435,8 @@ class Lanes:
     def _forget(self, revision: str) -> None:
         del self._num_tickets[revision], self._trickles[revision]
         for lane in LANES:
-            del self._orders[lane, revision]
+            del self._orders[lane, revision], self._waits[lane, revision]
+            self._work.pop((lane, revision), None)
             for tenant in self._tenants:
                 tenant.queues.pop((lane, revision), None)
 
@@ -357,9 +458,31 @@ class Lanes:
         elif ticket.lane == _BATCH:
             self._trickle(ticket).got(cost)
 
+    def _enqueue(self, ticket: Ticket) -> None:
+        queue, work_s, now = ticket.queue, ticket.work_s, self.now
+        queue.push(ticket)
+        queue.waiting.add(work_s, now)
+        if queue.item is not None:
+            self._waits[ticket.track].work.add(work_s, now)
+        self._work[ticket.request.submission.lane, ticket.track[1]].add(work_s, now)
+
+    def _take_out(self, ticket: Ticket) -> None:
+        queue, work_s, now = ticket.queue, ticket.work_s, self.now
+        # Who goes at once has not waited, and tells nothing of how long that takes.
+        left = ticket.queued_at < now
+        queue.remove(ticket)
+        queue.waiting.remove(work_s, now, left=left)
+        if queue.item is not None:
+            self._waits[ticket.track].work.remove(work_s, now, left=left)
+        self._work[ticket.request.submission.lane, ticket.track[1]].remove(work_s, now, left=left)
+
+    def _lane_of(self, lane: Lane, num_prompt_tokens: int) -> Lane:
+        """Where it is ordered."""
+        return _BATCH if 0 < self._long_prompt_tokens < num_prompt_tokens else lane
+
     def _dequeue(self, ticket: Ticket) -> None:
         ticket.is_queued = False
-        ticket.queue.remove(ticket)
+        self._take_out(ticket)
         del self._waiting[ticket.request.submission.lane][ticket.request.key]
 
     def _stopped(self, ticket: Ticket) -> None:
@@ -376,8 +499,10 @@ class Lanes:
                     if track[0] == _BATCH and not len(order):
                         self._trickles[track[1]].lane_begins()
                     order.join(queue)
+                    self._waits[track].joined(queue, self.now)
             elif queue.item is not None:
                 order.leave(queue)
+                self._waits[track].left(queue, self.now)
 
     def _matters(self, tenant: Tenant, now: float) -> bool:
         ahead = any(

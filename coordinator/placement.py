@@ -11,13 +11,13 @@ import contextlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.lanes import LANES, lane_config
+from baton.coordinator.lanes import lane_config
 from baton.coordinator.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.load_index import POOL_OF, Pool
 from baton.coordinator.output_lengths import OutputLengths
@@ -121,7 +121,7 @@ class _KindModel:
 
 
 class Placer:
-    """Owns the router of one revision's workers, and what is expected of its requests that wait.
+    """Owns the router of one revision's workers, and what is expected of its requests.
 
     Args:
         outputs: how long outputs are; shared by all revisions.
@@ -147,9 +147,6 @@ class Placer:
             )
         )
         self._outputs, self._crowded = outputs, crowded
-        # Seconds of prefill work that wait, by request and lane.
-        self._waiting_s: dict[Lane, dict[RequestKey, float]] = {lane: {} for lane in LANES}
-        self._sum_waiting_s = dict.fromkeys(LANES, 0.0)
         # How many workers there are by what prompts cost there and how large their blocks are.
         self._kinds: Counter[tuple[Latency, int]] = Counter()
         # Batch prompts that are being computed by prefill workers.
@@ -199,29 +196,15 @@ class Placer:
 
     # ---- Requests.
 
-    def waits(self, request: Request) -> None:
-        """It has joined its lane."""
-        lane, entry = request.submission.lane, self.router.idlest_prefill()
-        num_tokens = request.num_prefill_tokens
+    def work_s(self, request: Request) -> float:
+        """Seconds of prefill work in a request that is to wait."""
+        entry, num_tokens = self.router.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
             # What waits for the first worker is work all the same.
-            work_s = self._unmeasured_work_s(num_tokens)
-        else:
-            match = self.router.match(self._hashes(request))
-            cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-            work_s = entry.traits.latency.prefill_s(max(1, num_tokens - cached))
-        self._waiting_s[lane][request.key] = work_s
-        self._sum_waiting_s[lane] += work_s
-
-    def leaves(self, request: Request) -> None:
-        """It has left its lane; idempotent."""
-        waiting = self._waiting_s[request.submission.lane]
-        work_s = waiting.pop(request.key, None)
-        if work_s is not None:
-            self._sum_waiting_s[request.submission.lane] -= work_s
-            if not waiting:
-                # Differences of floats would never come back to 0.
-                self._sum_waiting_s[request.submission.lane] = 0.0
+            return self._unmeasured_work_s(num_tokens)
+        match = self.router.match(self._hashes(request))
+        cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
+        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
 
     def place(self, request: Request) -> Placement | None:
         """Picks workers for the request whose turn it is; None when one it needs has no room.
@@ -371,12 +354,17 @@ class Placer:
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         return work_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
 
-    def waiting_s(self, lane: Lane) -> float:
-        """Seconds of prefill work that wait in a lane."""
-        return self._sum_waiting_s[lane]
+    def predicted_ttft(
+        self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, int], float]
+    ) -> Prediction | None:
+        """From now on, behind all that goes first; None while no prefill worker is there.
 
-    def predicted_ttft(self, submission: Submission, hashes: array[int]) -> Prediction | None:
-        """From now on, behind all that goes first; None while no prefill worker is there."""
+        Args:
+            submission: not queued.
+            hashes: of its prompt.
+            in_lane_s: how long it waits before it is given to a worker, by the seconds of its own
+                work and how many workers there are.
+        """
         num_workers = self.router.num_prefill_workers
         if not num_workers:
             return None
@@ -386,15 +374,11 @@ class Placer:
         )
         if choice is None:
             return None
-        share = self._config.lanes.batch.share
-        ahead_s = self._sum_waiting_s[common_pb2.LANE_INTERACTIVE] / (1 - share)
-        if submission.lane == _BATCH:
-            ahead_s += self._sum_waiting_s[_BATCH]
         wait_s = choice.predicted_s - choice.work_s
         entry, worker = self.router.load(choice.worker), self._workers.get(choice.worker)
         if submission.lane != _BATCH and entry is not None and self._gives_way(entry, worker):
             wait_s = min(wait_s, entry.step_s)
-        wait_s += ahead_s / num_workers
+        wait_s += in_lane_s(choice.work_s, num_workers)
         # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
         # full cell admitted 1.5 % that came too late.
         wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
@@ -411,12 +395,16 @@ class Placer:
         num_more = self._outputs.expected(lane, most, len(request.token_ids))
         return num_more * entry.itl_with_s(0, 0)
 
-    def goes_on_in_s(self, request: Request) -> float:
-        """Until it would go on elsewhere: its prompt and what is known computed once more."""
+    def goes_on_in_s(self, request: Request, waiting_s: float) -> float:
+        """Until it would go on elsewhere: its prompt and what is known computed once more.
+
+        Args:
+            request: that decodes.
+            waiting_s: of prefill work in the lanes.
+        """
         wait_s = self._wait_s(request, self.router.match(self._hashes(request)))
         num_workers = self.router.num_prefill_workers
-        ahead_s = sum(self._sum_waiting_s.values()) / num_workers if num_workers else 0.0
-        return wait_s + ahead_s
+        return wait_s + (waiting_s / num_workers if num_workers else 0.0)
 
     # ---- Inside.
 

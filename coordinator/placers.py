@@ -7,6 +7,7 @@ looked up in one placer. So a request that is on a revision meets nothing of ano
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.latency import LatencyRegistry
@@ -14,7 +15,6 @@ from baton.coordinator.output_lengths import OutputLengths
 from baton.coordinator.placement import Placement, Placer
 from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import Router
-from baton.coordinator.tenants import Lane
 from baton.coordinator.worker_load import WorkerLoad
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
@@ -106,11 +106,8 @@ class Placers:
 
     # ---- Requests, each on its revision; see Placer.
 
-    def waits(self, request: Request) -> None:
-        self.of(request.revision).waits(request)
-
-    def leaves(self, request: Request) -> None:
-        self.of(request.revision).leaves(request)
+    def work_s(self, request: Request) -> float:
+        return self.of(request.revision).work_s(request)
 
     def place(self, request: Request) -> Placement | None:
         return self.of(request.revision).place(request)
@@ -144,8 +141,8 @@ class Placers:
     def ends_in_s(self, request: Request) -> float:
         return self.of(request.revision).ends_in_s(request)
 
-    def goes_on_in_s(self, request: Request) -> float:
-        return self.of(request.revision).goes_on_in_s(request)
+    def goes_on_in_s(self, request: Request, waiting_s: float) -> float:
+        return self.of(request.revision).goes_on_in_s(request, waiting_s)
 
     # ---- What is expected of a submission on a revision.
 
@@ -158,12 +155,13 @@ class Placers:
         return self.of(revision).demand(submission, hashes)
 
     def predicted_ttft(
-        self, submission: Submission, hashes: array[int], revision: str
+        self,
+        submission: Submission,
+        hashes: array[int],
+        revision: str,
+        in_lane_s: Callable[[float, int], float],
     ) -> Prediction | None:
-        return self.of(revision).predicted_ttft(submission, hashes)
-
-    def waiting_s(self, lane: Lane, revision: str) -> float:
-        return self.of(revision).waiting_s(lane)
+        return self.of(revision).predicted_ttft(submission, hashes, in_lane_s)
 
     # ---- Inside.
 

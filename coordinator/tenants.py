@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from baton.coordinator.fairness import Account, TokenBucket
+from baton.coordinator.lane_work import WaitingWork
 from baton.coordinator.request import Request, RequestKey
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
@@ -33,6 +34,8 @@ class Ticket:
         has_returned: goes before new ones.
         is_queued: waits; else it was dispatched.
         owed_per_token: what each of its weighted tokens adds to what the batch lane is owed.
+        work_s: of prefill, since it was last queued.
+        queued_at: when that was, by the core's clock.
     """
 
     __slots__ = (
@@ -44,8 +47,10 @@ class Ticket:
         "order",
         "owed_per_token",
         "queue",
+        "queued_at",
         "request",
         "track",
+        "work_s",
     )
 
     def __init__(
@@ -56,7 +61,7 @@ class Ticket:
         self.order = request.submission.arrived_at, number
         self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
         self.is_queued = self.has_returned = False
-        self.owed_per_token = 0.0
+        self.owed_per_token = self.work_s = self.queued_at = 0.0
 
 
 def _order(ticket: Ticket) -> tuple[float, int]:
@@ -66,11 +71,12 @@ def _order(ticket: Ticket) -> tuple[float, int]:
 class TenantQueue(Account):
     """What one tenant has waiting in one track, and what it was served there."""
 
-    __slots__ = ("_fresh", "_returned", "tenant")
+    __slots__ = ("_fresh", "_returned", "tenant", "waiting")
 
     def __init__(self, tenant: Tenant) -> None:
         super().__init__(tenant.config.weight)
         self.tenant = tenant
+        self.waiting = WaitingWork()
         self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
         self._returned: list[Ticket] = []
 
@@ -160,12 +166,15 @@ class Tenants:
         """None: it is not remembered, so it owes nothing."""
         return self._tenants.get(name)
 
+    def config(self, name: str) -> TenantConfig:
+        """Of any tenant, remembered or not."""
+        return self._named.get(name, self._defaults)
+
     def awake(self, name: str, now: float) -> Tenant:
         """A tenant that has a request, remembered or new."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            config = self._named.get(name, self._defaults)
-            tenant = self._tenants[name] = Tenant(name, config, now)
+            tenant = self._tenants[name] = Tenant(name, self.config(name), now)
         self._idle.pop(name, None)
         return tenant
 

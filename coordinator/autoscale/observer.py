@@ -101,7 +101,7 @@ class Observer:
         decode_is_full: bool,
     ) -> LaneLoad:
         demand = self._stats.demand[lane]
-        waiting_s = 0.0 if decode_is_full else self._placer.waiting_s(lane, self._workers.stable)
+        waiting_s = 0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.stable)
         target = dict(config.targets).get(lane_name(lane))
         ttft_s, num_first, num_late = None, len(demand.ttfts_s), 0
         if target is not None and num_first:

@@ -27,13 +27,14 @@ WARM_UP_S, LASTS_S = 8.0, 32.0
 
 
 def cell(
-    *, num_pairs=4, shape=SHAPE, local_prefill=False, batch=None, **interactive
+    *, num_pairs=4, shape=SHAPE, local_prefill=False, batch=None, tenants=None, **interactive
 ) -> VirtualCell:
     free = {"max_queued": 10**6, "max_queue_s": 3600}
     values = {
         "model": "simulated",
         "coordinator": {"max_running_requests": 10**6},
         "decode": {"local_prefill": local_prefill},
+        "tenants": tenants or {},
         "lanes": {"interactive": free | interactive, "batch": free | (batch or {})},
     }
     config = CoreConfig.of(parse(values, "test"))
@@ -149,6 +150,62 @@ def test_overload_is_refused_and_costs_nobody_else(shape):
         assert all(one.error.reason == "TOO_LATE" for one in shed)
         made.core.check_integrity()
     assert goodput[2] >= 0.95 * goodput[1]
+
+
+def test_overload_of_the_decode_workers_is_refused_too():
+    """Their KV caches take half of what comes; prefill workers have next to nothing to do."""
+    made = cell(shape=replace(SHAPE, kv_tokens=20_000), ttft_ms=600)
+    begin, end = made.now + 15, made.now + 15 + LASTS_S
+    made.poisson(
+        80,
+        made.now,
+        end,
+        lambda: made.submit(made.random.randint(50, 150), made.random.randint(200, 400)),
+    )
+    made.run(end + 30)
+    counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
+    admitted = [one for one in counted if not one.shed]
+    assert 0.4 * len(counted) < len(admitted) < 0.6 * len(counted)
+    assert sum(met(one, 0.6) for one in admitted) >= 0.99 * len(admitted)
+
+
+def test_nobody_is_refused_for_what_another_tenant_has_waiting():
+    made = cell(ttft_ms=600)
+    begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
+    for tenant, load in (("many", 3.0), ("few", 0.1)):
+        made.poisson(
+            load * CAPACITY,
+            made.now,
+            end,
+            lambda tenant=tenant: made.submit(made.random.randint(200, 1800), 8, tenant=tenant),
+        )
+    made.run(end + 10)
+    counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
+    few = [one for one in counted if one.tenant == "few"]
+    assert len(few) > 80
+    assert sum(met(one, 0.6) for one in few) >= 0.98 * len(few)
+    many = [one for one in counted if one.tenant == "many" and not one.shed]
+    assert sum(met(one, 0.6) for one in many) >= 0.99 * len(many)
+
+
+def test_a_tenant_that_waits_for_its_own_requests_makes_nobody_late():
+    """It may have two at a time: most of its own are refused, and none of the others'."""
+    made = cell(ttft_ms=600, tenants={"narrow": {"max_concurrent": 2}})
+    begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
+    for tenant, load in (("narrow", 0.5), ("wide", 0.5)):
+        made.poisson(
+            load * CAPACITY,
+            made.now,
+            end,
+            lambda tenant=tenant: made.submit(made.random.randint(200, 1800), 100, tenant=tenant),
+        )
+    made.run(end + 10)
+    counted = [one for one in made.outcomes if begin <= one.arrived_at < end]
+    wide = [one for one in counted if one.tenant == "wide"]
+    assert all(met(one, 0.6) for one in wide)
+    narrow = [one for one in counted if one.tenant == "narrow"]
+    admitted = [one for one in narrow if not one.shed]
+    assert 0 < len(admitted) < 0.2 * len(narrow)
 
 
 def test_long_prompts_follow_each_other_however_long_messages_take():
