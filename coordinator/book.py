@@ -33,6 +33,9 @@ from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
+# A request is charged for so many tokens at a time.
+CHARGE_TOKENS = 16
+
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     """Of the last one's code; says every cause once, since they may differ."""
@@ -243,10 +246,11 @@ class RequestBook:
         return self._deltas
 
     def charge(self, request: Request) -> None:
-        """Its tenant pays for the tokens that have come since the last time."""
+        """Its tenant pays for the tokens that have come since the last time; they take room."""
         num_tokens = len(request.token_ids)
         self.lanes.served(request, num_tokens - request.num_charged)
         request.num_charged = num_tokens
+        self._placer.grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""

@@ -301,6 +301,15 @@ class Placer:
         self._batch_prompt_over(request)
         self.router.first_token(request.key)
 
+    def grows(self, request: Request, num_ahead: int) -> None:
+        """It has more tokens, and is looked at again before it has so many more."""
+        num_output = len(request.token_ids) + num_ahead
+        if self.router.outgrows(request.key, request.num_prompt_tokens + num_output):
+            model = self._workers.model
+            max_len = model.max_model_len if model is not None else 0
+            num_output = min(num_output, max_output_tokens(request.submission, max_len))
+            self.router.grow(request.key, request.num_prompt_tokens + num_output)
+
     def released(self, request: Request) -> None:
         """It leaves its workers."""
         self._batch_prompt_over(request)

@@ -130,7 +130,7 @@ class Router:
         return max(match.longest(1, self._loads.open_decode).values(), default=0)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
-        """What a worker's load report says that its requests hold."""
+        """What a worker's load report says that it holds."""
         if (entry := self._loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
@@ -188,6 +188,18 @@ class Router:
         self._end_prefill(request_id)
         if (entry := self._loads.get(self._decoding.get(request_id))) is not None:
             entry.arrive(request_id)
+
+    def outgrows(self, request_id: str, num_tokens: int) -> bool:
+        """Whether so long a prompt and output is more than was reserved for it."""
+        entry = self._loads.get(self._decoding.get(request_id))
+        return entry is not None and num_tokens > entry.room_of(request_id)
+
+    def grow(self, request_id: str, num_tokens: int) -> None:
+        """Reserves as much for one that outgrows what was expected of it, if not more already."""
+        entry = self._loads.entries[self._decoding[request_id]]
+        block_size = entry.traits.block_size_tokens
+        entry.grow(request_id, -(-num_tokens // block_size) * block_size)
+        self._loads.file(entry)
 
     def release(self, request_id: str) -> None:
         """The request has ended, or leaves its workers. Idempotent."""

@@ -301,13 +301,31 @@ def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
     router = decode_router(("a", traits(kv_tokens=1600)))
     assert decode(router, "1", prompt(1, 400), output=16) is not None
     assert decode(router, "under way", prompt(2, 400), output=16) is not None
-    router.first_token("1")
-    router.report_kv(key("a"), 416)
-    router.check_integrity()
-    assert router.load(key("a")).free_tokens == 768
-    router.report_kv(key("a"), 1000)
-    assert router.load(key("a")).free_tokens == 184
+    assert not router.outgrows("1", 416)
+    assert router.outgrows("1", 417)
+    for num_tokens, num_free in ((417, 752), (400, 752), (1000, 176)):
+        router.grow("1", num_tokens)
+        router.check_integrity()
+        assert router.load(key("a")).free_tokens == num_free
     assert decode(router, "3", prompt(3, 200), output=16) is None
+    router.release("1")
+    assert router.load(key("a")).free_tokens == 1184
+    assert not router.outgrows("1", 1001)
+
+
+def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
+    """Also before the first token, when it has loaded some of a handoff, or computed it itself."""
+    router = decode_router(("a", traits(kv_tokens=1600)))
+    assert decode(router, "1", prompt(1, 400), output=16) is not None
+    router.first_token("1")
+    assert decode(router, "under way", prompt(2, 400), output=16) is not None
+    router.report_kv(key("a"), 400 + 384)
+    assert router.load(key("a")).free_tokens == 1600 - 2 * 416
+    assert decode(router, "3", prompt(3, 600), output=16) is not None
+    # Beyond all of that: what it was given by a coordinator before this one.
+    router.report_kv(key("a"), 1500)
+    router.check_integrity()
+    assert router.load(key("a")).free_tokens == 100
 
 
 def test_decodes_per_worker_are_limited() -> None:
