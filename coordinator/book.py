@@ -458,13 +458,19 @@ class RequestBook:
     def _succeed(
         self, older: Request, submission: Submission, now: float
     ) -> errors.BatonError | None:
-        """A resumed request replaces its older self, whose session is not known to be lost yet."""
+        """A resumed request replaces its older self, whose session is not known to be lost yet.
+
+        Its client need not be the one that resumes: a stream that nobody reads any more is told in
+        vain, and any other learns why it ends.
+        """
         if (
             not len(submission.known_token_ids)
             or older.submission.to.session == submission.to.session
         ):
             return errors.AlreadyExists(f"request {submission.request_id} is running")
         self.cancel(older, now, tell=False)
+        what = f"request {older.id} goes on over another connection, which has resumed it"
+        self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
         return None
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
