@@ -240,14 +240,10 @@ class Placer:
 
     def is_crowded_out(self, request: Request) -> bool:
         """Whether every prefill worker is too full for a batch prompt, and one takes another."""
-        match, session = self.router.match(self._hashes(request)), request.submission.session_id
-        batch, interactive = (
-            self.router.choose_prefill(
-                match, request.num_prefill_tokens, session, _MAX_CHUNKS_QUEUED[lane]
-            )
-            for lane in (_BATCH, common_pb2.LANE_INTERACTIVE)
-        )
-        return batch is None and interactive is not None
+        match = self.router.match(self._hashes(request))
+        num_chunks = self.router.least_chunks_queued(match, request.submission.session_id)
+        interactive = _MAX_CHUNKS_QUEUED[common_pb2.LANE_INTERACTIVE]
+        return _MAX_CHUNKS_QUEUED[_BATCH] <= num_chunks < interactive
 
     def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
         """It goes where it was placed.

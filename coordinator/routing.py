@@ -242,18 +242,10 @@ class Router:
             max_chunks_queued: a worker with so many steps of prefill work or more takes no other:
                 what waits here can still be ordered.
         """
-        config, loads = self._config, self._loads
-        last = self._sessions.get(session)
-        sticky = last.prefill if last is not None else None
-        candidates: dict[WorkerKey, int] = {}
-        if sticky is not None and sticky in loads.by_queue:
-            candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(config.num_holders, loads.open_prefill)
-        idlest = loads.by_queue.least()
-        if idlest is not None and idlest not in candidates:
-            candidates[idlest] = match.blocks_of(idlest)
+        loads = self._loads
+        sticky, candidates = self._prefill_candidates(match, session)
         best: tuple[WorkerKey, float, float, int] | None = None
-        least, factor = math.inf, 1 + config.work_weight
+        least, factor = math.inf, 1 + self._config.work_weight
         for worker, num_blocks in candidates.items():
             entry = loads.entries[worker]
             traits = entry.traits
@@ -279,6 +271,28 @@ class Router:
             stays=worker == sticky,
             num_candidates=len(candidates),
         )
+
+    def least_chunks_queued(self, match: PrefixMatch, session: str = "") -> float:
+        """Steps of prefill work at the least busy of those that `choose_prefill` looks at."""
+        _, candidates = self._prefill_candidates(match, session)
+        entries = map(self._loads.entries.__getitem__, candidates)
+        chunks = (entry.queued_tokens / entry.traits.chunk_tokens for entry in entries)
+        return min(chunks, default=math.inf)
+
+    def _prefill_candidates(
+        self, match: PrefixMatch, session: str
+    ) -> tuple[WorkerKey | None, dict[WorkerKey, int]]:
+        """The session's last worker, and how many blocks of a prompt each candidate holds."""
+        loads, last = self._loads, self._sessions.get(session)
+        sticky = last.prefill if last is not None else None
+        candidates: dict[WorkerKey, int] = {}
+        if sticky is not None and sticky in loads.by_queue:
+            candidates[sticky] = match.blocks_of(sticky)
+        candidates |= match.longest(self._config.num_holders, loads.open_prefill)
+        idlest = loads.by_queue.least()
+        if idlest is not None and idlest not in candidates:
+            candidates[idlest] = match.blocks_of(idlest)
+        return sticky, candidates
 
     def choose_decode(
         self,

@@ -384,6 +384,11 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
         for name in names:
             entry = router.load(key(name))
             assert entry is None or entry.free_tokens >= 0
+        match = router.match(block_hashes(prompt(number, 64), BLOCK))
+        num_chunks = router.least_chunks_queued(match, "s0")
+        for limit in (0.01, 0.04, float("inf")):
+            takes_more = router.choose_prefill(match, 64, "s0", limit) is not None
+            assert takes_more == (num_chunks < limit)
     for request in requests:
         router.release(request)
     for name in names:
