@@ -192,7 +192,7 @@ class Router:
     def outgrows(self, request_id: str, num_tokens: int) -> bool:
         """Whether so long a prompt and output is more than was reserved for it."""
         entry = self._loads.get(self._decoding.get(request_id))
-        return entry is not None and num_tokens > entry.room_of(request_id)
+        return entry is not None and entry.outgrows(request_id, num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> None:
         """Reserves as much for one that outgrows what was expected of it, if not more already."""

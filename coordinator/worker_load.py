@@ -167,9 +167,10 @@ class WorkerLoad:
         if decode is not None:
             decode.arrived = True
 
-    def room_of(self, request_id: str) -> int:
-        """KV tokens that are reserved for a decode."""
-        return self._decodes[request_id].num_kv_tokens
+    def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
+        """Whether so many are more than is reserved for a decode."""
+        decode = self._decodes.get(request_id)
+        return decode is not None and num_kv_tokens > decode.num_kv_tokens
 
     def grow(self, request_id: str, num_kv_tokens: int) -> None:
         """At least so much is reserved for a decode."""

@@ -350,6 +350,7 @@ _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("send"), st.integers(0, 3), st.integers(1, 100)),
         st.tuples(st.sampled_from(["first", "release"]), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("grow"), st.integers(0, 30), st.integers(1, 100)),
         st.tuples(st.sampled_from(["remove", "add", "pause"]), st.integers(0, 3), st.just(0)),
     ),
     max_size=50,
@@ -361,6 +362,8 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     router = Router(RoutingConfig(max_prefill_requests=3, max_decode_requests=4))
     names = [f"w{number}" for number in range(4)]
     requests: list[str] = []
+    # Those that are longer than was expected may be more than there is room for.
+    grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
         worker = key(names[number % 4])
         if kind == "add" and router.load(worker) is None:
@@ -378,12 +381,17 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")
                 requests.append(str(count))
+        elif kind == "grow" and number < len(requests):
+            if router.outgrows(requests[number], length):
+                grown.add(requests[number])
+                router.grow(requests[number], length)
+                assert not router.outgrows(requests[number], length)
         elif kind in ("first", "release") and number < len(requests):
             (router.first_token if kind == "first" else router.release)(requests[number])
         router.check_integrity()
         for name in names:
             entry = router.load(key(name))
-            assert entry is None or entry.free_tokens >= 0
+            assert entry is None or entry.free_tokens >= 0 or grown
         match = router.match(block_hashes(prompt(number, 64), BLOCK))
         num_chunks = router.least_chunks_queued(match, "s0")
         for limit in (0.01, 0.04, float("inf")):
