@@ -11,7 +11,7 @@ from baton.coordinator.request import RequestState
 from baton.coordinator.workers import AttachedWorkers
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 STOP = common_pb2.FINISH_REASON_STOP
 # Batch outputs make room for the first interactive one.
@@ -111,7 +111,8 @@ def test_a_pool_that_the_last_one_leaves_by_a_flip_is_as_empty_as_any(cell, how)
     states = {made.request(to).state for to in made.streams}
     assert states == {RequestState.RECOVERING, RequestState.PARKED}
     if how == "answers":
-        made.answer_flips()
+        change = cluster_pb2.WorkerStateChanged(role=common_pb2.ROLE_PREFILL)
+        made.world.handle(ev.WorkerChanged(("decode-1", 1), change))
     else:
         made.world.attach("decode-1", common_pb2.ROLE_PREFILL, 1 + (how == "is replaced"))
     assert {made.request(to).state for to in made.streams} == {RequestState.RECOVERING}
