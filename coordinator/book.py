@@ -33,6 +33,9 @@ from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
+# A request is charged for so many tokens at a time.
+CHARGE_TOKENS = 16
+
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     """Of the last one's code; says every cause once, since they may differ."""
@@ -245,10 +248,11 @@ class RequestBook:
         return self._deltas
 
     def charge(self, request: Request) -> None:
-        """Its tenant pays for the tokens that have come since the last time."""
+        """Its tenant pays for the tokens that have come since the last time; they take room."""
         num_tokens = len(request.token_ids)
         self.lanes.served(request, num_tokens - request.num_charged)
         request.num_charged = num_tokens
+        self._placer.grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""
@@ -454,13 +458,19 @@ class RequestBook:
     def _succeed(
         self, older: Request, submission: Submission, now: float
     ) -> errors.BatonError | None:
-        """A resumed request replaces its older self, whose session is not known to be lost yet."""
+        """A resumed request replaces its older self, whose session is not known to be lost yet.
+
+        Its client need not be the one that resumes: a stream that nobody reads any more is told in
+        vain, and any other learns why it ends.
+        """
         if (
             not len(submission.known_token_ids)
             or older.submission.to.session == submission.to.session
         ):
             return errors.AlreadyExists(f"request {submission.request_id} is running")
         self.cancel(older, now, tell=False)
+        what = f"request {older.id} goes on over another connection, which has resumed it"
+        self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
         return None
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:

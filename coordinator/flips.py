@@ -25,8 +25,8 @@ class Flips:
 
     Prompts there are finished. An output moves, or ends there: whichever is sooner by the latency
     model. What has not ended in time is computed again elsewhere; where there is no elsewhere, the
-    worker keeps its role, and at once when nobody else is left in its pool: those who lost the
-    others wait for it.
+    worker keeps its role, and at once when nobody else is left in its pool, or comes back when it
+    was told already: those who lost the others wait for it.
 
     Args:
         limit_s: what a worker may take to finish what it has.
@@ -105,14 +105,15 @@ class Flips:
             if worker is None or worker.flip is None:
                 self._flipping.pop(key, None)
                 continue
-            if worker.flip.told:
-                continue
-            others = self._workers.of(worker.revision).presence(worker.role)
+            told, others = worker.flip.told, self._workers.of(worker.revision).presence(worker.role)
             if not others.num_staying:
+                if told:
+                    # It changes, and back again.
+                    self._tell(worker, worker.role)
                 self._give_up(worker)
-            elif not worker.assigned and others.num_serving:
+            elif not told and not worker.assigned and others.num_serving:
                 worker.flip.told = True
-                self._emit(ev.SendCommand(key, cluster_pb2.SetRoleCommand(role=worker.flip.into)))
+                self._tell(worker, worker.flip.into)
 
     def heard(self, worker: Worker) -> None:
         """A worker has said which role it serves."""
@@ -126,6 +127,9 @@ class Flips:
             self._end(worker)
 
     # ---- Inside.
+
+    def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
+        self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
     def _moves(self, request: Request, worker: Worker, *, late: bool) -> bool:
         if late:

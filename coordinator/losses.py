@@ -14,7 +14,7 @@ from baton.coordinator.scaling import Scaler
 from baton.coordinator.timers import Timers
 from baton.coordinator.workers import Worker, WorkerRegistry
 from baton.runtime import errors
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 
 class Losses:
@@ -56,7 +56,8 @@ class Losses:
             now: by the core's clock.
             fenced: False when it leaves by itself.
             blame: whether what it computed may be what ended it.
-            ended: False when another process goes on under its id.
+            ended: False when another process goes on under its id, in the same pool or not
+                (`left_pool`).
         """
         self._workers.remove(worker, reason)
         self._adoption.lost(worker.key)
@@ -71,7 +72,7 @@ class Losses:
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
         if ended:
-            self._strand(worker, now)
+            self.left_pool(worker.role, worker.revision, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._emit(ev.FenceWorker(worker.key, fence))
 
@@ -93,6 +94,14 @@ class Losses:
         worker.unresponsive = ""
         self._placer.refresh(worker)
         self._book.room_made = True
+
+    def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
+        """A worker did. What is parked waits for room; with the last one it is left without any."""
+        if self._workers.of(revision).presence(role).num_attached:
+            return
+        for request in self._book.requests.all():
+            if request.state is RequestState.PARKED and request.revision == revision:
+                self._book.strand(request, now)
 
     # ---- Inside
 
@@ -121,11 +130,3 @@ class Losses:
                 continue
             request.suspect |= key in suspects
             self._book.recover(request, worker.key, errors.Unavailable(lost), now)
-
-    def _strand(self, lost: Worker, now: float) -> None:
-        """What is parked waits for room; with the last worker of a pool it is left without any."""
-        if any(one.role == lost.role for one in self._workers.of(lost.revision)):
-            return
-        for request in self._book.requests.all():
-            if request.state is RequestState.PARKED and request.revision == lost.revision:
-                self._book.strand(request, now)

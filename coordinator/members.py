@@ -94,6 +94,7 @@ class Membership:
             self._emit(ev.RefuseWorker(key, refusal))
             return None
         worker = self._workers.by_id(hello.worker_id)
+        was_in = (worker.role, worker.revision) if worker is not None else None
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
             self._losses.lose(worker, replaced, now, ended=False)
@@ -120,6 +121,8 @@ class Membership:
         self._flips.heard(worker)
         self._watch(worker, now)
         self._placer.attach(worker)
+        if was_in is not None:
+            self._losses.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         self._book.room_made = True
@@ -184,10 +187,12 @@ class Membership:
         # Nothing leads out of draining; the worker may not have heard of it yet.
         if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
             worker.state = change.state
+        was_in = worker.role, worker.revision
         if change.role:
             worker.role = change.role
             self._flips.heard(worker)
         self._placer.refresh(worker)
+        self._losses.left_pool(*was_in, now)
         self._book.room_made = True
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:

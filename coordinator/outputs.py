@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.book import RequestBook
+from baton.coordinator.book import CHARGE_TOKENS, RequestBook
 from baton.coordinator.budget import ttft_stages
 from baton.coordinator.request import Request, RequestKey, RequestState, StreamKey, WorkerKey
 from baton.coordinator.stalls import Cause, SlowStep
@@ -18,8 +18,6 @@ _THE_REQUESTS_OWN = (
     code_pb2.UNIMPLEMENTED,
     code_pb2.DEADLINE_EXCEEDED,
 )
-# A tenant is charged for so many tokens of a request at a time.
-_CHARGE_TOKENS = 16
 # What an array of 4-byte numbers holds: over an hour.
 _MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
@@ -84,7 +82,7 @@ class _Step:
             request.gaps_us.append(gap[0])
             request.last_token_at = now
             num_tokens += 1
-            if not offset % _CHARGE_TOKENS:
+            if not offset % CHARGE_TOKENS:
                 self.book.charge(request)
         gap[1] += num_tokens - num_counted
         self._num_tokens += num_tokens
@@ -142,7 +140,7 @@ class _Step:
             gap[1] += 1
             request.gaps_us.append(gap[0])
         self._num_tokens += num_tokens
-        if len(request.token_ids) - request.num_charged >= _CHARGE_TOKENS:
+        if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
             self.book.charge(request)
 
     def count(self) -> None:

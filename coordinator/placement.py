@@ -236,12 +236,12 @@ class Placer:
 
     def is_crowded_out(self, request: Request) -> bool:
         """Whether every prefill worker is too full for a batch prompt, and one takes another."""
-        match, session = self.router.match(self._hashes(request)), request.submission.session_id
-        batch, interactive = (
-            self.router.choose_prefill(match, request.num_prefill_tokens, session, _AHEAD[lane])
-            for lane in (_BATCH, common_pb2.LANE_INTERACTIVE)
+        match, now = self.router.match(self._hashes(request)), self.router.now
+        entries = self.router.prefill_candidates(match, request.submission.session_id)
+        batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
+        return all(one.is_full(batch, now) for one in entries) and not all(
+            one.is_full(interactive, now) for one in entries
         )
-        return batch is None and interactive is not None
 
     def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
         """It goes where it was placed.
@@ -294,6 +294,15 @@ class Placer:
         """Its prompt is."""
         self._batch_prompt_over(request)
         self.router.first_token(request.key)
+
+    def grows(self, request: Request, num_ahead: int) -> None:
+        """It has more tokens, and is looked at again before it has so many more."""
+        num_output = len(request.token_ids) + num_ahead
+        if self.router.outgrows(request.key, request.num_prompt_tokens + num_output):
+            model = self._workers.model
+            max_len = model.max_model_len if model is not None else 0
+            num_output = min(num_output, max_output_tokens(request.submission, max_len))
+            self.router.grow(request.key, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
         """It leaves its workers."""

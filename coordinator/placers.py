@@ -127,6 +127,9 @@ class Placers:
     def computed(self, request: Request) -> None:
         self.of(request.revision).computed(request)
 
+    def grows(self, request: Request, num_ahead: int) -> None:
+        self.of(request.revision).grows(request, num_ahead)
+
     def released(self, request: Request) -> None:
         self.of(request.revision).released(request)
 

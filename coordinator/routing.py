@@ -130,7 +130,7 @@ class Router:
         return max(match.longest(1, self._loads.open_decode).values(), default=0)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
-        """What a worker's load report says that its requests hold."""
+        """What a worker's load report says that it holds."""
         if (entry := self._loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
@@ -189,6 +189,18 @@ class Router:
         if (entry := self._loads.get(self._decoding.get(request_id))) is not None:
             entry.arrive(request_id)
 
+    def outgrows(self, request_id: str, num_tokens: int) -> bool:
+        """Whether so long a prompt and output is more than was reserved for it."""
+        entry = self._loads.get(self._decoding.get(request_id))
+        return entry is not None and entry.outgrows(request_id, num_tokens)
+
+    def grow(self, request_id: str, num_tokens: int) -> None:
+        """Reserves as much for one that outgrows what was expected of it, if not more already."""
+        entry = self._loads.entries[self._decoding[request_id]]
+        block_size = entry.traits.block_size_tokens
+        entry.grow(request_id, -(-num_tokens // block_size) * block_size)
+        self._loads.file(entry)
+
     def release(self, request_id: str) -> None:
         """The request has ended, or leaves its workers. Idempotent."""
         self._end_prefill(request_id)
@@ -229,18 +241,10 @@ class Router:
             session: "" for none.
             ahead: of it a worker may have so much: what waits here can still be ordered.
         """
-        config, loads = self._config, self._loads
-        last = self._sessions.get(session)
-        sticky = last.prefill if last is not None else None
-        candidates: dict[WorkerKey, int] = {}
-        if sticky is not None and sticky in loads.by_queue:
-            candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(config.num_holders, loads.open_prefill)
-        idlest = loads.by_queue.least()
-        if idlest is not None and idlest not in candidates:
-            candidates[idlest] = match.blocks_of(idlest)
+        loads = self._loads
+        sticky, candidates = self._prefill_candidates(match, session)
         best: tuple[WorkerKey, float, float, int] | None = None
-        least, factor = math.inf, 1 + config.work_weight
+        least, factor = math.inf, 1 + self._config.work_weight
         for worker, num_blocks in candidates.items():
             entry = loads.entries[worker]
             traits = entry.traits
@@ -266,6 +270,26 @@ class Router:
             stays=worker == sticky,
             num_candidates=len(candidates),
         )
+
+    def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
+        """Those that `choose_prefill` looks at."""
+        _, candidates = self._prefill_candidates(match, session)
+        return [self._loads.entries[worker] for worker in candidates]
+
+    def _prefill_candidates(
+        self, match: PrefixMatch, session: str
+    ) -> tuple[WorkerKey | None, dict[WorkerKey, int]]:
+        """The session's last worker, and how many blocks of a prompt each candidate holds."""
+        loads, last = self._loads, self._sessions.get(session)
+        sticky = last.prefill if last is not None else None
+        candidates: dict[WorkerKey, int] = {}
+        if sticky is not None and sticky in loads.by_queue:
+            candidates[sticky] = match.blocks_of(sticky)
+        candidates |= match.longest(self._config.num_holders, loads.open_prefill)
+        idlest = loads.by_queue.least()
+        if idlest is not None and idlest not in candidates:
+            candidates[idlest] = match.blocks_of(idlest)
+        return sticky, candidates
 
     def choose_decode(
         self,

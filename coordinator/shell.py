@@ -229,7 +229,12 @@ class Shell:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
-        link = self._links[hello.worker_id, hello.incarnation]
+        link = self._links.get((hello.worker_id, hello.incarnation))
+        if link is None:
+            # What waited for it was more than is kept for a worker: it is out already.
+            refusal = self.core.workers.refusal(hello)
+            assert refusal is not None
+            raise refusal
         # A worker that never heard this generation's welcome has processed nothing of it.
         link.open(stream, hello.ack if hello.generation == self.generation else 0)
         return link

@@ -44,7 +44,7 @@ class WorkerTraits:
 
 @dataclass(slots=True)
 class _Decode:
-    """Attributes: num_kv_tokens: reserved; arrived: its prompt is in this worker's KV cache."""
+    """Attributes: num_kv_tokens: reserved; arrived: its prompt is computed."""
 
     num_kv_tokens: int
     urgent: bool
@@ -84,7 +84,7 @@ class WorkerLoad:
         held_up_until: prompts computed here have made as many of the outputs' steps too long as
             may be by then.
         reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
-            are still being computed elsewhere included.
+            are still being computed elsewhere included; what has come early of these is no more.
         free_tokens: KV room that nothing here is expected to need.
     """
 
@@ -102,8 +102,7 @@ class WorkerLoad:
     # Sum of the work in _prefills, and since when the first of them has been that.
     _queued_s: float = 0.0
     _first_since: float = -math.inf
-    _arrived_tokens: int = 0
-    _outgrown_tokens: int = 0
+    _unassigned_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.free_tokens = self.traits.kv_tokens
@@ -118,7 +117,7 @@ class WorkerLoad:
 
     @property
     def num_arrived(self) -> int:
-        """Decodes whose prompts are in this worker's KV cache."""
+        """Decodes whose prompts are computed."""
         return sum(one.arrived for one in self._decodes.values())
 
     @property
@@ -210,11 +209,23 @@ class WorkerLoad:
         self.free_tokens -= num_kv_tokens
 
     def arrive(self, request_id: str) -> None:
-        """Its prompt is in this worker's KV cache from now on, and in its reports."""
+        """Its prompt is computed."""
         decode = self._decodes.get(request_id)
-        if decode is not None and not decode.arrived:
+        if decode is not None:
             decode.arrived = True
-            self._arrived_tokens += decode.num_kv_tokens
+
+    def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
+        """Whether so many are more than is reserved for a decode."""
+        decode = self._decodes.get(request_id)
+        return decode is not None and num_kv_tokens > decode.num_kv_tokens
+
+    def grow(self, request_id: str, num_kv_tokens: int) -> None:
+        """At least so much is reserved for a decode."""
+        decode = self._decodes[request_id]
+        num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
+        decode.num_kv_tokens += num_more
+        self.reserved_tokens += num_more
+        self.free_tokens -= num_more
 
     def end_decode(self, request_id: str) -> None:
         """Idempotent."""
@@ -223,13 +234,16 @@ class WorkerLoad:
             self.num_urgent -= decode.urgent
             self.reserved_tokens -= decode.num_kv_tokens
             self.free_tokens += decode.num_kv_tokens
-            self._arrived_tokens -= decode.num_kv_tokens if decode.arrived else 0
 
     def report(self, kv_tokens_used: int) -> None:
-        """Takes in what the worker says: outputs that grow beyond what was expected need room."""
-        outgrown = max(0, kv_tokens_used - self._arrived_tokens)
-        self.free_tokens += self._outgrown_tokens - outgrown
-        self._outgrown_tokens = outgrown
+        """Takes in what the worker says that it holds, whoever for.
+
+        All that is assigned here is counted before it is there. What goes beyond is what another
+        coordinator had assigned and nobody has come back for yet.
+        """
+        unassigned = max(0, kv_tokens_used - self.reserved_tokens)
+        self.free_tokens += self._unassigned_tokens - unassigned
+        self._unassigned_tokens = unassigned
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a sum differs from its parts."""
@@ -239,6 +253,5 @@ class WorkerLoad:
         assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
         assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
-        taken = self.reserved_tokens + self._outgrown_tokens
+        taken = self.reserved_tokens + self._unassigned_tokens
         assert self.free_tokens == self.traits.kv_tokens - taken
-        assert self._arrived_tokens == sum(one.num_kv_tokens for one in decodes if one.arrived)

@@ -78,7 +78,8 @@ class HandoffPort:
         try:
             if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
                 # Too late, unless it has ended already.
-                self._port.drop(receive.handoff_id)
+                late = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
+                self._port.release(receive.handoff_id, all_ranks=True, not_loaded=late)
                 return 0
             claim = self._port.claim(receive.handoff_id, 0)
             if claim is None:
@@ -101,7 +102,8 @@ class HandoffPort:
     def release(self, handoff_id: bytes) -> None:
         """Nothing of it will be loaded."""
         self._states.pop(handoff_id, None)
-        self._port.release(handoff_id, all_ranks=True)
+        cancelled = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+        self._port.release(handoff_id, all_ranks=True, not_loaded=cancelled)
 
     def close(self) -> None:
         self._port.close()

@@ -176,12 +176,15 @@ class TransferCore:
             release = request.release
             self._carry_out(
                 self._receiver.release(
-                    release.handoff_id, release.rank, now, all_ranks=release.all_ranks
+                    release.handoff_id,
+                    release.rank,
+                    now,
+                    all_ranks=release.all_ranks,
+                    not_loaded=release.not_loaded,
                 )
             )
         elif kind == "drop":
-            handoff_id, is_late = request.drop.handoff_id, not connection.is_main
-            self._carry_out(self._receiver.drop(handoff_id, now, is_late=is_late))
+            self._carry_out(self._receiver.drop(request.drop.handoff_id, now))
         elif kind == "subscribe":
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main

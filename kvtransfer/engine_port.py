@@ -257,17 +257,28 @@ class EnginePort:
         if self._alive and not self._states:
             select.select([self._socket, *beside], [], [], timeout_s)
 
-    def release(self, handoff_id: bytes, rank: int = 0, *, all_ranks: bool = False) -> bool:
-        """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored."""
+    def release(
+        self,
+        handoff_id: bytes,
+        rank: int = 0,
+        *,
+        all_ranks: bool = False,
+        not_loaded: kv_transfer_pb2.RefusalReason.ValueType = (
+            kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
+        ),
+    ) -> bool:
+        """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored.
+
+        Args:
+            handoff_id: of 16 bytes.
+            rank: unless it is all of them.
+            all_ranks: every rank's part.
+            not_loaded: why nothing was loaded that should have been: the handoff fails for that.
+        """
         release = kv_transfer_pb2.LocalRelease(
-            handoff_id=handoff_id, rank=rank, all_ranks=all_ranks
+            handoff_id=handoff_id, rank=rank, all_ranks=all_ranks, not_loaded=not_loaded
         )
         return self._send(kv_transfer_pb2.LocalRequest(release=release))
-
-    def drop(self, handoff_id: bytes) -> bool:
-        """A handoff was not committed in time: it fails, and nothing of it is loaded."""
-        drop = kv_transfer_pb2.LocalDrop(handoff_id=handoff_id)
-        return self._send(kv_transfer_pb2.LocalRequest(drop=drop))
 
     def close(self) -> None:
         """Closes the connection and unmaps the segment; idempotent."""

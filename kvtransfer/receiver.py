@@ -203,10 +203,32 @@ class Receiver:
         return self._grant(handoff, rank, handoff.ranks[rank].frames[begin:])
 
     def release(
-        self, handoff_id: bytes, rank: int, now: float, *, all_ranks: bool = False
+        self,
+        handoff_id: bytes,
+        rank: int,
+        now: float,
+        *,
+        all_ranks: bool = False,
+        not_loaded: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
     ) -> list[Effect]:
-        """One rank, or all, has loaded its part or has nothing to load. Idempotent."""
+        """One rank, or all, has loaded its part or has nothing to load. Idempotent.
+
+        Args:
+            handoff_id: of 16 bytes.
+            rank: unless it is all of them.
+            now: by time.monotonic.
+            all_ranks: every rank's part.
+            not_loaded: why nothing was loaded that should have been: it fails for that.
+        """
         handoff = self._live.get(handoff_id)
+        if not_loaded:
+            expired = not_loaded == pb.REFUSAL_REASON_EXPIRED
+            detail = (
+                "not committed in time" if expired else "its request ended before it was loaded"
+            )
+            self.statistics.num_expired += expired and handoff is not None
+            self._give_up(handoff_id, not_loaded, detail, now)
+            return self._taken()
         if handoff is None:
             if all_ranks and handoff_id not in self._ended:
                 self._bury(Changed(handoff_id, 0, _S.RELEASED, detail="released before its open"))
@@ -217,25 +239,15 @@ class Receiver:
             self._end(handoff, _S.RELEASED, pb.REFUSAL_REASON_CANCELLED, "released", now)
         return self._taken()
 
-    def drop(self, handoff_id: bytes, now: float, *, is_late: bool = False) -> list[Effect]:
+    def drop(self, handoff_id: bytes, now: float) -> list[Effect]:
         """No longer wanted; an open that comes later is refused.
 
         A claimed one ends with its release or the claim's time: somebody is reading it.
-
-        Args:
-            handoff_id: of 16 bytes.
-            now: by time.monotonic.
-            is_late: it has not been committed in time; otherwise its request is cancelled.
         """
         handoff = self._live.get(handoff_id)
-        reason, detail = pb.REFUSAL_REASON_CANCELLED, "dropped by the receiving worker"
-        if is_late:
-            reason, detail = pb.REFUSAL_REASON_EXPIRED, "not committed in time"
-        if handoff is not None and handoff.state is not _S.CLAIMED:
-            self.statistics.num_expired += is_late
-            self._fail(handoff, reason, detail, now)
-        elif handoff is None and handoff_id not in self._ended:
-            self._bury(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))
+        if handoff is None or handoff.state is not _S.CLAIMED:
+            detail = "dropped by the receiving worker"
+            self._give_up(handoff_id, pb.REFUSAL_REASON_CANCELLED, detail, now)
         return self._taken()
 
     def expire(self, now: float) -> list[Effect]:
@@ -595,6 +607,15 @@ class Receiver:
     ) -> None:
         self.statistics.num_failed += 1
         self._end(handoff, _S.FAILED, reason, detail, now)
+
+    def _give_up(
+        self, handoff_id: bytes, reason: pb.RefusalReason.ValueType, detail: str, now: float
+    ) -> None:
+        """Fails it here, also before its open; one that has ended stays as it is."""
+        if (handoff := self._live.get(handoff_id)) is not None:
+            self._fail(handoff, reason, detail, now)
+        elif handoff_id not in self._ended:
+            self._bury(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))
 
     def _end(
         self,

@@ -29,6 +29,10 @@ _MAX_AHEAD = 4096
 _IDLE_WAIT_S = 0.05
 _RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+# Why nothing is loaded of a handoff, if anything was to be.
+_LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
+_EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
+_CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # A load that begins so long after its commit says so, lest the commit expires under it. Most begin
 # at once, and wake nobody.
 _LONG_HELD_S = 1.0
@@ -116,14 +120,14 @@ class _Unfinished:
     Attributes:
         work: what it computes, as the latency model counts; None when it computes nothing.
         loads: handoffs that it loads.
-        releases: handoffs of which nothing is read once it has finished.
+        releases: handoffs of which nothing is read once it has finished, and why nothing was.
         takers: whose loads take over early ones, and how many tokens they load; by handoff.
     """
 
     work: list[float] | None
     loads: list[bytes]
     loading: list[_Loading]
-    releases: list[bytes]
+    releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
     takers: dict[bytes, tuple[str, int]]
 
 
@@ -164,7 +168,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._takers: dict[bytes, tuple[str, int]] = {}
         self._ended_sends: list[bytes] = []
-        self._releases: list[bytes] = []
+        self._releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         self._loading: list[_Loading] = []
         # vLLM may schedule a step while another runs, and finishes them in order.
         self._unfinished: deque[_Unfinished] = deque()
@@ -237,8 +241,7 @@ class SchedulerHalf:
         if receive.handoff_id not in self._ended_early and self._port.alive:
             if time.monotonic() < receive.deadline:
                 return None
-            # Released it would count as loaded.
-            self._port.drop(receive.handoff_id)
+            self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
         self._end(receive)
         return 0
 
@@ -376,7 +379,7 @@ class SchedulerHalf:
             )
         )
         self._loads, self._takers, self._ended_sends = [], {}, []
-        self._loading, self._releases = [], []
+        self._loading, self._releases = [], {}
         self._may_wait = all(one.work is None for one in self._unfinished)
         return step
 
@@ -395,9 +398,9 @@ class SchedulerHalf:
             # four processes, would hold up the tokens of this one. It may be under way already, and
             # the last: made for a request that was taken back while this one ran.
             following = self._unfinished[0].releases if self._unfinished else self._releases
-            following += step.loads
-            for handoff_id in step.releases:
-                self._port.release(handoff_id, all_ranks=True)
+            following |= dict.fromkeys(step.loads, _LOADED)
+            for handoff_id, not_loaded in step.releases.items():
+                self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
         if self._early is not None:
             self._early.clear_spoilt()
         if self._early_tokens:
@@ -466,7 +469,7 @@ class SchedulerHalf:
             self._give_up(send)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
-            self._end(receive)
+            self._end(receive, _CANCELLED)
 
     def _give_up(self, send: _Send) -> None:
         self._port.abort_send(send.handoff_id)
@@ -487,14 +490,18 @@ class SchedulerHalf:
                 num_early = num_blocks * self._layout.block_size_tokens
                 self._early_tokens[request_id] = min(num_tokens, num_early)
 
-    def _end(self, receive: _Receive) -> None:
+    def _end(
+        self,
+        receive: _Receive,
+        not_loaded: kv_transfer_pb2.RefusalReason.ValueType = _LOADED,
+    ) -> None:
         """Nothing more is loaded of it after the step that is made next."""
         receive.over = True
         self._early_loads.drop(receive.handoff_id)
         self._committed.pop(receive.handoff_id, None)
         self._arrived.discard(receive.handoff_id)
         self._ended_early.pop(receive.handoff_id, None)
-        self._releases.append(receive.handoff_id)
+        self._releases[receive.handoff_id] = not_loaded
 
     def _poll(self) -> None:
         for state in self._port.poll():

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.coordinator import events as ev
-from baton.coordinator.request import RequestState
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -25,8 +24,10 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             tenants = {"narrow": TenantConfig(max_concurrent=1), "heavy": TenantConfig(weight=2)}
             self.world = World(lanes=lanes, tenants=tenants, max_request_s=40.0)
             self.incarnations: dict[str, int] = {}
-            self.sessions_lost: set[int] = set()
-            self.streams: list = []
+            # Streams whose session was lost before their end.
+            self.unheard: set = set()
+            # By stream.
+            self.request_ids: dict = {}
 
         @rule(
             session=st.integers(1, 3),
@@ -37,7 +38,6 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             timeout_s=st.sampled_from([None, 3.0, 15.0]),
         )
         def submit(self, session, known, max_tokens, lane, tenant, timeout_s):
-            self.sessions_lost.discard(session)
             to = self.world.submit(
                 session,
                 known_token_ids=known,
@@ -46,7 +46,23 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
                 tenant=tenant,
                 timeout_s=timeout_s,
             )
-            self.streams.append(to)
+            self.request_ids[to] = f"r{to.stream}"
+
+        @precondition(lambda self: self.world.core.running())
+        @rule(data=st.data(), session=st.integers(1, 3))
+        def resume(self, data, session):
+            """Its client comes back over another session, or is refused over the same."""
+            older = data.draw(st.sampled_from(self.world.core.running())).submission
+            request = self.world.core.running_request(older.request_id, older.tenant)
+            to = self.world.submit(
+                session,
+                request_id=older.request_id,
+                known_token_ids=tuple(request.token_ids),
+                sampling={"max_tokens": older.sampling.max_tokens},
+                lane=older.lane,
+                tenant=older.tenant,
+            )
+            self.request_ids[to] = older.request_id
 
         @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]), fresh=st.booleans())
         def attach(self, worker, fresh):
@@ -110,21 +126,22 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
                 return
             tokens = list(range(offset, offset + count))
             message = output(
-                request.key, tokens, offset, finish=finish, attempt=max(1, request.attempt)
+                request.key, tokens, offset, finish=finish, attempt=max(1, request.attempt_number)
             )
             self.world.step(worker[0], message, incarnation=worker[1])
 
-        @precondition(lambda self: self.streams)
+        @precondition(lambda self: self.request_ids)
         @rule(data=st.data(), how=st.integers(0, 2))
         def end(self, data, how):
-            to = data.draw(st.sampled_from(self.streams))
+            to = data.draw(st.sampled_from(list(self.request_ids)))
             if how == 0:
                 self.world.handle(ev.StreamCancelled(to))
             elif how == 1:
-                request = self.world.core.running_request(f"r{to.stream}")
+                request = self.world.core.running_request(self.request_ids[to])
                 self.world.handle(ev.RequestCancelled(request.key if request else "r0"))
             else:
-                self.sessions_lost.add(to.session)
+                running = (request.submission.to for request in self.world.core.running())
+                self.unheard.update(one for one in running if one.session == to.session)
                 self.world.handle(ev.SessionLost(to.session))
 
         @rule(seconds=st.sampled_from([0.01, 1.0, 6.0]))
@@ -150,12 +167,11 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             assert world.core.next_deadline() is None
             assert all(not worker.assigned for worker in world.core.workers)
             assert all(stats.num_running == 0 for stats in world.core.stats.lanes.values())
-            for to in self.streams:
+            for to, request_id in self.request_ids.items():
                 kinds = world.kinds(to)
                 ends = kinds.count("Finished") + kinds.count("Failed")
-                record = world.core.request(f"r{to.stream}")
-                unheard = record is not None and record.state is RequestState.CANCELLED
-                assert ends == 1 or (ends == 0 and unheard), kinds
+                record = world.core.request(request_id)
+                assert ends == (to not in self.unheard), kinds
                 if ends:
                     assert kinds[-1] in ("Finished", "Failed")
                 if record is not None:

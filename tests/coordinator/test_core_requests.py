@@ -213,6 +213,25 @@ def test_a_tenant_pays_for_each_output_token_once(world, out, monkeypatch, lost_
     assert world.last(to).usage.completion_tokens == sum(paid) == 60
 
 
+def test_an_output_that_is_longer_than_expected_has_room_all_the_same(world, out):
+    """Never less than it takes, nor more than it may."""
+    _, request_id = begin(world, out, sampling={"max_tokens": 400})
+    request, load = world.core.request(request_id), world.core.placer.load
+    worker = world.core.workers.by_id("d")
+    rooms = {load(worker).reserved_tokens}
+    for offset in range(1, 399):
+        if offset % 7:
+            world.plain("d", (request.handle, offset, offset))
+        else:
+            world.step("d", out(request_id, [offset], offset))
+        rooms.add(load(worker).reserved_tokens)
+        assert 20 + len(request.token_ids) <= load(worker).reserved_tokens
+    # 256 tokens were expected; 420 are 27 blocks of 16.
+    assert (min(rooms), max(rooms)) == (288, 432)
+    world.step("d", out(request_id, [399], 399, finish=STOP))
+    assert (load(worker).reserved_tokens, load(worker).free_tokens) == (0, 65536)
+
+
 def test_plain_tokens_of_what_is_over_are_dropped(world, out):
     to, request_id = begin(world, out)
     handle = world.commands["d"][0].spec.handle

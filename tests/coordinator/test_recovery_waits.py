@@ -11,7 +11,7 @@ from baton.coordinator.request import RequestState
 from baton.coordinator.workers import AttachedWorkers
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 STOP = common_pb2.FINISH_REASON_STOP
 # Batch outputs make room for the first interactive one.
@@ -19,13 +19,19 @@ LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
 
 class Cell(Launched):
-    """With three batch requests that have begun, most of them parked, and an interactive one."""
+    """With three batch requests that have begun, most of them parked, and an interactive one.
 
-    def __init__(self, new_world, out, **config) -> None:
-        super().__init__(new_world, world={"lanes": LANES}, **config)
+    Args:
+        flips: another decode worker is to compute prompts instead, and has not answered yet.
+    """
+
+    def __init__(self, new_world, out, *, flips=False, **config) -> None:
+        super().__init__(new_world, decode=1 + flips, world={"lanes": LANES}, **config)
         self.out = out
         self.come_up()
         self.wait(11)
+        if flips:
+            self.world.handle(ev.FlipAsked("decode-1", common_pb2.ROLE_PREFILL, "test"))
         lanes = [common_pb2.LANE_BATCH] * 3 + [common_pb2.LANE_INTERACTIVE]
         self.streams = [self.begin(lane=lane) for lane in lanes]
         states = {self.request(to).state for to in self.streams}
@@ -95,6 +101,24 @@ def test_a_start_that_hangs_is_not_waited_for_longer_than_a_start_may_take(cell)
             assert isinstance(error, errors.Unavailable)
             assert "no decode worker is attached" in str(error)
             assert f"waited {40 if to is person else 60} s" in str(error)
+
+
+@pytest.mark.parametrize("how", ["answers", "attaches again", "is replaced"])
+def test_a_pool_that_the_last_one_leaves_by_a_flip_is_as_empty_as_any(cell, how):
+    """The one beside it was lost after it had been told."""
+    made = cell(flips=True)
+    made.lose_decode()
+    states = {made.request(to).state for to in made.streams}
+    assert states == {RequestState.RECOVERING, RequestState.PARKED}
+    if how == "answers":
+        change = cluster_pb2.WorkerStateChanged(role=common_pb2.ROLE_PREFILL)
+        made.world.handle(ev.WorkerChanged(("decode-1", 1), change))
+    else:
+        made.world.attach("decode-1", common_pb2.ROLE_PREFILL, 1 + (how == "is replaced"))
+    assert {made.request(to).state for to in made.streams} == {RequestState.RECOVERING}
+    # Nobody comes for them.
+    made.wait(100)
+    assert made.num_ended() == len(made.streams)
 
 
 def test_starts_that_fail_are_not_waited_for_longer(cell):

@@ -14,7 +14,7 @@ from baton.coordinator.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.load_index import Pool
 from baton.coordinator.request import WorkerKey
 from baton.coordinator.routing import Router, RoutingConfig
-from baton.coordinator.worker_load import WorkerTraits
+from baton.coordinator.worker_load import ANYTHING_AHEAD, Ahead, WorkerTraits
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
@@ -301,13 +301,31 @@ def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
     router = decode_router(("a", traits(kv_tokens=1600)))
     assert decode(router, "1", prompt(1, 400), output=16) is not None
     assert decode(router, "under way", prompt(2, 400), output=16) is not None
-    router.first_token("1")
-    router.report_kv(key("a"), 416)
-    router.check_integrity()
-    assert router.load(key("a")).free_tokens == 768
-    router.report_kv(key("a"), 1000)
-    assert router.load(key("a")).free_tokens == 184
+    assert not router.outgrows("1", 416)
+    assert router.outgrows("1", 417)
+    for num_tokens, num_free in ((417, 752), (400, 752), (1000, 176)):
+        router.grow("1", num_tokens)
+        router.check_integrity()
+        assert router.load(key("a")).free_tokens == num_free
     assert decode(router, "3", prompt(3, 200), output=16) is None
+    router.release("1")
+    assert router.load(key("a")).free_tokens == 1184
+    assert not router.outgrows("1", 1001)
+
+
+def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
+    """Also before the first token, when it has loaded some of a handoff, or computed it itself."""
+    router = decode_router(("a", traits(kv_tokens=1600)))
+    assert decode(router, "1", prompt(1, 400), output=16) is not None
+    router.first_token("1")
+    assert decode(router, "under way", prompt(2, 400), output=16) is not None
+    router.report_kv(key("a"), 400 + 384)
+    assert router.load(key("a")).free_tokens == 1600 - 2 * 416
+    assert decode(router, "3", prompt(3, 600), output=16) is not None
+    # Beyond all of that: what it was given by a coordinator before this one.
+    router.report_kv(key("a"), 1500)
+    router.check_integrity()
+    assert router.load(key("a")).free_tokens == 100
 
 
 def test_decodes_per_worker_are_limited() -> None:
@@ -332,6 +350,7 @@ _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("send"), st.integers(0, 3), st.integers(1, 100)),
         st.tuples(st.sampled_from(["first", "release"]), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("grow"), st.integers(0, 30), st.integers(1, 100)),
         st.tuples(st.sampled_from(["remove", "add", "pause"]), st.integers(0, 3), st.just(0)),
     ),
     max_size=50,
@@ -343,6 +362,8 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     router = Router(RoutingConfig(max_prefill_requests=3, max_decode_requests=4))
     names = [f"w{number}" for number in range(4)]
     requests: list[str] = []
+    # Those that are longer than was expected may be more than there is room for.
+    grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
         worker = key(names[number % 4])
         if kind == "add" and router.load(worker) is None:
@@ -360,12 +381,22 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")
                 requests.append(str(count))
+        elif kind == "grow" and number < len(requests):
+            if router.outgrows(requests[number], length):
+                grown.add(requests[number])
+                router.grow(requests[number], length)
+                assert not router.outgrows(requests[number], length)
         elif kind in ("first", "release") and number < len(requests):
             (router.first_token if kind == "first" else router.release)(requests[number])
         router.check_integrity()
         for name in names:
             entry = router.load(key(name))
-            assert entry is None or entry.free_tokens >= 0
+            assert entry is None or entry.free_tokens >= 0 or grown
+        match = router.match(block_hashes(prompt(number, 64), BLOCK))
+        candidates = router.prefill_candidates(match, "s0")
+        for ahead in (Ahead(0.01, foresees=False), Ahead(0.04, foresees=True), ANYTHING_AHEAD):
+            takes_more = router.choose_prefill(match, 64, "s0", ahead) is not None
+            assert takes_more != all(one.is_full(ahead, router.now) for one in candidates)
     for request in requests:
         router.release(request)
     for name in names:

@@ -176,6 +176,24 @@ def test_a_worker_keeps_its_role_when_the_last_one_beside_it_is_lost(launched, o
     assert set_role(made, worker_id) == []
 
 
+def test_a_worker_that_was_told_to_change_is_told_to_come_back_when_it_is_the_last(launched, out):
+    made = launched()
+    flip(made, "decode-1", PREFILL)
+    assert set_role(made, "decode-1") == [PREFILL]
+    made.world.submit(sampling={"max_tokens": 8})
+    request = made.core.request("r1")
+    made.world.step(request.prefill[0], out("r1", [0], finish=0))
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    assert set_role(made, "decode-1") == [PREFILL, DECODE]
+    made.answer_flips()
+    assert "decode-1" in made.ids(Pool.DECODE)
+    assert made.core.scaler.desired(Pool.DECODE) == 2
+    made.world.step(request.prefill[0], out("r1", [9], finish=0, attempt=2))
+    assert request.decode == ("decode-1", 1)
+    made.world.step("decode-1", out("r1", [1], offset=1, finish=LENGTH, attempt=2))
+    assert made.world.tokens(request.submission.to) == [0, 1]
+
+
 def test_a_worker_does_not_leave_its_pool_while_nobody_else_serves_there(launched, out):
     made = launched()
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
 
 from baton.coordinator import events as ev
+from baton.coordinator import link as worker_link
 from baton.coordinator.server import Coordinator
 from baton.runtime import rpc
 from baton.v1 import (
@@ -230,6 +231,23 @@ async def test_a_message_that_cannot_be_applied_is_not_asked_for_again(
         assert coordinator.shell.core.workers.by_id("p") is None
         with pytest.raises((AssertionError, grpc.RpcError), match="fenced"):
             await worker.connect()
+
+
+async def test_a_worker_that_is_sent_too_much_as_it_attaches_is_fenced(
+    coordinator, channel, say_hello, monkeypatch
+):
+    monkeypatch.setattr(worker_link, "_MAX_KEPT_MESSAGES", 0)
+    async with attached(coordinator.address, say_hello("d", DECODE)):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate())
+        assert (await call.read()).HasField("accepted")
+        message = cluster_pb2.WorkerMessage(hello=say_hello("p", PREFILL))
+        code, details = await first_status(channel, message)
+        assert code is grpc.StatusCode.ABORTED
+        assert details == "worker p is fenced: this incarnation acknowledges nothing it is sent"
+        assert coordinator.shell.core.workers.by_id("p") is None
+        call.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await coordinator.shell.idle()
 
 
 async def test_everything_is_acknowledged(coordinator, say_hello):

@@ -30,6 +30,7 @@ from baton.v1 import (
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 
 
 def generate(text="the quick fox", **fields) -> inference_pb2.GenerateRequest:
@@ -407,6 +408,33 @@ async def test_resume_continues_after_received_tokens(pair, inference):
         assert list(prefill.spec.known_token_ids) == []
         assert list(decode.spec.prompt_token_ids) == [5, 6, 7]
         assert decode.spec.known_text_chars == 2
+
+
+async def test_a_stream_that_another_connection_has_taken_over_ends(coordinator, inference):
+    """It is told of, and holds nothing up: neither a single call nor a session."""
+    client, waiting = Client(inference), generate(request_id="a")
+    await client.submit(1, waiting)
+    await client.until(1, "accepted")
+    call = inference.Generate(generate(request_id="b"), timeout=WAIT_S)
+    assert (await call.read()).HasField("accepted")
+    resumed = Client(inference)
+    for stream, name in enumerate("ab", start=1):
+        request = generate(request_id=name)
+        request.resume.token_ids.extend([0, 7])
+        await resumed.submit(stream, request)
+        await resumed.until(stream, "accepted")
+    failed = (await client.until(1, "failed"))[-1].failed
+    assert failed.code == grpc.StatusCode.ABORTED.value[0]
+    assert "request a goes on over another connection" in failed.message
+    assert await call.code() is grpc.StatusCode.ABORTED
+    assert "request b goes on over another connection" in await call.details()
+    await client.call.done_writing()
+    async with asyncio.timeout(WAIT_S):
+        assert await client.call.read() is grpc.aio.EOF
+    for stream in (1, 2):
+        await resumed.cancel(stream)
+        assert (await resumed.until(stream, "finished"))[-1].finished.reason == CANCELLED
+    resumed.call.cancel()
 
 
 async def test_who_lacks_nothing_but_the_end_gets_it(inference):

@@ -294,6 +294,8 @@ async def test_abort_leaves_nothing(pair: Pair, role: str) -> None:
         await committed(pair.receiver, send.handoff_id)
         await pair.receiver.engine.submit(decode(prompt, [], send.handoff_id))
         await pair.receiver.engine.abort(["d"])
+        ended = await ended_badly(pair.receiver, send.handoff_id)
+        assert ended.reason == kv_transfer_pb2.REFUSAL_REASON_CANCELLED
     await pair.nothing_left()
 
 

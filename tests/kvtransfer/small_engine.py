@@ -188,9 +188,6 @@ class Service:
     def wait(self, timeout_s, beside):
         pass
 
-    def drop(self, handoff_id):
-        self.told(self.receiver.drop(handoff_id, self.now, is_late=True))
-
     def abort_send(self, handoff_id):
         self.given_up.append(handoff_id)
 
@@ -211,8 +208,8 @@ class Service:
         except TransferRefused:
             return None
 
-    def release(self, handoff_id, rank=0, *, all_ranks=False):
-        self.told(self.receiver.release(handoff_id, rank, self.now, all_ranks=all_ranks))
+    def release(self, handoff_id, rank=0, **how):
+        self.told(self.receiver.release(handoff_id, rank, self.now, **how))
 
 
 def claimed(grant):

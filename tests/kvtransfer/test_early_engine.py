@@ -579,6 +579,22 @@ def test_a_handoff_that_is_not_committed_in_time_has_failed(monkeypatch, count):
     engine.teardown()
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("count", [0, 10, 1000])
+def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count, is_told):
+    """Also one that was claimed ahead, when it was committed."""
+    engine, coming = engine_with(20, 1, 0)
+    engine.deliver(coming, count)
+    engine.run_step()
+    if is_told:
+        engine.tell(coming)
+    engine.end(coming.request)
+    engine.run_step()
+    (ended,) = engine.service.receiver.known()
+    assert (ended.state, ended.reason) == (ReceiveState.FAILED, pb.REFUSAL_REASON_CANCELLED)
+    engine.teardown()
+
+
 def test_part_of_a_handoff_is_loaded_early():
     engine, coming = engine_with(20, 1, 0)
     # The first three of its blocks, of every layer and rank.

@@ -538,6 +538,29 @@ def test_a_drop_does_not_take_staging_from_who_reads_it(harness):
     harness.assert_empty()
 
 
+@pytest.mark.parametrize("stage", ["unopened", "receiving", "committed", "claimed"])
+@pytest.mark.parametrize("why", [pb.REFUSAL_REASON_CANCELLED, pb.REFUSAL_REASON_EXPIRED])
+def test_what_its_reader_gives_back_unloaded_has_failed(harness, stage, why):
+    handoff_id, receiver = IDS[0], harness.receiver
+    if stage == "claimed":
+        receiver.claim_ahead(handoff_id, harness.now)
+    if stage != "unopened":
+        harness.deliver(1, open_message(handoff_id, 1, 2))
+    if stage in ("committed", "claimed"):
+        harness.send_all(1, handoff_id, 1, 2)
+    for not_loaded in (why, pb.REFUSAL_REASON_UNSPECIFIED):
+        harness.seen(
+            receiver.release(handoff_id, 0, harness.now, all_ranks=True, not_loaded=not_loaded)
+        )
+    (ended,) = receiver.known()
+    assert (ended.state, ended.reason) == (ReceiveState.FAILED, why)
+    assert receiver.statistics.num_expired == (
+        why == pb.REFUSAL_REASON_EXPIRED and stage != "unopened"
+    )
+    harness.assert_empty()
+    assert kinds(harness.deliver(2, open_message(handoff_id, 2, 2))) == refused(why)
+
+
 @pytest.mark.parametrize("when", ["before its open", "while it comes", "once it is committed"])
 def test_what_is_claimed_ahead_is_granted_with_the_commit_and_not_taken_away(harness, when):
     handoff_id, receiver = IDS[0], harness.receiver

@@ -98,7 +98,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___ResumeState:
         """Output the caller already has, when it resumes a request that a lost connection or coordinator
-        cut off. The stream continues after it.
+        cut off. The stream continues after it. One that the same request still has over another
+        connection ends with ABORTED.
         """
 
     def __init__(

@@ -1099,20 +1099,26 @@ class LocalRelease(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     ALL_RANKS_FIELD_NUMBER: _builtins.int
+    NOT_LOADED_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
     all_ranks: _builtins.bool
     """Every rank's share at once: what the scheduler sends when there is nothing to load."""
+    not_loaded: Global___RefusalReason.ValueType
+    """Set where nothing was loaded that should have been: why. The handoff fails for that; one that was
+    not committed in time has EXPIRED, one whose request is over CANCELLED.
+    """
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
         rank: _builtins.int = ...,
         all_ranks: _builtins.bool = ...,
+        not_loaded: Global___RefusalReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_ranks", b"all_ranks", "handoff_id", b"handoff_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_ranks", b"all_ranks", "handoff_id", b"handoff_id", "not_loaded", b"not_loaded", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1120,8 +1126,8 @@ Global___LocalRelease: _TypeAlias = LocalRelease  # noqa: Y015
 
 @_typing.final
 class LocalDrop(_message.Message):
-    """Main process: no longer wanted. Engine: not committed in time. Also refuses an open of this id that
-    comes later.
+    """Main process: no longer wanted. Also refuses an open of this id that comes later. One that is claimed
+    ends with its release.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
