@@ -240,6 +240,17 @@ def test_a_load_that_is_hardly_known_takes_no_worker_away():
         assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (1, 1)
 
 
+def test_a_load_that_is_hardly_known_takes_no_worker_away_that_others_have_added():
+    """An operator, before handing the pool back, or somebody who starts workers elsewhere."""
+    days = Days(config=replace(CONFIG, flip=False))
+    days.passes(30, rate=5)
+    days.members += [WorkerView(f"by hand {n}", Pool.DECODE, Phase.SERVING, 0.0) for n in range(3)]
+    days.passes(80, rate=5)
+    assert days.size(Pool.DECODE) == 4
+    days.passes(60, rate=5)
+    assert days.size(Pool.DECODE) == 1
+
+
 def test_starts_that_are_no_longer_wanted_are_given_up_and_workers_that_serve_are_kept():
     config = replace(CONFIG, flip=False, down_window_s=300.0)
     days = Days(config=config, num_prefill=4)
