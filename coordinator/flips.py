@@ -144,7 +144,8 @@ class Flips:
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None
         if worker.flip.by_hand:
-            self._scaler.flipped(worker.id, POOL_OF[worker.flip.into], POOL_OF[worker.role])
+            pool, into = POOL_OF[worker.role], POOL_OF[worker.flip.into]
+            self._scaler.not_flipped(worker.id, pool, into, worker.flip.since)
         self._end(worker)
 
     def _end(self, worker: Worker) -> None:

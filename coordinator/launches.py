@@ -202,10 +202,10 @@ class Launches:
 
     def moved(self, worker_id: str, pool: Pool) -> None:
         """A worker serves in this pool from now on."""
-        if (one := self._all.get(worker_id)) is not None:
-            self._num_starting[one.pool, one.revision.name] -= one.starting
+        one = self._all.get(worker_id)
+        # Of one that still starts it was a namesake, as in `left`.
+        if one is not None and not one.starting:
             one.pool = pool
-            self._num_starting[one.pool, one.revision.name] += one.starting
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
         """A worker is out of the cluster: of its process nothing is to be left either.

@@ -15,7 +15,7 @@ from baton.coordinator.autoscale.numbers import numbers
 from baton.coordinator.autoscale.observer import Observer
 from baton.coordinator.autoscale.policy import Autoscaler, Policy
 from baton.coordinator.autoscale.settings import ScalingSettings
-from baton.coordinator.autoscale.sizing import POOLS, Members
+from baton.coordinator.autoscale.sizing import POOLS
 from baton.coordinator.autoscale.types import (
     Drain,
     Flip,
@@ -94,8 +94,11 @@ class Scaler:
             pool: deque(maxlen=_MAX_REMEMBERED) for pool in POOLS
         }
         self._by_hand: dict[Pool, int] = {}
+        # When each was set.
+        self._by_hand_at: dict[Pool, float] = {}
         # That workers of a rollout, or of revisions that leave, have.
         self._reserved_gpus = 0
+        # Of workers started here: what pools keep without autoscaling; with it, as decided last.
         self._sizes = dict.fromkeys(POOLS, 0)
         self._seen: Observation | None = None
         self._decided_at = self._due = float("-inf")
@@ -220,14 +223,12 @@ class Scaler:
 
     def scale(self, pool: Pool, num_workers: int, now: float) -> None:
         """A size by hand."""
-        self._by_hand[pool] = num_workers
+        self._by_hand[pool], self._by_hand_at[pool] = num_workers, now
         self._hold()
         self.soon(now)
 
     def set_autoscale(self, enabled: bool, now: float) -> None:
         """Switched on, it takes over from sizes by hand; off, the pools stay as they are to be."""
-        if not enabled and self.autoscale:
-            self._sizes = {pool: self.desired(pool) for pool in POOLS}
         self.autoscale = enabled
         if enabled:
             self._by_hand.clear()
@@ -242,12 +243,11 @@ class Scaler:
 
     def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
         """An operator moves a worker: sizes that are held, and count it, move with it."""
-        for one, change in ((pool, -1), (into, 1)):
-            if one in self._by_hand:
-                self._by_hand[one] = max(0, self._by_hand[one] + change)
-            if self._is_ours(worker_id):
-                self._sizes[one] = max(0, self._sizes[one] + change)
-        self._hold()
+        self._move_sizes(worker_id, pool, into, float("inf"))
+
+    def not_flipped(self, worker_id: str, pool: Pool, into: Pool, since: float) -> None:
+        """It stays after all: sizes move back, but for those that were set by hand since."""
+        self._move_sizes(worker_id, into, pool, since)
 
     def reserve(self, num_gpus: int) -> None:
         """So many are other revisions', and not the pools' to grow into."""
@@ -295,7 +295,7 @@ class Scaler:
         Returns:
             What is to happen to attached workers.
         """
-        self._decided_at = now
+        span_s, self._decided_at = now - self._decided_at, now
         self._set_timer(now + self._policy.interval_s)
         observation = self._observe(now)
         decision = self._policy.decide(observation, now)
@@ -324,12 +324,18 @@ class Scaler:
             prefill=self._explained(decision.prefill, now),
             decode=self._explained(decision.decode, now),
         )
-        for one in (decision.prefill, decision.decode):
-            self._remember(one, numbers(observation, self._seen, one.pool, self._config), now)
-        self._seen = observation
-        self._asleep = any(
-            Members.of(observation, pool, self._config, now).current == 0 for pool in POOLS
+        guests = Counter(
+            view.pool
+            for view in observation.workers
+            if view.stays and view.phase is not Phase.DRAINING
         )
+        for one in (decision.prefill, decision.decode):
+            found_numbers = numbers(observation, self._seen, span_s, one.pool, self._config)
+            self._remember(one, found_numbers, now)
+            if self.autoscale:
+                self._sizes[one.pool] = max(0, one.target - guests[one.pool])
+        self._seen = observation
+        self._asleep = any(one.target == 0 for one in (decision.prefill, decision.decode))
         self._emit(ev.Decided(decision))
         return found
 
@@ -356,6 +362,15 @@ class Scaler:
             else max(0, self._config.max_gpus - self._reserved_gpus),
             flip=self._config.flip and self.autoscale,
         )
+
+    def _move_sizes(self, worker_id: str, pool: Pool, into: Pool, until: float) -> None:
+        """One less and one more; those that were set by hand before `until`."""
+        for one, change in ((pool, -1), (into, 1)):
+            if one in self._by_hand and self._by_hand_at[one] < until:
+                self._by_hand[one] = max(0, self._by_hand[one] + change)
+            if self._is_ours(worker_id):
+                self._sizes[one] = max(0, self._sizes[one] + change)
+        self._hold()
 
     def _set_timer(self, at: float) -> None:
         self._due = at

@@ -18,8 +18,11 @@ Line = tuple[str, list[float]]
 def svg(moments: Sequence[Moment], targets: Targets, title: str) -> str:
     """Four panels above each other, with the same time axis."""
     times = [one.at_s for one in moments]
-    spans = [after - before for before, after in itertools.pairwise(times)]
-    step_s = max(1e-9, spans[0] if spans else 1.0)
+    # Something may have asked for a decision at once.
+    rates = [
+        after.num_arrived / (after.at_s - before.at_s) if after.at_s > before.at_s else math.nan
+        for before, after in itertools.pairwise(moments)
+    ]
     panels: list[tuple[str, list[Line], float | None]] = [
         (
             "workers",
@@ -31,7 +34,7 @@ def svg(moments: Sequence[Moment], targets: Targets, title: str) -> str:
             ],
             None,
         ),
-        ("requests/s", [("arrived", [one.num_arrived / step_s for one in moments])], None),
+        ("requests/s", [("arrived", [math.nan, *rates][: len(moments)])], None),
         (
             "TTFT p95, ms",
             [("TTFT p95", [one.ttft_p95_s * 1e3 for one in moments])],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -9,7 +10,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,13 +125,14 @@ def _unfolded(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:
 def _azure(rows: Iterable[dict[str, str]], path: Path) -> Iterator[Arrival]:
     for number, row in enumerate(rows, start=2):
         try:
-            # Python reads 6 digits of a second; the trace has 7.
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        except (ValueError, OverflowError):
+            at = datetime.fromisoformat(row["TIMESTAMP"])
+        except ValueError:
             raise TraceError(
                 f"{path}:{number}: TIMESTAMP is {row['TIMESTAMP']!r}; must be a date and time"
             ) from None
-        yield _arrival(path, number, at, row["ContextTokens"], row["GeneratedTokens"])
+        # Azure's are UTC; those of 2024 say so.
+        at_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+        yield _arrival(path, number, at_s, row["ContextTokens"], row["GeneratedTokens"])
 
 
 def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
@@ -174,15 +176,19 @@ def _plain(text: str, path: Path) -> Iterator[Arrival]:
 def _json(text: str, path: Path, number: int) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: not JSON: {error}") from None
 
 
 def _number(path: Path, number: int, row: Any, key: str) -> float:
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TraceError(f"{path}: request {number}: {key} is {value!r}; must be a number")
-    return float(value)
+    found = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            found = float(value)
+    if not math.isfinite(found):
+        raise TraceError(f"{path}: request {number}: {key} is {value!r:.60}; must be a number")
+    return found
 
 
 def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> Arrival:
@@ -208,10 +214,15 @@ def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Ar
     copies of its turn what the originals share among themselves.
 
     Raises:
-        ValueError: the factor is not more than 0.
+        ValueError: the factor is not more than 0, leaves nothing, or needs more block ids than
+            there are.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"--factor is {factor}; must be finite and more than 0")
+    # Of one turn, from those of the next.
+    apart = 1 + max((block for one in arrivals for block in one.block_ids), default=0)
+    if apart > 1 and factor > (most := _MAX_BLOCK_ID // apart):
+        raise ValueError(f"--factor is {factor:g}; at most {most} for block ids below {apart}")
     chance = random.Random(seed)
     found = list[Arrival]()
     for one in arrivals:
@@ -219,8 +230,10 @@ def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Ar
         for copy in range(int(whole) + (chance.random() < rest)):
             shift_s = 0.0 if not copy else chance.uniform(-_APART_S, _APART_S)
             # Block 0 is the one that all share.
-            blocks = tuple(block and block + copy * 2**22 for block in one.block_ids)
+            blocks = tuple(block and block + copy * apart for block in one.block_ids)
             found.append(one._replace(at_s=max(0.0, one.at_s + shift_s), block_ids=blocks))
+    if not found:
+        raise ValueError(f"--factor is {factor:g}; leaves none of {len(arrivals)} requests")
     return sorted(found, key=lambda one: one.at_s)
 
 

@@ -60,7 +60,8 @@ def decide(
     members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
     problem = _unusable(observation, config, now)
     if problem:
-        return _frozen(members, config, problem, now), replace(state, now=now)
+        # What comes meanwhile counts with the next one, over all of the time since the last.
+        return _frozen(members, config, problem, now), state
     samples, problem = _samples(observation, config, state, now)
     after = replace(
         state,

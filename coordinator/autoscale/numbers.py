@@ -10,13 +10,18 @@ from baton.coordinator.load_index import Pool
 
 
 def numbers(
-    observation: Observation, before: Observation | None, pool: Pool, config: ScalingConfig
+    observation: Observation,
+    before: Observation | None,
+    span_s: float,
+    pool: Pool,
+    config: ScalingConfig,
 ) -> Mapping[str, float]:
     """Of one pool. What nobody measured is left out.
 
     Args:
         observation: that was decided on.
         before: the one before it; rates are between the two.
+        span_s: between the two.
         pool: that the decision is of.
         config: whose targets count.
     """
@@ -46,8 +51,7 @@ def numbers(
     for name, lane in observation.lanes:
         found[f"{name}_waiting"] = float(lane.num_waiting)
         found[f"{name}_queued_s"] = lane.queued_s
-        span_s = observation.observed_at - before.observed_at if before is not None else 0.0
-        if span_s > 0:
+        if before is not None and span_s > 0:
             old = earlier.get(name, LaneLoad())
             found[f"{name}_requests_per_s"] = (lane.num_arrived - old.num_arrived) / span_s
             found[f"{name}_work_s_per_s"] = (lane.work_s - old.work_s) / span_s

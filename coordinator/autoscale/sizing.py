@@ -117,13 +117,19 @@ def kept(
 
     Where workers can change pools, it is enough to keep the most that both together wanted at one
     time: the pools seldom have their peaks together. Workers that have yet to start are kept for as
-    long as `recent` has them wanted: what they cost until they serve is not spent yet.
+    long as `recent` has them wanted: what they cost until they serve is not spent yet. A young load
+    keeps those that serve, whoever wanted them.
     """
-    most = {}
+    most, young = {}, known_s < config.young_s
     for pool, one in members.items():
-        window = max(number for _, number in states[pool].wanted)
-        most[pool] = min(window, max(recent[pool], one.current - len(one.cold)))
-    if not interchangeable(config) or known_s < config.young_s:
+        window, there = (
+            max(number for _, number in states[pool].wanted),
+            one.current - len(one.cold),
+        )
+        most[pool] = min(window, max(recent[pool], there))
+        if young:
+            most[pool] = max(most[pool], there)
+    if young or not interchangeable(config):
         return most
     found = {pool: min(most[pool], members[pool].current) for pool in POOLS}
     for _ in range(sum(found.values()) - max(number for _, number in wanted)):

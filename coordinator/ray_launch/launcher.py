@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.coordinator.cpu_cores import CorePlaces
-from baton.coordinator.launcher import STOP_MARGIN_S, OnWaits
+from baton.coordinator.launcher import STOP_MARGIN_S, LaunchError, OnWaits
 from baton.coordinator.ray_launch import wire
 from baton.coordinator.ray_launch.driver_process import DriverProcess
 from baton.coordinator.revision import Revision
@@ -57,6 +57,8 @@ class RayLauncher:
         self._command = [] if command == BATON else list(command)
         self._driver: DriverProcess | None = None
         self._connecting = asyncio.Lock()
+        # Why there was no connection the last time that there was none.
+        self._failure: Exception | None = None
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         """Raises LaunchError; see Launcher."""
@@ -89,17 +91,25 @@ class RayLauncher:
                 await driver.close()
 
     async def _connected(self) -> DriverProcess:
+        failure = self._failure
         async with self._connecting:
             if self._driver is not None and self._driver.ended:
                 await self._driver.close()
                 self._driver = None
             if self._driver is None:
-                self._driver = await DriverProcess.open(
-                    self._opening(),
-                    self._on_exit,
-                    self._on_waits,
-                    self._config.ray.connect_timeout_s,
-                )
+                if self._failure is not failure:
+                    # Those who waited for it meanwhile would take as long again, one by one.
+                    raise LaunchError(str(self._failure))
+                try:
+                    self._driver = await DriverProcess.open(
+                        self._opening(),
+                        self._on_exit,
+                        self._on_waits,
+                        self._config.ray.connect_timeout_s,
+                    )
+                except Exception as error:
+                    self._failure = error
+                    raise
             return self._driver
 
     def _opening(self) -> wire.Open:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,7 +18,9 @@ from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.bench.simulate.cell import ColdStart, SimulatedCell
 from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.peak import Search, within
+from baton.bench.simulate.picture import svg
 from baton.bench.simulate.policies import Baton, Static, decision
+from baton.bench.simulate.record import Moment
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
@@ -293,6 +296,31 @@ def test_azure_is_read():
     assert found[1].at_s == pytest.approx(4.314579)
 
 
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York"])
+def test_azures_times_are_utc_with_and_without_a_zone_wherever_it_is_read(
+    tmp_path, monkeypatch, zone
+):
+    """The trace of 2024 names the zone, also behind a full second; that of 2023 names none.
+
+    In New York clocks went back an hour on the 3rd of November, at 6 o'clock UTC.
+    """
+    path = tmp_path / "trace.csv"
+    rows = [
+        "2024-11-03 04:59:59.500000+00:00",
+        "2024-11-03 05:00:00+00:00",
+        "2024-11-03 05:00:02.5+00:00",
+        "2024-11-03 06:00:00.5000009",
+    ]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{row},7,2" for row in rows)]
+    path.write_text("\n".join(lines))
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", zone)
+        time.tzset()
+        found = traces.read(path)
+    time.tzset()
+    assert [one.at_s for one in found] == [0.0, 0.5, 3.0, 3601.0]
+
+
 def test_mooncake_is_read_with_its_prefixes(tmp_path):
     path = tmp_path / "trace.jsonl"
     rows = [
@@ -327,6 +355,8 @@ UNFOLDED = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
         ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
         ("[]", "has no request"),
         ("{nonsense", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (f'[{{"start_time": 1{"0" * 400}}}]', "start_time is 1000"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7\n", "its output has ''"),
         ("ContextTokens,GeneratedTokens,TIMESTAMP\n7,7\n", "TIMESTAMP is ''"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
@@ -360,6 +390,33 @@ def test_a_scaled_trace_has_so_many_more():
     tide = traces.tidal(arrivals, 100, 0.2)
     low = sum(one.at_s < 20 or one.at_s > 80 for one in tide)
     assert low < 0.5 * sum(30 < one.at_s < 70 for one in tide)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1e-9, "leaves none of 1 requests"), (1e4, "at most")]
+)
+def test_a_factor_that_no_trace_is_left_of_or_no_block_ids_for_is_refused(factor, said):
+    arrivals = [Arrival(0.0, 600, 5, (1, 2**22 + 1))]
+    with pytest.raises(ValueError, match=f"--factor is .*{said}"):
+        traces.scaled(arrivals, factor)
+
+
+def test_copies_share_their_prefixes_with_their_own_turn_alone():
+    arrivals = [Arrival(0.0, 1024, 5, (0, number)) for number in (1, 1 + 2**22, 2**29)]
+    found = traces.scaled(arrivals, 2.0)
+    assert len({one.block_ids for one in found}) == 6
+    assert {one.block_ids[0] for one in found} == {0}
+
+
+def test_a_picture_shows_the_rate_of_each_span_between_decisions():
+    def moment(at_s, num_arrived):
+        return Moment(at_s, 1, 1, 1, 1, num_arrived, math.nan, math.nan)
+
+    moments = [moment(0.0, 1), moment(0.5, 1), moment(5.5, 10), moment(10.5, 10)]
+    root = ElementTree.fromstring(svg(moments, Targets(), "title"))
+    lines = [one.get("points") for one in root.iter() if one.tag.endswith("polyline")]
+    heights = {float(point.split(",")[1]) for point in lines[4].split()}
+    assert len(heights) == 1
 
 
 # ---- The command.

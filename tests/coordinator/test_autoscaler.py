@@ -49,7 +49,7 @@ class Days:
     def size(self, pool):
         return sum(one.pool is pool for one in self.members)
 
-    def passes(self, seconds, rate=0.0, work_s=0.1, output=200.0, **changes):
+    def passes(self, seconds, rate=0.0, work_s=0.1, output=200.0, heard_at=None, **changes):
         end = self.now + seconds
         while self.now < end:
             self.now += self.config.interval_s
@@ -64,7 +64,7 @@ class Days:
                 **changes,
             )
             observation = Observation(
-                self.now,
+                self.now if heard_at is None else heard_at,
                 tuple(self.members),
                 MODEL,
                 (("interactive", self.lane),),
@@ -240,6 +240,17 @@ def test_a_load_that_is_hardly_known_takes_no_worker_away():
         assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (1, 1)
 
 
+def test_a_load_that_is_hardly_known_takes_no_worker_away_that_others_have_added():
+    """An operator, before handing the pool back, or somebody who starts workers elsewhere."""
+    days = Days(config=replace(CONFIG, flip=False))
+    days.passes(30, rate=5)
+    days.members += [WorkerView(f"by hand {n}", Pool.DECODE, Phase.SERVING, 0.0) for n in range(3)]
+    days.passes(80, rate=5)
+    assert days.size(Pool.DECODE) == 4
+    days.passes(60, rate=5)
+    assert days.size(Pool.DECODE) == 1
+
+
 def test_starts_that_are_no_longer_wanted_are_given_up_and_workers_that_serve_are_kept():
     config = replace(CONFIG, flip=False, down_window_s=300.0)
     days = Days(config=config, num_prefill=4)
@@ -391,6 +402,18 @@ def test_stale_measurements_freeze_the_pools_but_not_below_the_floor():
     decision, _ = decide(old, days.config, State(now=995.0), 1000.0)
     assert "last heard of 100 s ago" in decision.frozen
     assert decision.actions == (Want(Pool.PREFILL, 3),)
+
+
+def test_what_arrives_while_the_pools_are_frozen_is_no_burst_afterwards():
+    days = Days(config=replace(CONFIG, flip=False))
+    usual = days.passes(300, rate=20).prefill.needed
+    heard_at = days.now
+    # Ten times as long as a decision takes, and half of it too long to conclude anything.
+    days.passes(50, rate=20, heard_at=heard_at)
+    assert days.decisions[-1].frozen
+    after = days.passes(5, rate=20)
+    assert not after.frozen
+    assert after.prefill.needed == usual
 
 
 def test_a_stuck_start_is_ended_while_the_pools_are_frozen():

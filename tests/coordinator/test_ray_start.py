@@ -1,10 +1,15 @@
-"""What Ray is asked for: by the worker's own size, whatever is configured."""
+"""What Ray is asked for: by the worker's own size, whatever is configured; and how often."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+
 import pytest
 
-from baton.coordinator.ray_launch.launcher import start_of
+from baton.coordinator.launcher import LaunchError
+from baton.coordinator.ray_launch.driver_process import DriverProcess
+from baton.coordinator.ray_launch.launcher import RayLauncher, start_of
 from baton.coordinator.revision import Revision
 from baton.runtime.config import parse
 
@@ -25,3 +30,27 @@ def test_a_simulated_engine_has_no_ranks():
     configured = parse({"engine": "simulated", "ray": {"decode": {"gpus": 1}}}, "test")
     made = start(configured, Revision("r2", "", {"tensor_parallel_size": 4}))
     assert (made.gpus, made.num_ranks) == (1, 0)
+
+
+async def test_who_waits_for_a_connection_that_fails_does_not_try_for_as_long_again(monkeypatch):
+    tries, refuses = [], asyncio.Event()
+
+    async def connect(*arguments):
+        tries.append(arguments)
+        await refuses.wait()
+        raise LaunchError("ray.address: nothing answers")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(DriverProcess, "open", connect)
+    config = parse({"model": "demo", "launcher": "ray", "ray": {"address": "127.0.0.1:9"}}, "test")
+    launcher = RayLauncher(config, "127.0.0.1:9", lambda worker_exit: None)
+    starts = [asyncio.create_task(launcher.start(f"p{n}", "prefill")) for n in range(4)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    refuses.set()
+    ended = await asyncio.gather(*starts, return_exceptions=True)
+    assert [str(one) for one in ended] == ["ray.address: nothing answers"] * 4
+    assert len(tries) == 1
+    with pytest.raises(LaunchError):
+        await launcher.start("p4", "prefill")
+    assert len(tries) == 2

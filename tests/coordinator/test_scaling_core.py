@@ -178,6 +178,22 @@ def test_a_worker_of_the_coordinator_before_is_not_taken_for_its_namesake(new_wo
     assert made.core.stats.cold_starts == {"prefill": 1, "decode": 1}
 
 
+def test_a_namesake_that_had_changed_its_role_moves_no_start_into_its_pool(new_world, say_hello):
+    """The coordinator before had flipped it: it comes back to drain, as one of the other pool."""
+    made = Launched(new_world)
+    attached = say_hello(
+        "decode-0",
+        common_pb2.ROLE_PREFILL,
+        7,
+        generation=77,
+        state=cluster_pb2.WORKER_STATE_DRAINING,
+    )
+    made.world.handle(ev.WorkerAttached(attached, returns=True))
+    made.wait(6)
+    assert made.ended == []
+    assert made.started == ["prefill-0", "decode-0"]
+
+
 def test_a_start_that_fails_does_not_take_its_namesake_with_it(new_world, say_hello):
     made = Launched(new_world)
     attached = say_hello("decode-0", common_pb2.ROLE_DECODE, 7, generation=77)
@@ -368,3 +384,69 @@ def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(laun
     assert len(made.started) == 3
     made.wait(6)
     assert made.started[-1] == "prefill-1"
+
+
+def test_a_size_by_hand_is_kept_at_first_when_it_is_handed_back_at_once(launched):
+    """The load has been known for seconds: it takes no worker away."""
+    made = launched()
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(1)
+    made.come_up()
+    made.world.handle(ev.AutoscaleAsked(True))
+    made.wait(10)
+    made.world.handle(ev.AutoscaleAsked(False))
+    made.wait(200)
+    assert len(made.ids(DECODE)) == 3
+
+
+def test_autoscaling_off_starts_nothing_beside_workers_of_elsewhere(launched):
+    made = launched(1, 2, autoscale=True)
+    made.world.attach("guest", common_pb2.ROLE_DECODE)
+    made.wait(10)
+    # It counts where the load sizes a pool.
+    assert made.core.scaler.desired(DECODE) == 3
+    made.world.handle(ev.AutoscaleAsked(False))
+    made.wait(30)
+    assert len(made.started) == 3
+    assert made.ids(DECODE) == {"decode-0", "decode-1", "guest"}
+    assert "autoscaling is off: 2 wanted" in made.reason(DECODE)
+
+
+def test_autoscaling_off_keeps_a_worker_where_it_was_just_flipped_to(launched):
+    made = launched(2, 2, autoscale=True)
+    made.world.handle(ev.FlipAsked("prefill-1", common_pb2.ROLE_DECODE, "test"))
+    made.world.handle(ev.AutoscaleAsked(False))
+    made.answer_flips()
+    made.wait(30)
+    assert made.ids(DECODE) == {"decode-0", "decode-1", "prefill-1"}
+    assert len(made.started) == 4
+    assert made.ended == []
+
+
+def test_a_request_wakes_pools_right_after_the_decision_that_ends_their_last(launched):
+    made = launched(autoscale=True, idle_s=30.0, interval_s=60.0)
+    while not made.ended:
+        made.wait(1)
+    made.world.submit()
+    made.wait(1)
+    assert made.started[2:] == ["prefill-1", "decode-1"]
+
+
+def test_rates_are_those_between_two_decisions_whenever_workers_were_heard(launched):
+    made = launched(autoscale=True)
+    decided = made.core.scaler.decisions[PREFILL]
+
+    def decide() -> float:
+        made.world.handle(ev.AutoscaleAsked(True))
+        made.world.after(0.3)
+        return decided[-1].at
+
+    first = decide()
+    for worker in made.core.workers:
+        made.world.handle(ev.WorkerHeard(worker.key))
+    for _ in range(10):
+        made.world.submit()
+    made.world.after(1.0)
+    second = decide()
+    rate = decided[-1].numbers["interactive_requests_per_s"]
+    assert rate == pytest.approx(10 / (second - first))

@@ -264,3 +264,18 @@ def test_the_last_worker_of_a_sleepy_pool_is_not_waited_for(new_world):
     made.come_up()
     made.wait(100)
     assert (made.ids(Pool.PREFILL), made.ids(Pool.DECODE)) == (set(), {"decode-1"})
+
+
+def test_a_size_set_while_a_worker_flips_holds_also_when_it_stays(launched):
+    made = launched(decode=1)
+    made.world.submit()
+    flip(made, made.core.request("r1").prefill[0], DECODE)
+    made.world.after(0.5)
+    made.world.handle(ev.ScaleAsked(Pool.PREFILL, 0))
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    # The other prefill worker leaves, so that this one has to stay for what it has.
+    made.wait(5)
+    assert {pool: made.core.scaler.desired(pool) for pool in Pool} == {
+        Pool.PREFILL: 0,
+        Pool.DECODE: 2,
+    }
