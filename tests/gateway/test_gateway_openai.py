@@ -203,6 +203,17 @@ async def test_an_adapter_is_named_as_the_model(openai, cluster):
     assert tokens != list(cluster.expected(PROMPT, 6))
 
 
+async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16(openai):
+    [model] = [one async for one in await openai.models.list() if one.id == "demo"]
+    for room, num_tokens in ((20, 16), (3, 3)):
+        prompt = [5] * (model.max_model_len - room)
+        answer = await openai.completions.create(
+            model="demo", prompt=prompt, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.completion_tokens == num_tokens
+        assert answer.choices[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
