@@ -125,6 +125,8 @@ _CONNECTING = (
 )
 # How gRPC's own words begin where another kind of server answers.
 _FOREIGN = ("Method not found!", "Received http2 header with status")
+# The same of a server that has as many calls as it takes, and does not say when to come back.
+_FULL, _FULL_RETRY_S = "Concurrent RPC limit exceeded", 1.0
 # The same for a connection that breaks under a call.
 _LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
 
@@ -158,6 +160,11 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
         return _unreachable(address, _reason(str(found)))
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")
+    if found.code == code_pb2.RESOURCE_EXHAUSTED and str(found).startswith(_FULL):
+        message = f"the coordinator at {address} has as many calls as it takes (security.max_calls)"
+        return from_baton(
+            errors.ResourceExhausted(message, reason="CALLS", retry_after_s=_FULL_RETRY_S)
+        )
     if str(found).startswith(_FOREIGN):
         message = f"what answers at {address} is no coordinator, or an older one: {found}"
         return make(found.code, message)

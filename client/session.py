@@ -20,7 +20,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 _ENVELOPE_BYTES = 64
 # What one message may carry of what waits; a submission that is longer goes by itself.
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 2**20
-# Ends of the whole stream that the same requests would meet again.
+# Ends of the whole stream that the same requests would meet again, unless they say when to come.
 _REFUSALS = {
     code_pb2.UNAUTHENTICATED,
     code_pb2.PERMISSION_DENIED,
@@ -47,12 +47,17 @@ class SessionEnd:
 
     Attributes:
         served: something came from the coordinator.
-        refused: it would not be otherwise the next time.
+        refused: by a coordinator that is there.
     """
 
     error: RemoteError
     served: bool
     refused: bool
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it would not be otherwise the next time."""
+        return self.refused and self.error.retry_after_s is None
 
 
 class Session:
