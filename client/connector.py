@@ -211,7 +211,8 @@ class Connector:
         if end is not None and end.hopeless and end.served:
             state.fail(end.error)
         elif end is not None and (end.served or not end.refused):
-            state.lose(end.error, self._resume_timeout_s)
+            # A session that has said nothing may have been a proxy's.
+            state.lose(end.error, self._resume_timeout_s, counts=end.served)
         if end is None:
             self._wait(state)
         elif not state.ended:
