@@ -226,6 +226,8 @@ def _reason(words: str) -> str:
     """Why a connection did not come about, of all that gRPC says."""
     if "WRONG_VERSION_NUMBER" in words:
         return "it does not speak TLS"
+    if "http1.x server" in words:
+        return "it speaks HTTP/1, as a gateway does"
     # What a check of certificates found comes before what became of the next one.
     reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
     if reason == "Socket closed":

@@ -265,6 +265,20 @@ async def test_what_is_no_coordinator_is_named():
         await server.stop(None)
 
 
+async def test_a_port_of_http_is_told_from_a_coordinators():
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, AdminClient(f"127.0.0.1:{port}") as admin:
+        with pytest.raises(errors.UnreachableError, match=f":{port}: it speaks HTTP/1, as a gat"):
+            await admin.list_pools()
+
+
 def scale(**options):
     control.scale(control.PoolName.DECODE, 2, **options)
 
