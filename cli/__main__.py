@@ -1,5 +1,16 @@
-"""`python -m baton.cli`."""
+"""`python -m baton.cli`, and the command `baton`."""
 
-from baton.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Runs the command; Ctrl-C ends it also while it is being imported."""
+    try:
+        from baton.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,12 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
     return interrupts.run(asking())
 
 
+def begin_to_wait(message: str, *, as_json: bool) -> None:
+    """Prints what a coordinator answered, ahead of what it comes to; JSON is only of that."""
+    if not as_json:
+        print(message, flush=True)
+
+
 def say(message: str, *, as_json: bool) -> None:
     """Prints what a coordinator answered in words."""
     from baton.cli.output import print_json

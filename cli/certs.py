@@ -21,8 +21,9 @@ def certs(
 ) -> None:
     """Make a CA, a server's, a client's and an operator's certificate for development.
 
-    A CA that is in DIR already signs again, so that this renews the others. For production, use
-    your own CA: the key of this one lies beside the certificates.
+    A CA that is in DIR already, with its key, signs again, so that this renews the others; nothing
+    else is written over. For production, use your own CA: the key of this one lies beside the
+    certificates.
     """
     import importlib.util
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask, say
+from baton.cli.asking import ask, begin_to_wait, say
 from baton.cli.watching import until
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ def scale(
     async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
         answer = await admin.scale_pool(_role(pool), workers)
         if wait:
+            begin_to_wait(answer.message, as_json=as_json)
             what = f"{pool.value} does not have {workers} workers"
-            await until(admin, lambda event: _has_size(event, pool, workers), wait, what)
+            event = await until(admin, lambda one: _has_size(one, pool, workers), wait, what)
+            answer.pool.CopyFrom(_pool(event, pool))
+            answer.message = f"{pool.value} has {workers} workers"
         return answer
 
     answer = ask(address, question)
@@ -148,8 +151,10 @@ def drain(
     async def question(admin: AdminClient) -> str:
         message = await admin.drain_worker(worker, timeout)
         if wait:
+            begin_to_wait(message, as_json=as_json)
             what = f"{worker} has not left"
             await until(admin, lambda event: _has_left(event, worker), wait, what)
+            message = f"{worker} has left"
         return message
 
     say(ask(address, question), as_json=as_json)
@@ -167,8 +172,10 @@ def flip(
     async def question(admin: AdminClient) -> str:
         message = await admin.flip_worker(worker, _role(role))
         if wait:
+            begin_to_wait(message, as_json=as_json)
             what = f"{worker} does not serve {role.value}"
             await until(admin, lambda event: _serves(event, worker, role), wait, what)
+            message = f"{worker} serves {role.value}"
         return message
 
     say(ask(address, question), as_json=as_json)
@@ -216,8 +223,12 @@ def _clock(at: datetime) -> str:
     return at.strftime("%H:%M:%S")
 
 
+def _pool(event: admin_pb2.WatchEvent, pool: PoolName) -> admin_pb2.PoolInfo:
+    return next(one for one in event.pools.pools if one.role == _role(pool))
+
+
 def _has_size(event: admin_pb2.WatchEvent, pool: PoolName, workers: int) -> bool:
-    found = next(one for one in event.pools.pools if one.role == _role(pool))
+    found = _pool(event, pool)
     return (found.num_serving, found.num_draining) == (workers, 0)
 
 

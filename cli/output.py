@@ -87,7 +87,8 @@ def plain(message: Message) -> dict[str, Any]:
     """A message as values for JSON, every field present.
 
     Enums are their names in lower case without the type's prefix, durations seconds (the key gains
-    `_s`), timestamps ISO 8601, fixed64 (random ids) 16 hexadecimal digits, absent messages null.
+    `_s`), timestamps ISO 8601, fixed64 (random ids) 16 hexadecimal digits, absent messages and
+    optional fields null.
     """
     fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
     return dict(_plain_field(message, field) for field in fields)
@@ -103,7 +104,7 @@ def _plain_field(message: Message, field: FieldDescriptor) -> tuple[str, Any]:
         name += "_s"
     if field.is_repeated:
         return name, [_plain_value(field, item) for item in value]
-    if field.message_type is not None and not message.HasField(field.name):
+    if field.has_presence and not message.HasField(field.name):
         return name, None
     return name, _plain_value(field, value)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask, say
+from baton.cli.asking import ask, begin_to_wait, say
 from baton.cli.control import Wait
 from baton.cli.watching import follow, until
 
@@ -97,8 +97,10 @@ def start(
             abort_if_worse=abort_if_worse,
         )
         if wait:
+            begin_to_wait(message, as_json=as_json)
             what = f"revision {revision} does not serve"
             await until(admin, lambda event: _is_tried(_told(event), revision), wait, what)
+            message = f"revision {revision} serves"
         return message
 
     say(ask(address, question), as_json=as_json)
@@ -146,8 +148,10 @@ def promote(
         canary = (await _told_by(admin)).canary.name if wait else ""
         message = await admin.promote_rollout(drain_timeout)
         if wait:
+            begin_to_wait(message, as_json=as_json)
             what = "the canary is not the stable revision"
             await until(admin, lambda event: _is_promoted(_told(event), canary), wait, what)
+            message = f"revision {canary} is the stable one"
         return message
 
     say(ask(address, question), as_json=as_json)

@@ -73,8 +73,8 @@ async def _reader() -> AsyncIterator[None]:
 
 async def until(
     admin: AdminClient, done: Callable[[WatchEvent], bool], wait_s: float, what: str
-) -> None:
-    """Follows until something is so.
+) -> WatchEvent:
+    """Follows until something is so, and returns what it was told of then.
 
     Args:
         admin: of the coordinator.
@@ -86,6 +86,8 @@ async def until(
         DeadlineExceeded: it takes too long.
         RemoteError: the coordinator is lost.
     """
+    from google.rpc import code_pb2
+
     from baton.client import errors
     from baton.runtime.errors import DeadlineExceeded
 
@@ -93,7 +95,9 @@ async def until(
         async with asyncio.timeout(wait_s), contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
             async for event in events:
                 if done(event):
-                    return
+                    return event
+            message = f"the coordinator at {admin.address} tells nothing more"
+            raise errors.make(code_pb2.UNAVAILABLE, message)
     except TimeoutError:
         message = f"{what} after {wait_s:g} s; it was asked for, and goes on"
         raise DeadlineExceeded(message) from None

@@ -162,11 +162,14 @@ class Connector:
             if not self._waiting:
                 return False
         error = errors.of_all([end.error for end in ends])
-        hopeless = all(end.refused for end in ends)
+        hopeless = all(end.hopeless for end in ends)
         for state in began_with:
-            if state in self._waiting and (hopeless or not state.resuming):
+            if state in self._waiting and not state.resuming:
                 del self._waiting[state]
-                state.fail(not_resumed(error) if state.resuming else error)
+                self._not_accepted(state, error)
+            elif state in self._waiting and hopeless:
+                del self._waiting[state]
+                state.fail(not_resumed(error))
             else:
                 state.delay_resume(error)
         return False
@@ -205,10 +208,11 @@ class Connector:
 
     def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
         """Takes a request from a session that is over; end is None when the client closes."""
-        if end is not None and end.refused and end.served:
+        if end is not None and end.hopeless and end.served:
             state.fail(end.error)
-        elif end is not None and not end.refused:
-            state.lose(end.error, self._resume_timeout_s)
+        elif end is not None and (end.served or not end.refused):
+            # A session that has said nothing may have been a proxy's.
+            state.lose(end.error, self._resume_timeout_s, counts=end.served)
         if end is None:
             self._wait(state)
         elif not state.ended:

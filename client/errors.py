@@ -123,8 +123,11 @@ _CONNECTING = (
     grpc.ChannelConnectivity.CONNECTING,
     grpc.ChannelConnectivity.TRANSIENT_FAILURE,
 )
-# How gRPC's own words begin where another kind of server answers.
-_FOREIGN = ("Method not found!", "Received http2 header with status")
+# How gRPC's own words begin where another kind of server answers, and one that is not of gRPC.
+_FOREIGN, _HTTP_STATUS = "Method not found!", "Received http2 header with status: "
+_PROXY = "PROXY"
+# The same of a server that has as many calls as it takes, and does not say when to come back.
+_FULL, _FULL_RETRY_S = "Concurrent RPC limit exceeded", 1.0
 # The same for a connection that breaks under a call.
 _LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
 
@@ -158,6 +161,21 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
         return _unreachable(address, _reason(str(found)))
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")
+    if found.code == code_pb2.RESOURCE_EXHAUSTED and str(found).startswith(_FULL):
+        message = f"the coordinator at {address} has as many calls as it takes (security.max_calls)"
+        return from_baton(
+            errors.ResourceExhausted(message, reason="CALLS", retry_after_s=_FULL_RETRY_S)
+        )
+    if str(found).startswith(_HTTP_STATUS):
+        status = str(found).removeprefix(_HTTP_STATUS)
+        if found.code == code_pb2.UNAVAILABLE:
+            message = (
+                f"a proxy answers at {address} that does not reach the coordinator: "
+                f"HTTP status {status}"
+            )
+            return from_baton(errors.Unavailable(message, reason=_PROXY))
+        message = f"what answers at {address} is no coordinator: HTTP status {status}"
+        return make(found.code, message)
     if str(found).startswith(_FOREIGN):
         message = f"what answers at {address} is no coordinator, or an older one: {found}"
         return make(found.code, message)
@@ -208,6 +226,8 @@ def _reason(words: str) -> str:
     """Why a connection did not come about, of all that gRPC says."""
     if "WRONG_VERSION_NUMBER" in words:
         return "it does not speak TLS"
+    if "http1.x server" in words:
+        return "it speaks HTTP/1, as a gateway does"
     # What a check of certificates found comes before what became of the next one.
     reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
     if reason == "Socket closed":
@@ -231,6 +251,11 @@ def of_all(found: Sequence[RemoteError]) -> RemoteError:
 def restarting(error: RemoteError) -> bool:
     """Whether the coordinator said that it stops, and that another one follows."""
     return error.code == code_pb2.UNAVAILABLE and error.reason == RESTARTING
+
+
+def by_proxy(error: RemoteError) -> bool:
+    """Whether a proxy said it, which does not reach the coordinator."""
+    return error.code == code_pb2.UNAVAILABLE and error.reason == _PROXY
 
 
 def invalid(field: str, value: object, allowed: str) -> RemoteError:

@@ -34,10 +34,13 @@ async def wait_serving(
                         seen = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
                         if response.status == health_pb2.HealthCheckResponse.SERVING:
                             return
+                    seen = "unreachable"
                 except grpc.RpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        raise errors.from_rpc_error(error, address) from None
-                seen = "unreachable"
+                    found = errors.from_rpc_error(error, address)
+                    passes = found.retry_after_s is not None
+                    if found.code != code_pb2.UNAVAILABLE and not passes:
+                        raise found from None
+                    seen = f"busy ({found})" if passes else "unreachable"
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         message = f"the coordinator at {address} is {seen} after {timeout_s:g} s"

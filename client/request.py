@@ -78,6 +78,7 @@ class RequestOptions(SamplingOptions, total=False):
         timeout_s: from submission; then DeadlineExceededError, on both ends.
         request_id: left out: the coordinator assigns one.
         session_id: shared by the requests of one conversation.
+        default_max_tokens: of one without max_tokens, or as many as there is room for.
         add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
         authorization: credential of this request, "Bearer ...".
         traceparent: W3C trace context.
@@ -92,6 +93,7 @@ class RequestOptions(SamplingOptions, total=False):
     timeout_s: float | None
     request_id: str
     session_id: str
+    default_max_tokens: int
     add_generation_prompt: bool | None
     authorization: str
     traceparent: str

@@ -150,18 +150,19 @@ class RequestState:
             case "failed":
                 self._end(errors.from_message(event.failed))
 
-    def lose(self, error: RemoteError, resume_timeout_s: float) -> None:
+    def lose(self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True) -> None:
         """Its session is gone: it is to be resumed, or ends here.
 
         Args:
             error: how the session ended.
             resume_timeout_s: in which it must be accepted again; 0: it fails.
+            counts: whether a request that was accepted before may be what ended it.
         """
         if self.ended:
             return
         self.on_cancel = None
         self._cause = error
-        self._num_fruitless_losses += 1
+        self._num_fruitless_losses += counts or self.accepted is None
         if self.cancel_asked:
             self.finish_cancelled()
         elif not resume_timeout_s:

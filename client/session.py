@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 from google.rpc import code_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import errors
 from baton.client.request_state import RequestState
@@ -20,7 +21,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 _ENVELOPE_BYTES = 64
 # What one message may carry of what waits; a submission that is longer goes by itself.
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 2**20
-# Ends of the whole stream that the same requests would meet again.
+_ENDED_UNDER_A_WRITE, _ASK_TIMEOUT_S = "Internal error from Core", 2.0
+# Ends of the whole stream that the same requests would meet again, unless they say when to come.
 _REFUSALS = {
     code_pb2.UNAUTHENTICATED,
     code_pb2.PERMISSION_DENIED,
@@ -47,12 +49,18 @@ class SessionEnd:
 
     Attributes:
         served: something came from the coordinator.
-        refused: it would not be otherwise the next time.
+        refused: by a coordinator that is there, or a proxy that does not reach it: nothing that was
+            submitted has been taken.
     """
 
     error: RemoteError
     served: bool
     refused: bool
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it would not be otherwise the next time."""
+        return self.error.code in _REFUSALS and self.error.retry_after_s is None
 
 
 class Session:
@@ -165,11 +173,25 @@ class Session:
                 for event in batch.events:
                     self._hand_out(event)
         except grpc.RpcError as error:
-            cause = errors.from_rpc_error(error, self.address)
-            if cause.code in _REFUSALS or not reached:
-                return SessionEnd(cause, self._served, cause.code in _REFUSALS)
+            cause = await self._cause(error)
+            refused = cause.code in _REFUSALS or errors.by_proxy(cause)
+            if refused or not reached:
+                return SessionEnd(cause, self._served, refused)
             return self._lost(error.details() or str(cause))
         return self._lost("ended by the coordinator")  # grpc.aio.EOF
+
+    async def _cause(self, error: grpc.RpcError) -> RemoteError:
+        """What ended the stream; gRPC does not tell when that was while something was written.
+
+        Where nothing came before, whoever answers says the same to another call.
+        """
+        if error.details() == _ENDED_UNDER_A_WRITE and not self._served:
+            stub = health_pb2_grpc.HealthStub(self._channel)
+            try:
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=_ASK_TIMEOUT_S)
+            except grpc.RpcError as told:
+                error = told
+        return errors.from_rpc_error(error, self.address)
 
     def _hand_out(self, event: inference_pb2.SessionEvent) -> None:
         number = event.stream

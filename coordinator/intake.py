@@ -99,12 +99,11 @@ class Intake:
             return ANYONE
         with self._counting(request, now):
             caller = self._access.caller(request.authorization or authorization, peer=peer)
-            sampling = request.sampling
             self._access.check_request(
                 caller,
                 tenant=request.tenant,
                 lane="batch" if request.lane == common_pb2.LANE_BATCH else "interactive",
-                num_output_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+                sampling=request.sampling,
                 peer=peer,
             )
         return caller
@@ -267,6 +266,8 @@ class Intake:
             timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
         own_limit = grants.max_output_tokens if grants is not None else None
         found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
+        if request.default_max_tokens:
+            found.append(max(request.default_max_tokens, sampling.min_tokens))
         if found and not sampling.HasField("max_tokens"):
             room = (limits.max_model_len or math.inf) - len(prompt)
             limited = common_pb2.SamplingParams(max_tokens=int(min(*found, room)))

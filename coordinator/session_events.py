@@ -26,6 +26,8 @@ _DELTA, _ACCEPTED, _FINISHED, _FAILED = (
     for name in ("delta", "accepted", "finished", "failed")
 )
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
+# Of tokens with logprobs: each time another size.
+_MANY_BYTES = 128
 # Goes before a session's first events.
 TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
 
@@ -38,7 +40,13 @@ def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes
         if to.session != number:
             number = to.session
             parts = found.setdefault(number, [])
-        parts.append(_delta_head(to.stream, len(data)))
+        heads, num_bytes = _delta_heads(to.stream), len(data)
+        head = heads.get(num_bytes)
+        if head is None:
+            head = _head(to.stream, _DELTA, num_bytes)
+            if num_bytes < _MANY_BYTES:
+                heads[num_bytes] = head
+        parts.append(head)
         parts.append(data)
     return {session: b"".join(parts) for session, parts in found.items()}
 
@@ -115,5 +123,6 @@ def _head(stream: int, tag: int, num_bytes: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=2**14)
-def _delta_head(stream: int, num_bytes: int) -> bytes:
-    return _head(stream, _DELTA, num_bytes)
+def _delta_heads(stream: int) -> dict[int, bytes]:
+    """What came before tokens of a stream, by their bytes: of a few sizes, which come again."""
+    return {}

@@ -161,7 +161,7 @@ def _logprobs(
         found["token_logprobs"].append(_finite(chosen.logprob))
         # The first of equal texts is the chosen token, or the likelier one.
         top = {one.text: _finite(one.logprob) for one in reversed(position)}
-        found["top_logprobs"].append(dict(reversed(top.items())) if ask.num_logprobs else None)
+        found["top_logprobs"].append(dict(reversed(top.items())))
         found["text_offset"].append(num_chars)
         num_chars += len(chosen.text)
     return found

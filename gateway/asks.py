@@ -82,7 +82,7 @@ def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, s
     """Raises Problem when a field or a header is wrong."""
     options = _options(body, headers)
     if "max_tokens" not in body.model_fields_set:
-        options["max_tokens"] = max(_DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
+        options["default_max_tokens"] = _DEFAULT_COMPLETION_TOKENS
     return _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
 
 

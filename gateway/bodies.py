@@ -237,7 +237,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 

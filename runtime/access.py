@@ -21,6 +21,7 @@ from baton.runtime.jwt_tokens import BadToken, JwtVerifier
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import JwtConfig, SecurityConfig
 from baton.runtime.watched_file import WatchedFiles, read_secret
+from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Access:
         *,
         tenant: str,
         lane: LaneName,
-        num_output_tokens: int | None,
+        sampling: common_pb2.SamplingParams,
         peer: str = "",
     ) -> None:
         """What a request says before its prompt is looked at.
@@ -135,11 +136,12 @@ class Access:
         elif lane not in grants.lanes:
             allowed = ", ".join(grants.lanes)
             reason, refusal = "lane", f"lane is {lane}; this credential may use {allowed}"
-        elif (limit := grants.max_output_tokens) is not None and (num_output_tokens or 0) > limit:
-            reason = "max_output_tokens"
-            refusal = (
-                f"sampling.max_tokens is {num_output_tokens}; at most {limit} with this credential"
-            )
+        elif (limit := grants.max_output_tokens) is not None:
+            for field in ("max_tokens", "min_tokens"):
+                if (value := getattr(sampling, field)) > limit:
+                    reason = "max_output_tokens"
+                    refusal = f"sampling.{field} is {value}; at most {limit} with this credential"
+                    break
         if refusal:
             raise self._refused(_INFERENCE, reason, PermissionDenied(refusal), peer, caller.name)
 

@@ -61,6 +61,8 @@ class Authority:
             raise ConfigError(f"{cert_file}, {key_file}: no certificate with its key") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{key_file}: not made by `baton certs`")
+        if key.public_key() != cert.public_key():
+            raise ConfigError(f"{key_file}: not the key of {cert_file}")
         return cls(cert, key)
 
     def issue(
@@ -108,13 +110,15 @@ class Authority:
 def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[Path]:
     """A CA (kept where it is there), and server.pem, client.pem and admin.pem with their keys.
 
+    Without its CA nothing that is there is written over: somebody else has made it.
+
     Args:
         directory: made where it is not there.
         hosts: that servers are dialled by, beside this host's loopback names.
         days: until they expire.
 
     Raises:
-        ConfigError: there is something else in the CA's files, or a host is none.
+        ConfigError: there is something else in the files, or a host is none.
         OSError: it cannot be written.
     """
     names = [*_LOCAL, *hosts]
@@ -122,22 +126,24 @@ def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[P
         _general_name(one)
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    ca_cert, ca_key = root / "ca.pem", root / "ca.key"
-    if ca_cert.exists() and ca_key.exists():
-        authority = Authority.read(ca_cert, ca_key)
+    stems = ("ca", "server", "client", "admin")
+    ca, server, client, admin = [(root / f"{stem}.pem", root / f"{stem}.key") for stem in stems]
+    files = [*ca, *server, *client, *admin]
+    if all(file.exists() for file in ca):
+        authority = Authority.read(*ca)
+    elif found := [str(file) for file in files if file.exists()]:
+        raise ConfigError(
+            f"{', '.join(found)} would be written over, and there is no ca.pem with its ca.key to "
+            "renew by: take another directory, or move what is there away"
+        )
     else:
         authority = Authority.make()
-        authority.write(ca_cert, ca_key)
-    until, made = datetime.now(UTC) + timedelta(days=days), [ca_cert, ca_key]
-    for stem, name, valid_for, serves in (
-        ("server", CLUSTER_NAME, names, True),
-        ("client", CLIENT_NAME, [], False),
-        ("admin", ADMIN_NAME, [], False),
-    ):
-        cert, key = root / f"{stem}.pem", root / f"{stem}.key"
-        authority.issue(cert, key, name, valid_for, serves=serves, until=until)
-        made += [cert, key]
-    return made
+        authority.write(*ca)
+    until = datetime.now(UTC) + timedelta(days=days)
+    authority.issue(*server, CLUSTER_NAME, names, serves=True, until=until)
+    authority.issue(*client, CLIENT_NAME, until=until)
+    authority.issue(*admin, ADMIN_NAME, until=until)
+    return files
 
 
 def _builder(

@@ -12,7 +12,7 @@ import threading
 import grpc
 import pytest
 
-from baton.cli import rollout, watching
+from baton.cli import control, rollout, watching
 from baton.cli.asking import ask
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
@@ -61,6 +61,34 @@ class Rolling(admin_pb2_grpc.AdminServicer):
     async def PromoteRollout(self, request, context):
         self.num_promotions += 1
         return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
+
+
+class Sizing(admin_pb2_grpc.AdminServicer):
+    """A coordinator that does what it is asked to a moment later: decode-0 changes."""
+
+    def __init__(self, *decode_workers: list[str]) -> None:
+        self.decode_workers = decode_workers
+
+    async def Watch(self, request, context):
+        for names in self.decode_workers:
+            role = common_pb2.ROLE_DECODE
+            pool = admin_pb2.PoolInfo(role=role, num_serving=len(names))
+            workers = [admin_pb2.WorkerInfo(worker_id=name, role=role) for name in names]
+            pools = admin_pb2.ListPoolsResponse(pools=[pool])
+            yield admin_pb2.WatchEvent(pools=pools, workers=workers)
+        if not self.decode_workers:
+            return
+        await asyncio.Event().wait()
+
+    async def ScalePool(self, request, context):
+        pool = admin_pb2.PoolInfo(role=request.role, num_serving=1)
+        return admin_pb2.ScalePoolResponse(pool=pool, message="it begins")
+
+    async def DrainWorker(self, request, context):
+        return admin_pb2.DrainWorkerResponse(message="it begins")
+
+    async def FlipWorker(self, request, context):
+        return admin_pb2.FlipWorkerResponse(message="it begins")
 
 
 class Ending(Rolling):
@@ -237,6 +265,58 @@ async def test_what_is_no_coordinator_is_named():
         await server.stop(None)
 
 
+async def test_a_port_of_http_is_told_from_a_coordinators():
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, AdminClient(f"127.0.0.1:{port}") as admin:
+        with pytest.raises(errors.UnreachableError, match=f":{port}: it speaks HTTP/1, as a gat"):
+            await admin.list_pools()
+
+
+def scale(**options):
+    control.scale(control.PoolName.DECODE, 2, **options)
+
+
+def drain(**options):
+    control.drain("decode-0", **options)
+
+
+def flip(**options):
+    control.flip("decode-0", control.PoolName.DECODE, **options)
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "then"),
+    [
+        (scale, [["decode-1"], ["decode-0", "decode-1"]], "decode has 2 workers"),
+        (drain, [["decode-0"], []], "decode-0 has left"),
+        (flip, [[], ["decode-0"]], "decode-0 serves decode"),
+    ],
+)
+def test_who_waits_is_told_what_came_of_it(serve, capsys, command, told, then):
+    address = serve(Sizing(*told))
+    command(wait=0.0, address=address, as_json=False)
+    assert capsys.readouterr().out == "it begins\n"
+    command(wait=10.0, address=address, as_json=False)
+    assert capsys.readouterr().out == f"it begins\n{then}\n"
+    command(wait=10.0, address=address, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["message"] == then
+    if command is scale:
+        assert found["pool"]["num_serving"] == 2
+
+
+def test_a_watch_that_ends_is_not_what_was_waited_for(serve):
+    with pytest.raises(errors.UnavailableError, match="tells nothing more; decode-0 has not left"):
+        drain(wait=10.0, address=serve(Sizing()), as_json=False)
+
+
 async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
     async with AdminClient(nowhere) as admin:
         with pytest.raises(errors.UnreachableError, match="refused"):
@@ -256,14 +336,17 @@ PROMOTING = state(phase=admin_pb2.ROLLOUT_PHASE_PROMOTING)
 WAITING = state(phase=admin_pb2.ROLLOUT_PHASE_WAITING)
 
 
-def start(address):
-    rollout.start("r2", 0.05, engine_arg=None, wait=10.0, address=address)
+def start(address, *, as_json=False):
+    rollout.start("r2", 0.05, engine_arg=None, wait=10.0, address=address, as_json=as_json)
 
 
 @pytest.mark.parametrize("then", [RUNNING, PROMOTING, state(stable="r2")])
 def test_a_start_is_waited_for(serve, capsys, then):
-    start(serve(Rolling(WAITING, then)))
-    assert capsys.readouterr().out == "it is being tried\n"
+    address = serve(Rolling(WAITING, then))
+    start(address)
+    assert capsys.readouterr().out == "it is being tried\nrevision r2 serves\n"
+    start(address, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"message": "revision r2 serves"}
 
 
 def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
@@ -292,7 +375,7 @@ def promote(address):
 
 def test_a_promotion_is_waited_for(serve, capsys):
     promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
-    assert capsys.readouterr().out == "it is being promoted\n"
+    assert capsys.readouterr().out == "it is being promoted\nrevision r2 is the stable one\n"
 
 
 def test_watching_ends_with_its_reader(serve):

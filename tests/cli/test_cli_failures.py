@@ -31,6 +31,23 @@ def test_the_address_comes_from_the_environment_too(baton, unused_address):
     assert unused_address in result.err
 
 
+def test_an_interrupt_while_the_command_is_being_imported():
+    program = """
+import runpy, sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("baton.cli", run_name="__main__")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_host_that_nobody_knows(baton):
     result = baton("pools", "--address", "no-such-host.invalid:7070")
     assert result.code == 3

@@ -36,6 +36,10 @@ def test_messages_as_json():
     json.dumps(values)
     pools = output.plain(admin_pb2.ListPoolsResponse(pools=[admin_pb2.PoolInfo(num_serving=2)]))
     assert pools["pools"][0]["num_serving"] == 2
+    # Set by nobody is not set to zero.
+    assert pools["pools"][0]["size_by_hand"] is None
+    by_hand = output.plain(admin_pb2.PoolInfo(size_by_hand=0))
+    assert by_hand["size_by_hand"] == 0
     assert pools["lanes"] == []
 
 

@@ -11,6 +11,9 @@ from grpc_health.v1 import health_pb2
 
 from baton.client import Accepted, Tokens
 from baton.runtime import errors, rpc
+from baton.runtime.access import Access
+from baton.runtime.refusals import Refusals
+from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 TIMEOUT_S = 20.0
@@ -83,9 +86,15 @@ def unused_address() -> str:
 
 
 @asynccontextmanager
-async def serving(servicer: ScriptedInference, listen: str = "127.0.0.1:0"):
+async def serving(
+    servicer: ScriptedInference, listen: str = "127.0.0.1:0", max_calls: int | None = None
+):
     """The server's address and its health service."""
-    server = rpc.server()
+    protection = None
+    if max_calls is not None:
+        config = SecurityConfig(max_calls=max_calls)
+        protection = rpc.Protection(config, Access(config, Refusals()), None, None)
+    server = rpc.server(protection=protection)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
     health = rpc.add_health_and_reflection(server, ["baton.v1.Inference"])
     address = rpc.bind(server, listen, "listen")

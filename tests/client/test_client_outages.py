@@ -1,9 +1,11 @@
 """What happens to requests while no coordinator is there."""
 
 import asyncio
+import contextlib
+from contextlib import asynccontextmanager
 
 import pytest
-from scripted_inference import ScriptedInference, finish, flowing, lost, rest, serving
+from scripted_inference import TIMEOUT_S, ScriptedInference, finish, flowing, lost, rest, serving
 
 from baton.client import BatonClient, BlockingClient
 from baton.client.errors import (
@@ -11,7 +13,10 @@ from baton.client.errors import (
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
+    UnimplementedError,
 )
+from baton.client.resume import MAX_FRUITLESS_LOSSES
+from baton.runtime import errors
 
 
 async def outage(timeout_s=None, **arguments):
@@ -86,6 +91,88 @@ async def test_the_limit_of_requests_counts_those_that_wait():
         client.generate("y")
     await stream.aclose()
     await client.aclose()
+
+
+@asynccontextmanager
+async def proxy(status, listen="127.0.0.1:0"):
+    """What speaks HTTP/2, and answers every call with a status that is not gRPC's.
+
+    Its address, and what it has answered.
+    """
+    connections, answered = set(), asyncio.Queue()
+
+    async def serve(reader, writer):
+        connections.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+            writer.write(frame(SETTINGS))
+            while True:
+                head = await reader.readexactly(9)
+                body = await reader.readexactly(int.from_bytes(head[:3]))
+                kind, flags, stream = head[3], head[4], head[5:]
+                if kind in (SETTINGS, PING) and not flags:
+                    writer.write(frame(kind, 1, body=body if kind == PING else b""))
+                elif kind == HEADERS:
+                    # A header with the name of entry 8 of HPACK's table, :status; all ends there.
+                    writer.write(frame(HEADERS, 5, stream, b"\x48\x03%d" % status))
+                    answered.put_nowait(status)
+
+    host, port = listen.split(":")
+    server = await asyncio.start_server(serve, host, int(port))
+    try:
+        yield f"{host}:{server.sockets[0].getsockname()[1]}", answered
+    finally:
+        server.close()
+        for writer in connections:
+            writer.close()
+        await server.wait_closed()
+
+
+HEADERS, SETTINGS, PING = 1, 4, 6
+
+
+def frame(kind, flags=0, stream=bytes(4), body=b""):
+    return len(body).to_bytes(3) + bytes((kind, flags)) + stream + body
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (502, UnavailableError, "a proxy answers at {} that does not reach the coordinator"),
+        (404, UnimplementedError, "what answers at {} is no coordinator"),
+    ],
+)
+async def test_what_answers_in_the_place_of_a_coordinator_is_told(status, kind, said):
+    async with proxy(status) as (address, _), BatonClient(address) as client:
+        match = f"^{said.format(address)}: HTTP status {status}$"
+        for call in (client.complete("x"), client.model()):
+            with pytest.raises(kind, match=match):
+                await call
+
+
+async def test_an_outage_behind_a_proxy_is_waited_out(inference):
+    """Also with more tries than sessions may be lost in a row."""
+    async with serving(inference) as (address, _):
+        client = await BatonClient(address).__aenter__()
+        stream, _ = await flowing(client, inference)
+    async with proxy(503, address) as (_, answered):
+        for _ in range(MAX_FRUITLESS_LOSSES + 2):
+            await asyncio.wait_for(answered.get(), TIMEOUT_S)
+    async with serving(inference, address):
+        await finish(await inference.connection(), 2, [3], "d")
+        await rest(stream)
+    assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3), 1)
+    await client.aclose()
+
+
+async def test_an_outage_that_a_proxy_tells_of_as_grpc_does_is_waited_out(client, inference):
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    for _ in range(MAX_FRUITLESS_LOSSES + 2):
+        (await inference.connection()).end(errors.Unavailable("no healthy upstream"))
+    await finish(await inference.connection(), 2, [3], "d")
+    await rest(stream)
+    assert stream.token_ids == (1, 2, 3)
 
 
 async def test_closing_a_blocking_client_in_an_outage(inference):

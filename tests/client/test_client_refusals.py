@@ -3,7 +3,17 @@
 import asyncio
 
 import pytest
-from scripted_inference import accepted, delta, failed, finish, flowing, rest
+from google.rpc import code_pb2
+from scripted_inference import (
+    ScriptedInference,
+    accepted,
+    delta,
+    failed,
+    finish,
+    flowing,
+    rest,
+    serving,
+)
 
 from baton.client import BatonClient
 from baton.client.errors import (
@@ -15,6 +25,7 @@ from baton.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from baton.client.resume import MAX_FRUITLESS_LOSSES
 from baton.runtime import errors
 
 PASSING = [
@@ -153,6 +164,51 @@ async def test_a_credential_that_the_next_coordinator_refuses(client, inference)
     (await inference.connection()).end(errors.Unauthenticated("expired"))
     with pytest.raises(UnauthenticatedError, match="could not be resumed: expired"):
         await rest(stream)
+
+
+# As gRPC says it, and as the fixture below does.
+FULL = errors.RemoteError(code_pb2.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", [])
+
+
+@pytest.fixture
+async def full():
+    """A coordinator that has its one call, its Inference, and what ends that call."""
+    inference = ScriptedInference()
+    async with serving(inference, max_calls=1) as (address, _), BatonClient(address) as holder:
+        stream, _ = await flowing(holder, inference)
+        yield address, inference, holder.aclose
+        await stream.aclose()
+
+
+async def test_who_finds_no_room_for_a_call_is_told_when_to_come_back(full):
+    address, inference, leave = full
+    message = f"^the coordinator at {address} has as many calls as it takes "
+    async with BatonClient(address) as client:
+        for call in (client.complete("x"), client.model()):
+            with pytest.raises(ResourceExhaustedError, match=message) as caught:
+                await call
+            assert (caught.value.reason, caught.value.retry_after_s) == ("CALLS", 1.0)
+        with pytest.raises(UnavailableError, match=f"is busy .{message[1:]}"):
+            await client.wait_ready(0.5)
+        waits = asyncio.create_task(client.complete("y", retry_timeout_s=60))
+        late = client.generate("z", retry_timeout_s=0.5)
+        with pytest.raises(ResourceExhaustedError, match=message):
+            await late.complete()
+        await leave()
+        request = await finish(await inference.connection(), 0, [5], "e")
+        assert request.text == "y"
+        assert (await waits).token_ids == (5,)
+
+
+async def test_resuming_waits_for_room_for_a_call(client, inference):
+    """Also more often than sessions may be lost in a row."""
+    stream, connection = await flowing(client, inference)
+    connection.end()
+    for _ in range(MAX_FRUITLESS_LOSSES + 2):
+        (await inference.connection()).end(FULL)
+    await finish(await inference.connection(), 2, [3], "d")
+    await rest(stream)
+    assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3), 1)
 
 
 async def test_a_request_that_ends_every_session_is_given_up(client, inference):

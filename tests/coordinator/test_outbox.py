@@ -124,14 +124,19 @@ def test_coalescing_keeps_every_streams_order(steps):
         assert told(coalesced(pushed).events, stream) == told(events, stream)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 300]), st.sampled_from([1, 2, 200])),
+        max_size=40,
+    )
+)
 def test_each_session_gets_its_own_in_order(said):
     deltas = [
-        (StreamKey(session, stream), delta(offset).SerializeToString())
-        for offset, (session, stream) in enumerate(said)
+        (StreamKey(session, stream), delta(offset, num_tokens).SerializeToString())
+        for offset, (session, stream, num_tokens) in enumerate(said)
     ]
     found = encoded_deltas(deltas)
-    assert set(found) == {session for session, _ in said}
+    assert set(found) == {session for session, _, _ in said}
     for session, pushed in found.items():
         told = [(one.stream, one.delta.SerializeToString()) for one in batch(pushed)]
         assert told == [(to.stream, one) for to, one in deltas if to.session == session]

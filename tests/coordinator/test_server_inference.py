@@ -183,12 +183,36 @@ async def test_each_lane_bounds_prompt_and_output(coordinator_config, say_hello)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details().startswith(field)
             assert "in the batch lane" in caught.value.details()
-        # One that names no max_tokens gets what the lane allows.
+        # One that names no max_tokens gets what the lane allows, whatever its default is.
         unnamed = inference_pb2.GenerateRequest(text="x", lane=common_pb2.LANE_BATCH)
         workers = say_hello("p", PREFILL), say_hello("d", DECODE)
         async with attached(coordinator.address, *workers):
-            events = [event async for event in inference.Generate(unnamed, timeout=WAIT_S)]
-        assert events[-1].finished.usage.completion_tokens == 3
+            for default in (0, 16):
+                unnamed.default_max_tokens = default
+                events = [event async for event in inference.Generate(unnamed, timeout=WAIT_S)]
+                assert events[-1].finished.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "sampling", "num_tokens"),
+    [
+        (8, {}, 16),
+        (8, {"max_tokens": 20}, 20),
+        (8, {"min_tokens": 20}, 20),
+        # The context of 1,024 tokens leaves less.
+        (1020, {}, 4),
+        (1020, {"min_tokens": 2}, 4),
+    ],
+)
+async def test_a_default_length_gives_way_to_what_there_is_room_for(
+    pair, inference, num_prompt_tokens, sampling, num_tokens
+):
+    asked = inference_pb2.GenerateRequest(
+        tokens={"ids": [7] * num_prompt_tokens}, sampling=sampling, default_max_tokens=16
+    )
+    async with pair():
+        events = [event async for event in inference.Generate(asked, timeout=WAIT_S)]
+    assert events[-1].finished.usage.completion_tokens == num_tokens
 
 
 async def test_no_worker_within_the_queue_time(coordinator_config):

@@ -133,8 +133,11 @@ async def test_a_stop_token_is_named_by_its_id(openai, cluster):
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", token)
 
 
-async def test_completions_say_logprobs(openai, cluster):
-    answer = await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=6, logprobs=2)
+@pytest.mark.parametrize("number", [0, 2])
+async def test_completions_say_logprobs(openai, number):
+    answer = await openai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=6, logprobs=number
+    )
     logprobs = answer.choices[0].logprobs
     assert "".join(logprobs.tokens) == answer.choices[0].text
     assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
@@ -143,6 +146,8 @@ async def test_completions_say_logprobs(openai, cluster):
         logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert top[token] == logprob
+        # The chosen token is told beside the likeliest ones, and without any, as by vLLM.
+        assert len(top) <= number + 1
 
 
 async def test_chats_say_logprobs_whole_and_streamed(openai):
@@ -157,6 +162,13 @@ async def test_chats_say_logprobs_whole_and_streamed(openai):
     seen = await chunks(openai.chat.completions.create(**asked, top_logprobs=2, stream=True))
     streamed = [one for chunk in seen for one in chunk.choices[0].logprobs.content]
     assert streamed == content
+    chosen = await openai.chat.completions.create(**asked)
+    chosen_content = chosen.choices[0].logprobs.content
+    assert [(one.token, one.logprob, one.top_logprobs) for one in chosen_content] == [
+        (one.token, one.logprob, []) for one in content
+    ]
+    none = await openai.chat.completions.create(**asked | {"logprobs": False}, top_logprobs=0)
+    assert none.choices[0].logprobs is None
 
 
 async def test_who_asked_and_how_is_told(openai, cluster):
@@ -201,6 +213,17 @@ async def test_an_adapter_is_named_as_the_model(openai, cluster):
     assert made.model == "poet"
     assert made.choices[0].text == cluster.vocabulary.tokenizer.decode(tokens)
     assert tokens != list(cluster.expected(PROMPT, 6))
+
+
+async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16(openai):
+    [model] = [one async for one in await openai.models.list() if one.id == "demo"]
+    for room, num_tokens in ((20, 16), (3, 3)):
+        prompt = [5] * (model.max_model_len - room)
+        answer = await openai.completions.create(
+            model="demo", prompt=prompt, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.completion_tokens == num_tokens
+        assert answer.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(

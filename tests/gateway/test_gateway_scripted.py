@@ -144,13 +144,13 @@ async def test_lanes(inference, scripted, body, headers, lane):
 
 
 @pytest.mark.parametrize(
-    ("body", "max_tokens"),
-    [({}, 16), ({"max_tokens": None}, None), ({"min_tokens": 30}, 30)],
+    ("body", "default", "max_tokens"),
+    [({}, 16, 0), ({"max_tokens": None}, 0, 0), ({"max_tokens": 30}, 0, 30)],
 )
-async def test_completions_have_a_default_length(inference, scripted, body, max_tokens):
+async def test_completions_have_a_default_length(inference, scripted, body, default, max_tokens):
     request = await submitted(inference, scripted, {"prompt": "x", **body})
-    found = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
-    assert found == max_tokens
+    assert request.default_max_tokens == default
+    assert request.sampling.max_tokens == max_tokens
 
 
 @pytest.mark.parametrize(

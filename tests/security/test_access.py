@@ -13,6 +13,7 @@ from baton.runtime.config import ConfigError
 from baton.runtime.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
+from baton.v1.common_pb2 import SamplingParams
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -31,7 +32,7 @@ def refused(access: Access) -> dict[str, int]:
 
 def request(access, key, **said):
     caller = access.caller(f"Bearer {key}")
-    fields = {"tenant": "", "lane": "interactive", "num_output_tokens": None, **said}
+    fields = {"tenant": "", "lane": "interactive", "sampling": SamplingParams(), **said}
     access.check_request(caller, **fields)
     return caller
 
@@ -85,7 +86,8 @@ def test_a_known_id_with_another_secret_is_unknown(keys):
     [
         ("search", {"tenant": "other"}, "tenant"),
         ("batch", {"lane": "interactive"}, "lane"),
-        ("short", {"num_output_tokens": 11}, "max_output_tokens"),
+        ("short", {"sampling": SamplingParams(max_tokens=11)}, "max_output_tokens"),
+        ("short", {"sampling": SamplingParams(min_tokens=11)}, "max_output_tokens"),
         ("admin", {}, "no_inference"),
     ],
 )

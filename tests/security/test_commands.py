@@ -136,6 +136,25 @@ def test_certs_renews_and_keeps_its_ca(tmp_path, monkeypatch):
     assert serial(Path("c/server.pem"))
 
 
+@pytest.mark.parametrize("lone", ["ca.pem", "ca.key", "server.key"])
+def test_certs_writes_nothing_over_without_its_ca(baton, tmp_path, lone):
+    (tmp_path / lone).write_text("somebody's own")
+    made = baton("certs", ".")
+    assert (made.returncode, made.stdout) == (2, "")
+    assert made.stderr.startswith(f"baton: {lone} would be written over, and there is no ca.pem")
+    assert [file.name for file in tmp_path.iterdir()] == [lone]
+    assert (tmp_path / lone).read_text() == "somebody's own"
+
+
+def test_certs_signs_with_no_other_key(baton, tmp_path):
+    for directory in ("one", "other"):
+        assert baton("certs", directory).returncode == 0
+    (tmp_path / "other" / "ca.key").rename(tmp_path / "one" / "ca.key")
+    made = baton("certs", "one")
+    assert (made.returncode, made.stdout) == (2, "")
+    assert made.stderr == "baton: one/ca.key: not the key of one/ca.pem\n"
+
+
 @pytest.mark.parametrize("host", ["", "münchen.example"])
 def test_a_host_that_no_certificate_can_have(baton, tmp_path, host):
     made = baton("certs", "certs", "--host", host)
