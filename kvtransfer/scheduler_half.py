@@ -361,7 +361,7 @@ class SchedulerHalf:
         """Takes out of the prefix cache what this very schedule gave, and took back again.
 
         vLLM names a request's blocks when it allocates them, and may preempt it in favour of one
-        further down its list: then nobody computes them.
+        further down its list: then nobody computes them (vllm-project/vllm#43569).
         """
         size = self._layout.block_size_tokens
         for request_id in preempted_ids:
