@@ -13,30 +13,24 @@ from typing import Any
 from baton.engine.base import EngineDead
 
 _EVERY_TOKEN = "each rank must hold every token of what it hands over"
-# Engine arguments that must be left at a value, and why.
-_LEFT_AT = {
-    "pipeline_parallel_size": (1, "each rank must hold every layer of what it hands over"),
-    "prefill_context_parallel_size": (1, _EVERY_TOKEN),
-    "decode_context_parallel_size": (1, _EVERY_TOKEN),
-    "nnodes": (1, "every rank must be on its worker's host"),
-    # A request that is preempted in the very schedule that gave it several blocks, and they are
-    # not taken at once, leaves them named in the prefix cache: nobody has computed them.
-    "long_prefill_token_threshold": (
-        0,
-        "a preemption could leave blocks in vLLM's prefix cache that nobody has computed",
-    ),
+# Engine arguments that must be left at 1, and why.
+_ONE_ONLY = {
+    "pipeline_parallel_size": "each rank must hold every layer of what it hands over",
+    "prefill_context_parallel_size": _EVERY_TOKEN,
+    "decode_context_parallel_size": _EVERY_TOKEN,
+    "nnodes": "every rank must be on its worker's host",
 }
 # Drafts that keep no KV cache beside the model's own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 
 
 def refuse_settings(engine_args: Mapping[str, Any]) -> None:
-    """Raises EngineDead: an argument with which Baton could not hand over, or hand over wrongly."""
-    for name, (supported, why) in _LEFT_AT.items():
-        if (value := engine_args.get(name, supported)) != supported:
+    """Raises EngineDead: an argument that spreads the cache over more than Baton hands over."""
+    for name, why in _ONE_ONLY.items():
+        if (size := engine_args.get(name, 1)) != 1:
             raise EngineDead(
-                f"engine_args.{name}: is {value}; Baton supports {supported}, because {why}: leave "
-                "it out, or serve the model with plain vLLM"
+                f"engine_args.{name}: is {size}; Baton supports 1, because {why}: leave it out, "
+                "or serve the model with plain vLLM"
             )
 
 

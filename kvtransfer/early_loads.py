@@ -255,8 +255,9 @@ class EarlyLoads:
 
         It is there that the engine gives back the blocks of those whose load has failed (never
         while a step of theirs runs: Scheduler.defer_block_free of vllm/v1/core/sched/scheduler.py),
-        so that none is handed out before. What another request still holds, which has nothing
-        wrong, is let alone until it is free, or in the prefix cache: then somebody has filled it.
+        so that none is handed out before; those held here follow when they are given back. What
+        another request still holds, which has nothing wrong, is let alone until it is free, or in
+        the prefix cache: then somebody has filled it.
         """
         for block_id in tuple(self._spoilt):
             block = self._pool.blocks[block_id]
@@ -273,3 +274,4 @@ class EarlyLoads:
     def _give_back(self, blocks: list[Any]) -> None:
         # In the order in which they are to be reused: the end of a prefix is worth the least.
         self._pool.free_blocks(reversed(blocks))
+        self.clear_spoilt()

@@ -215,7 +215,10 @@ class RankHalf:
         """Of the step under way, whose model has been launched and computes meanwhile.
 
         One frame is verified while the next is copied. What was computed from wrong bytes is thrown
-        away by the engine, which hears of them together with the step's output.
+        away by the engine, which hears of them together with the step's output and looks for those
+        who have these blocks among the requests that run. They all do: an engine that makes one
+        step while another runs preempts nobody whose step is under way, as it has a connector that
+        loads (Scheduler._request_blocks_can_be_freed of vllm/v1/core/sched/scheduler.py).
         """
         for check in self._unchecked:
             self._verify(check)

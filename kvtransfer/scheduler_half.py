@@ -142,6 +142,8 @@ class SchedulerHalf:
 
     def __init__(self, port: EnginePort, notes: NoteReader, layout: KvLayout) -> None:
         self._port, self._notes, self._layout = port, notes, layout
+        # All that have not ended.
+        self._requests: dict[str, Request] = {}
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         # Of handoffs that have not ended; the transfer service bounds how many there can be.
@@ -180,10 +182,12 @@ class SchedulerHalf:
 
     def bind(self, pool: BlockPool) -> None:
         """Before the first request."""
+        self._pool = pool
         self._early = EarlyLoads(self._layout, pool)
 
     def add(self, request: Request) -> None:
         self._num_added += 1
+        self._requests[request.request_id] = request
         params = request.kv_transfer_params or {}
         if (send := params.get("baton_send")) is not None:
             skip_blocks = send["skip_tokens"] // self._layout.block_size_tokens
@@ -356,7 +360,24 @@ class SchedulerHalf:
         steps = [self._loading, *(step.loading for step in self._unfinished)]
         return [loading for loading in steps if loading]
 
+    def _unname(self, preempted_ids: Collection[str]) -> None:
+        """Takes out of the prefix cache what this very schedule gave, and took back again.
+
+        vLLM names a request's blocks when it allocates them, and may preempt it in favour of one
+        further down its list: then nobody computes them (vllm-project/vllm#43569).
+        """
+        size = self._layout.block_size_tokens
+        for request_id in preempted_ids:
+            if (request := self._requests.get(request_id)) is None:
+                continue
+            # Drafts that were refused are not among its tokens, and its last has not been run.
+            num_computed = min(self._counter.num_computed(request_id), request.num_tokens - 1)
+            for name in request.block_hashes[num_computed // size :]:
+                while found := self._pool.get_cached_block(name, [0]):
+                    self._pool.evict_blocks({found[0].block_id})
+
     def step(self, output: SchedulerOutput) -> HandoffStep:
+        self._unname(output.preempted_req_ids)
         if self._wants_blocks or output.preempted_req_ids:
             # Whoever may run goes before what may come of a handoff. (While the queue's head does
             # not fit nobody behind it is asked, so none of these would get to run either.)
@@ -462,6 +483,7 @@ class SchedulerHalf:
         (vLLM makes one after every end of a request).
         """
         self._counter.forget(request.request_id)
+        self._requests.pop(request.request_id, None)
         self._follow(block_ids)
         if (send := self._sends.pop(request.request_id, None)) is not None and (
             send.next_block < self._layout.num_blocks(send.num_tokens)

@@ -22,6 +22,7 @@ class StepCounter:
     def __init__(self) -> None:
         # Of requests whose prompt takes several steps: tokens that were there before the first.
         self._num_cached: dict[str, int] = {}
+        self._num_computed: dict[str, int] = {}
 
     def count(self, output: Any) -> list[float] | None:
         """The work of one step, vLLM's SchedulerOutput; None for one that computes nothing."""
@@ -37,6 +38,7 @@ class StepCounter:
         num_decodes = num_kv_tokens = 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             num_computed = computed[request_id]
+            self._num_computed[request_id] = num_computed + num_tokens
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             if num_computed and num_tokens - num_drafts == 1:
                 num_decodes += 1
@@ -54,6 +56,11 @@ class StepCounter:
             num_kv_tokens,
         ]
 
+    def num_computed(self, request_id: str) -> int:
+        """Of a request's tokens, with the steps counted; drafts that may be refused too."""
+        return self._num_computed.get(request_id, 0)
+
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._num_cached.pop(request_id, None)
+        self._num_computed.pop(request_id, None)

@@ -89,7 +89,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
     "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
     "nnodes": ("llama", {"nnodes": 2}),
-    "threshold": ("llama", {"long_prefill_token_threshold": 64}),
     "kv_cache_dtype": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
     "ngram": ("llama", {"speculative_config": NGRAM}),
     "draft_model": (
@@ -188,13 +187,6 @@ def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
 )
 def test_settings_that_spread_the_cache(said: dict[str, str], name: str) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
-
-
-def test_a_setting_that_could_leave_uncomputed_blocks_in_the_prefix_cache(
-    said: dict[str, str],
-) -> None:
-    where = "engine_args.long_prefill_token_threshold"
-    assert said["threshold"].startswith(f"{where}: is 64; Baton supports 0, because ")
 
 
 def test_a_cache_of_another_type_than_the_model(said: dict[str, str]) -> None:

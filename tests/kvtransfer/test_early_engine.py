@@ -723,6 +723,32 @@ def test_what_was_computed_ahead_on_a_load_that_failed_is_not_found(verifies_lat
     engine.teardown()
 
 
+def test_what_is_wrong_and_was_kept_for_a_handoff_is_cleared_when_it_goes_to_somebody_else():
+    engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=True)
+    engine.deliver(coming, 1000)
+    engine.tell(coming)
+    engine.staging_is_altered(0)
+    # Computes a block from what is loaded, and a prompt that comes next has it in common.
+    engine.submit_plain([1] * 18 + [2] * 4)
+    scheduled = engine.schedule()
+    loading = engine.half.step(as_scheduled(scheduled))
+    engine.submit_one(26, 1, 0, announced=True)
+    engine.deliver(engine.coming[-1], 10)
+    assert not engine.schedule(only_waiting=True)
+    following = engine.half.step(as_scheduled([]))
+    assert following.early.begun
+    done = [engine.work(scheduled, loading, []), engine.work([], following, [])]
+    engine.take_output(scheduled, *done[0])
+    engine.take_output([], *done[1])
+    assert not engine.running
+    engine.abort(engine.coming[-1])
+    for token in range(30, 30 + len(engine.pool.free)):
+        engine.submit_plain([token])
+    engine.run_step()
+    assert not engine.pool.free
+    engine.teardown()
+
+
 @pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
 def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
     """Whoever gets it would find no fault: its checksums are those of what was sent."""

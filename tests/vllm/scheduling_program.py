@@ -1,0 +1,289 @@
+"""vLLM's own schedulers with Baton's settings and connector, short of blocks, beside no model.
+
+Each scenario is told in the order in which an engine core calls its scheduler
+(EngineCore.step and step_with_batch_queue of vllm/v1/engine/core.py); prints what came of them, as
+JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from baton.engine.vllm_config import RefusingEngineArgs, checked_args
+from baton.kvtransfer import vllm_connector
+from baton.kvtransfer.layout import KvLayout
+from baton.runtime import demo_model
+from baton.v1 import kv_transfer_pb2
+
+BLOCK, CHUNK = 16, 64
+LAYOUT = KvLayout("m", "r", "float32", 1, 1, 8, BLOCK, 1024, "heads,tokens,content")
+HANDOFF = bytes(16)
+# Smaller goes first, and is preempted last.
+URGENT, SOON, LATE = 0, 1, 5
+
+
+class Port:
+    """To a transfer service that has one committed handoff."""
+
+    alive = True
+
+    def __init__(self, _: str) -> None:
+        state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+        self._states = [kv_transfer_pb2.LocalHandoffState(handoff_id=HANDOFF, state=state)]
+
+    def poll(self) -> list[kv_transfer_pb2.LocalHandoffState]:
+        states, self._states = self._states, []
+        return states
+
+    def subscribe(self) -> None:
+        pass
+
+    def release(self, handoff_id: bytes, *, all_ranks: bool) -> None:
+        pass
+
+
+class Notes:
+    sockets = ()
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    def take(self) -> list[kv_transfer_pb2.LocalNote]:
+        return []
+
+
+class Engine:
+    """A scheduler, and as much of a model as says which tokens each slot's keys were made of.
+
+    Args:
+        num_blocks: that requests can have.
+        asynchronous: as on GPUs: a step is made while the one before it runs.
+        engine_args: of vLLM, beside Baton's.
+    """
+
+    def __init__(self, num_blocks: int, *, asynchronous: bool, **engine_args: Any) -> None:
+        args = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 256, **engine_args}
+        args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2**20, **args}
+        checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
+        config = RefusingEngineArgs(**checked).create_engine_config()
+        # The CPU's platform switches it off.
+        config.scheduler_config.async_scheduling = asynchronous
+        config.cache_config.num_gpu_blocks = num_blocks + 1
+        config.kv_transfer_config.kv_connector_extra_config = {
+            "socket": "", "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
+        }  # fmt: skip
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        # Prompt and output, as the ranks know them.
+        self.tokens: dict[str, list[int]] = {}
+        self.reported: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.preempted: list[str] = []
+        # Requests that attended to what was not made of their own tokens.
+        self.misled: set[str] = set()
+        self._keys: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        priority: int,
+        max_tokens: int,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling.extra_args = {"kv_transfer_params": transfer}
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(
+            name, list(prompt), sampling, None, priority=priority, block_hasher=hasher
+        )
+        self.tokens[name], self.reported[name] = list(prompt), []
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> dict[str, int]:
+        """Makes a step, which the ranks begin with: how many tokens each request computes in it."""
+        output = self.scheduler.schedule()
+        self.preempted += output.preempted_req_ids
+        num_scheduled = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in num_scheduled.items():
+            for at in range(computed[name], computed[name] + count):
+                self._keys[self._slot(name, at)] = tuple(self.tokens[name][: at + 1])
+        sampled = []
+        for name, count in num_scheduled.items():
+            tokens = self.tokens[name]
+            made_of = [self._keys.get(self._slot(name, at)) for at in range(computed[name])]
+            if made_of != [tuple(tokens[: at + 1]) for at in range(computed[name])]:
+                self.misled.add(name)
+            is_prompt_over = computed[name] + count == len(tokens)
+            sampled.append([len(tokens)] if is_prompt_over else [])
+            tokens += sampled[-1]
+        made = ModelRunnerOutput(
+            req_ids=list(num_scheduled),
+            req_id_to_index={name: index for index, name in enumerate(num_scheduled)},
+            sampled_token_ids=sampled,
+        )
+        self._under_way.append((output, made))
+        return dict(num_scheduled)
+
+    def _slot(self, name: str, at: int) -> tuple[int, int]:
+        return self.block_ids(name)[at // BLOCK], at % BLOCK
+
+    def block_ids(self, name: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def take_output(self, invalid_block_ids: Sequence[int] = ()) -> None:
+        """Of the oldest step under way, whose ranks say which blocks they could not load."""
+        output, made = self._under_way.popleft()
+        made.kv_connector_output = KVConnectorOutput(invalid_block_ids=set(invalid_block_ids))
+        for outputs in self.scheduler.update_from_output(output, made).values():
+            for one in outputs.outputs:
+                self.reported[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = str(one.finish_reason)
+
+    def step(self) -> dict[str, int]:
+        """As an engine core does whose step begins when the one before has ended."""
+        num_scheduled = self.schedule()
+        self.take_output()
+        return num_scheduled
+
+    def run(self) -> None:
+        """Until all have ended."""
+        while self.scheduler.has_unfinished_requests():
+            self.schedule()
+            self.take_output()
+        while self._under_way:
+            self.take_output()
+
+    def num_named(self, tokens: Sequence[int]) -> int:
+        """Blocks of these tokens that a request finds in the prefix cache."""
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        prompt = [*tokens, 0]
+        probe = Request("probe", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(probe)[1]) // BLOCK
+
+
+def failed_load(*, is_fenced: bool) -> dict[str, Any]:
+    """A load fails; meanwhile somebody wants the blocks of its request, which is the least urgent.
+
+    Args:
+        is_fenced: as it is; False: without what keeps a request whose step is under way.
+    """
+    engine = Engine(5, asynchronous=True)
+    engine.scheduler.defer_block_free &= is_fenced
+    prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
+    receive = {
+        "handoff_id": HANDOFF.hex(), "num_tokens": 3 * BLOCK, "skip_tokens": 0, "timeout_s": 60.0,
+        "num_coming": None,
+    }  # fmt: skip
+    engine.add("wants", range(BLOCK - 1), URGENT, 8)
+    engine.schedule()
+    engine.add("loads", prompt, LATE, 8, {"baton_receive": receive})
+    loading = engine.schedule()
+    loaded = engine.block_ids("loads")[:3]
+    engine.take_output()
+    following = engine.schedule()
+    engine.take_output(loaded)
+    engine.take_output()
+    return {
+        "loading": loading["loads"],
+        "following": following,
+        "preempted": engine.preempted,
+        "tokens": engine.reported["loads"],
+        "ended": engine.ended.get("loads"),
+        "num_named": engine.num_named(prompt),
+    }
+
+
+def taken_back(engine: Engine) -> dict[str, Any]:
+    """What comes of all, of whom the last schedule took one back that it had given blocks to."""
+    preempted = list(engine.preempted)
+    engine.run()
+    return {"preempted": preempted, "misled": sorted(engine.misled), "ended": engine.ended}
+
+
+def prompt_beside_a_running_step() -> dict[str, Any]:
+    """Its second chunk has no room while the first runs; when it has, another one wants that."""
+    engine = Engine(10, asynchronous=True)
+    engine.add("grows", range(15), URGENT, 6)
+    engine.add("ends", range(100, 120), URGENT, 2)
+    engine.schedule()
+    engine.add("prompt", range(1000, 1112), LATE, 2)
+    engine.schedule()
+    engine.take_output()
+    engine.add("wants", range(200, 216), URGENT, 3)
+    engine.schedule()
+    engine.take_output()
+    engine.schedule()
+    return taken_back(engine)
+
+
+def prompt_in_chunks() -> dict[str, Any]:
+    """Of a bounded size, so that others run after it in one step."""
+    engine = Engine(8, asynchronous=False, long_prefill_token_threshold=2 * BLOCK)
+    engine.add("runs", range(5), URGENT, 8)
+    engine.add("prompt", range(1000, 1096), LATE, 2)
+    engine.step()
+    engine.add("wants", range(200, 216), URGENT, 3)
+    engine.step()
+    engine.step()
+    return taken_back(engine)
+
+
+def output_beside_a_prompt() -> dict[str, Any]:
+    """It fills a block when a prompt wants more than there is, and is taken back with it in vain.
+
+    What follows begins with that output.
+    """
+    engine = Engine(11, asynchronous=False)
+    engine.add("grows", range(100, 115), URGENT, 4)
+    engine.add("grows too", range(200, 215), URGENT, 4)
+    engine.add("prompt", range(1000, 1014), LATE, 4)
+    engine.step()
+    engine.add("wants", range(2000, 2122), SOON, 2)
+    engine.step()
+    engine.step()
+    engine.abort("wants")
+    engine.add("follows", [*engine.tokens["prompt"], *range(3000, 3005)], LATE, 1)
+    return taken_back(engine)
+
+
+if __name__ == "__main__":
+    vllm_connector.EnginePort, vllm_connector.NoteReader = Port, Notes  # type: ignore[misc,assignment]
+    init_none_hash(sha256)
+    made = {
+        "failed load": failed_load(is_fenced=True),
+        "failed load, unfenced": failed_load(is_fenced=False),
+        "prompt beside a running step": prompt_beside_a_running_step(),
+        "prompt in chunks": prompt_in_chunks(),
+        "output beside a prompt": output_beside_a_prompt(),
+    }
+    print(json.dumps(made))

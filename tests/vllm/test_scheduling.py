@@ -1,0 +1,57 @@
+"""What vLLM's schedulers, short of blocks, make of failed loads and of requests they take back.
+
+Schedulers and connector are the real ones, as on GPUs too; there is no model beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+PROGRAM = Path(__file__).with_name("scheduling_program.py")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, PROGRAM], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_load_that_failed_gives_no_token_though_another_wanted_its_blocks(
+    made: dict[str, Any],
+) -> None:
+    """In the step that is made while the load's runs: nobody is preempted whose step is under way.
+
+    Without that the token would go out, computed from what was not loaded.
+    """
+    case, unfenced = made["failed load"], made["failed load, unfenced"]
+    assert case["loading"] == unfenced["loading"] == 1
+    assert (case["following"], case["preempted"]) == ({}, [])
+    assert (case["tokens"], case["ended"]) == ([], "error")
+    assert case["num_named"] == 0
+    assert unfenced["preempted"] == ["loads"]
+    assert len(unfenced["tokens"]) == 1
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["prompt beside a running step", "prompt in chunks", "output beside a prompt"],
+)
+def test_blocks_that_were_taken_back_before_anybody_computed_them_are_not_found(
+    made: dict[str, Any], scenario: str
+) -> None:
+    case = made[scenario]
+    assert "prompt" in case["preempted"]
+    assert case["misled"] == []
+    assert set(case["ended"].values()) == {"length"}
