@@ -249,9 +249,7 @@ class RequestBook:
 
     def charge(self, request: Request) -> None:
         """Its tenant pays for the tokens that have come since the last time; they take room."""
-        num_tokens = len(request.token_ids)
-        self.lanes.served(request, num_tokens - request.num_charged)
-        request.num_charged = num_tokens
+        self._pay(request)
         self._placer.grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
@@ -390,6 +388,11 @@ class RequestBook:
 
     # ---- Inside
 
+    def _pay(self, request: Request) -> None:
+        num_tokens = len(request.token_ids)
+        self.lanes.served(request, num_tokens - request.num_charged)
+        request.num_charged = num_tokens
+
     def _emit(self, effect: ev.Effect) -> None:
         self.out.append(effect)
 
@@ -419,7 +422,7 @@ class RequestBook:
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
         """Gives back everything a request holds and remembers it; its state is terminal."""
-        self.charge(request)
+        self._pay(request)
         self.lanes.ended(request, now)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placer.ended(request)
