@@ -11,7 +11,7 @@ over all of them.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.fairness import FairOrder, Trickle
@@ -99,8 +99,8 @@ class Lanes:
         # By the lane they are ordered in.
         self._num_running = dict.fromkeys(LANES, 0)
         self._num_pushed = 0
-        # By the lane they were submitted to, and revision.
-        self._work: defaultdict[Track, WaitingWork] = defaultdict(WaitingWork)
+        # Of prefill that waits, by the lane it was submitted to, and revision; whole microseconds.
+        self._work_us: Counter[Track] = Counter()
         self.now = 0.0
         # Tracks whose first request could not be placed in this round.
         self._passed: set[Track] = set()
@@ -125,8 +125,7 @@ class Lanes:
 
     def waiting_s(self, lane: Lane, revision: str) -> float:
         """Seconds of prefill work that were submitted to a lane, and wait."""
-        found = self._work.get((lane, revision))
-        return found.work_s if found is not None else 0.0
+        return self._work_us[lane, revision] / 1e6
 
     def wait_s(
         self, submission: Submission, revision: str, work_s: float, num_workers: int
@@ -436,7 +435,7 @@ class Lanes:
         del self._num_tickets[revision], self._trickles[revision]
         for lane in LANES:
             del self._orders[lane, revision], self._waits[lane, revision]
-            self._work.pop((lane, revision), None)
+            self._work_us.pop((lane, revision), None)
             for tenant in self._tenants:
                 tenant.queues.pop((lane, revision), None)
 
@@ -464,7 +463,7 @@ class Lanes:
         queue.waiting.add(work_s, now)
         if queue.item is not None:
             self._waits[ticket.track].work.add(work_s, now)
-        self._work[ticket.request.submission.lane, ticket.track[1]].add(work_s, now)
+        self._work_us[ticket.request.submission.lane, ticket.track[1]] += round(work_s * 1e6)
 
     def _take_out(self, ticket: Ticket) -> None:
         queue, work_s, now = ticket.queue, ticket.work_s, self.now
@@ -474,7 +473,7 @@ class Lanes:
         queue.waiting.remove(work_s, now, left=left)
         if queue.item is not None:
             self._waits[ticket.track].work.remove(work_s, now, left=left)
-        self._work[ticket.request.submission.lane, ticket.track[1]].remove(work_s, now, left=left)
+        self._work_us[ticket.request.submission.lane, ticket.track[1]] -= round(work_s * 1e6)
 
     def _lane_of(self, lane: Lane, num_prompt_tokens: int) -> Lane:
         """Where it is ordered."""
