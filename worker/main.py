@@ -344,7 +344,7 @@ class _Worker:
             ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
             await asyncio.wait([*ends, stopping, host.drain_s], return_when=asyncio.FIRST_COMPLETED)
             if not any(end.done() for end in ends):
-                await self._drain(host, runner, attachment, ends)
+                await self._drain(host, runner, attachment, stopping, ends)
             await self._leave(host, runner, attachment, attaching, running)
         finally:
             for task in tasks:
@@ -356,19 +356,29 @@ class _Worker:
         host: WorkerHost,
         runner: Runner,
         attachment: Attachment,
+        stopping: asyncio.Task[Any],
         ends: list[asyncio.Future[Any]],
     ) -> None:
-        """Takes no new work and waits for what runs, for as long as it may."""
-        timeout_s, reason = self._config.worker.drain_timeout_s, "the process is to stop"
+        """Takes no new work and waits for what runs, for as long as it may.
+
+        Once its process is to stop that is no longer than `worker.drain_timeout_s`: whoever said so
+        kills it some time after.
+        """
+        own_s = self._config.worker.drain_timeout_s
+        timeout_s, reason = own_s, "the process is to stop"
         if host.drain_s.done():
             timeout_s, reason = host.drain_s.result()
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
         idle = asyncio.create_task(_quiet(host, runner, attachment), name="drain")
+        over, deadline = [idle, *ends], monotonic() + timeout_s
         try:
             await asyncio.wait(
-                [idle, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                [*over, stopping], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
+            if stopping.done():
+                left_s = min(own_s, max(0.0, deadline - monotonic()))
+                await asyncio.wait(over, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             idle.cancel()
 

@@ -244,6 +244,25 @@ async def test_what_outlasts_the_drain_is_left_to_others(coordinator, start_work
     assert await worker.exit_code() == 0
 
 
+async def test_a_worker_that_drains_for_long_ends_in_its_own_time_once_it_is_told_to(
+    coordinator, start_worker
+):
+    """An operator drains it for an hour; whoever runs its process then wants to have it back."""
+    worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
+    await some_outputs(stream, 1)
+    drain = cluster_pb2.DrainCommand(reason="drained by hand")
+    drain.timeout.FromSeconds(3600)
+    await coordinator.command(stream, drain=drain)
+    draining = (await stream.next_of("state_changed")).state_changed
+    assert draining.state == cluster_pb2.WORKER_STATE_DRAINING
+    worker.stop.set()
+    stopped = (await stream.next_of("state_changed")).state_changed
+    assert (stopped.state, stopped.failed) == (cluster_pb2.WORKER_STATE_STOPPED, False)
+    assert await worker.exit_code() == 0
+
+
 async def test_the_transfer_services_death_is_the_workers(coordinator, start_worker, capsys):
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
