@@ -53,7 +53,7 @@ class Port:
     def subscribe(self) -> None:
         pass
 
-    def release(self, handoff_id: bytes, *, all_ranks: bool) -> None:
+    def release(self, handoff_id: bytes, *, all_ranks: bool, not_loaded: int) -> None:
         pass
 
 
