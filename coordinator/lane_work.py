@@ -6,6 +6,8 @@ import math
 
 # What was seen fades within about so long.
 _FADES_S = 10.0
+# It need not fade more often than this.
+_GRAIN_S = 0.05
 # What is expected without it counts as so much that was seen.
 _EXPECTED_S = 0.1
 _US = 1e6
@@ -22,26 +24,33 @@ class WaitingWork:
     __slots__ = ("_at", "_lasted_s", "_left_s", "_work_us")
 
     def __init__(self) -> None:
-        # Whole microseconds: sums of floats would drift.
+        # Whole ones: sums of floats would drift.
         self._work_us = 0
         # While there was some: how long that was, and what left; both fade.
         self._lasted_s = self._left_s = 0.0
         self._at = 0.0
 
     @property
+    def work_us(self) -> int:
+        return self._work_us
+
+    @property
     def work_s(self) -> float:
         return self._work_us / _US
 
-    def add(self, work_s: float, now: float) -> None:
-        self._pass(now)
-        self._work_us += round(work_s * _US)
+    def add(self, work_us: int, now: float) -> None:
+        """Adds microseconds of it."""
+        if not self._work_us or now > self._at + _GRAIN_S:
+            self._pass(now)
+        self._work_us += work_us
 
-    def remove(self, work_s: float, now: float, *, left: bool) -> None:
+    def remove(self, work_us: int, now: float, *, left: bool) -> None:
         """Takes some out: it has left after a wait, or was only set apart."""
-        self._pass(now)
-        self._work_us -= round(work_s * _US)
+        if self._work_us == work_us or now > self._at + _GRAIN_S:
+            self._pass(now)
+        self._work_us -= work_us
         if left:
-            self._left_s += work_s
+            self._left_s += work_us / _US
 
     def per_s(self, most_per_s: float, now: float) -> float:
         """Seconds of work that leave in a second.

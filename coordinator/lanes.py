@@ -49,11 +49,11 @@ class _TrackWait:
 
     def joined(self, queue: TenantQueue, now: float) -> None:
         self.weight += queue.weight
-        self.work.add(queue.waiting.work_s, now)
+        self.work.add(queue.waiting.work_us, now)
 
     def left(self, queue: TenantQueue, now: float) -> None:
         self.weight -= queue.weight
-        self.work.remove(queue.waiting.work_s, now, left=False)
+        self.work.remove(queue.waiting.work_us, now, left=False)
 
 
 class Lanes:
@@ -209,7 +209,7 @@ class Lanes:
             self._stopped(ticket)
         ticket.is_queued = True
         ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
-        ticket.work_s, ticket.queued_at = work_s, now
+        ticket.work_us, ticket.queued_at = round(work_s * 1e6), now
         self._follow(ticket)
         self._enqueue(ticket)
         waiting = self._waiting[request.submission.lane]
@@ -458,22 +458,22 @@ class Lanes:
             self._trickle(ticket).got(cost)
 
     def _enqueue(self, ticket: Ticket) -> None:
-        queue, work_s, now = ticket.queue, ticket.work_s, self.now
+        queue, work_us, now = ticket.queue, ticket.work_us, self.now
         queue.push(ticket)
-        queue.waiting.add(work_s, now)
+        queue.waiting.add(work_us, now)
         if queue.item is not None:
-            self._waits[ticket.track].work.add(work_s, now)
-        self._work_us[ticket.request.submission.lane, ticket.track[1]] += round(work_s * 1e6)
+            self._waits[ticket.track].work.add(work_us, now)
+        self._work_us[ticket.request.submission.lane, ticket.track[1]] += work_us
 
     def _take_out(self, ticket: Ticket) -> None:
-        queue, work_s, now = ticket.queue, ticket.work_s, self.now
+        queue, work_us, now = ticket.queue, ticket.work_us, self.now
         # Who goes at once has not waited, and tells nothing of how long that takes.
         left = ticket.queued_at < now
         queue.remove(ticket)
-        queue.waiting.remove(work_s, now, left=left)
+        queue.waiting.remove(work_us, now, left=left)
         if queue.item is not None:
-            self._waits[ticket.track].work.remove(work_s, now, left=left)
-        self._work_us[ticket.request.submission.lane, ticket.track[1]] -= round(work_s * 1e6)
+            self._waits[ticket.track].work.remove(work_us, now, left=left)
+        self._work_us[ticket.request.submission.lane, ticket.track[1]] -= work_us
 
     def _lane_of(self, lane: Lane, num_prompt_tokens: int) -> Lane:
         """Where it is ordered."""

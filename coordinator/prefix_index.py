@@ -67,6 +67,7 @@ class PrefixMatch:
         "_expected",
         "_expecting",
         "_hashes",
+        "_is_new",
         "_masks",
         "_probes",
         "_turn",
@@ -86,12 +87,16 @@ class PrefixMatch:
         self._hashes, self._blocks, self._caches = hashes, blocks, caches
         self._workers, self._expected, self._probes = workers, expected, probes
         self._turn = turn
+        # Nobody has its first block, or soon will.
+        self._is_new = not probes and not (len(hashes) and blocks.get(hashes[0]))
         # Looked up so far, by depth.
         self._masks: dict[int, int] = {}
         self._expecting: dict[WorkerKey, int] = {}
 
     def blocks_of(self, worker: WorkerKey) -> int:
         """How many of the prompt's first blocks this worker holds or soon will."""
+        if self._is_new:
+            return 0
         cache = self._caches.get(worker)
         if cache is None:
             return 0
@@ -112,6 +117,8 @@ class PrefixMatch:
             limit: at least 1.
             among: mask of the workers that count (PrefixIndex.bit).
         """
+        if self._is_new:
+            return {}
         found, turn, left = dict[WorkerKey, int](), self._turn, among
         num_blocks = len(self._hashes)
         while len(found) < limit and (num_blocks := self._deepest(left, num_blocks)):

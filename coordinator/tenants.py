@@ -34,7 +34,7 @@ class Ticket:
         has_returned: goes before new ones.
         is_queued: waits; else it was dispatched.
         owed_per_token: what each of its weighted tokens adds to what the batch lane is owed.
-        work_s: of prefill, since it was last queued.
+        work_us: of prefill, since it was last queued; microseconds.
         queued_at: when that was, by the core's clock.
     """
 
@@ -50,7 +50,7 @@ class Ticket:
         "queued_at",
         "request",
         "track",
-        "work_s",
+        "work_us",
     )
 
     def __init__(
@@ -61,7 +61,8 @@ class Ticket:
         self.order = request.submission.arrived_at, number
         self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
         self.is_queued = self.has_returned = False
-        self.owed_per_token = self.work_s = self.queued_at = 0.0
+        self.owed_per_token = self.queued_at = 0.0
+        self.work_us = 0
 
 
 def _order(ticket: Ticket) -> tuple[float, int]:

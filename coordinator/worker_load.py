@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -97,7 +98,8 @@ class WorkerLoad:
     held_up_until: float = -math.inf
     reserved_tokens: int = 0
     free_tokens: int = field(init=False)
-    _prefills: dict[str, _Prefill] = field(default_factory=dict)
+    # In the order they came. (The first entry of a dict that loses its first ones is slow to find.)
+    _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
     # Sum of the work in _prefills, and since when the first of them has been that.
     _queued_s: float = 0.0
@@ -149,9 +151,11 @@ class WorkerLoad:
 
     def room_at(self, ahead: Ahead, now: float) -> float:
         """When one that is full will have room as things are; infinite: not before it answers."""
-        if not ahead.foresees or not self.is_full(ahead, now):
+        most = ahead.num_chunks * self.traits.chunk_tokens
+        if not ahead.foresees or self.queued_tokens < most:
             return math.inf
-        return self._has_room_at(ahead.num_chunks * self.traits.chunk_tokens)
+        at = self._has_room_at(most)
+        return at if at > now else math.inf
 
     def _has_room_at(self, num_tokens: float) -> float:
         """When less than that is left, by what is predicted of the first prompt."""
