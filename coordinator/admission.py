@@ -8,12 +8,12 @@ from functools import partial
 
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import LANES, Lanes, lane_config
-from baton.coordinator.placement import lane_ttft_s
 from baton.coordinator.placers import Placers
 from baton.coordinator.recent_values import RecentValues
 from baton.coordinator.request import Prediction, Request, Submission
 from baton.coordinator.tenants import Lane
 from baton.runtime import errors
+from baton.runtime.config import LanesConfig
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
@@ -119,7 +119,7 @@ class Admission:
         """Of its first token; None when it may come at any time, or nobody knows."""
         if len(submission.known_token_ids):
             return None
-        wanted_s = lane_ttft_s(self._config.lanes, submission)
+        wanted_s = _lane_ttft_s(self._config.lanes, submission)
         if submission.timeout_s is not None:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
         if wanted_s is None:
@@ -159,3 +159,11 @@ class Admission:
             return
         if now - request.submitted_at > prediction.wait_s + prediction.work_s:
             self.first_token(request, now)
+
+
+def _lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
+    """The time to first token that a request is to have at most; None: no opinion."""
+    if submission.slo_ttft_s is not None:
+        return submission.slo_ttft_s
+    target_ms = lane_config(config, submission.lane).ttft_ms
+    return target_ms / 1e3 if target_ms else None

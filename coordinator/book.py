@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from baton.coordinator import events as ev
 from baton.coordinator.admission import Admission
+from baton.coordinator.choices import Placement
 from baton.coordinator.commands import Commands
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.endings import ended_request, outcome
 from baton.coordinator.lanes import LANES, TENANT_RATE, Lanes, lane_config
-from baton.coordinator.placement import Placement, max_output_tokens
+from baton.coordinator.output_lengths import max_output_tokens
 from baton.coordinator.placers import Placers
 from baton.coordinator.register import Register
 from baton.coordinator.request import (

@@ -80,3 +80,22 @@ class DecodeChoice(NamedTuple):
             f"{self.num_cached_tokens} of {self.num_tokens} tokens held"
             f"{near}{stays}; best of {self.num_candidates} candidates"
         )
+
+
+class Placement(NamedTuple):
+    """Where a request runs.
+
+    Attributes:
+        prefill: None: the decode worker computes the prompt.
+        decode: None: nothing is left to decode after the first token.
+        skip_tokens: that the decode worker has, and the handoff leaves out; whole blocks.
+    """
+
+    prefill: PrefillChoice | None
+    decode: DecodeChoice | None
+    skip_tokens: int = 0
+
+    @property
+    def handoff(self) -> bool:
+        """Whether the prefill worker hands its KV cache over to the decode worker."""
+        return self.prefill is not None and self.decode is not None

@@ -6,10 +6,10 @@ import math
 
 from baton.coordinator.adoption import Adoption
 from baton.coordinator.book import RequestBook
+from baton.coordinator.choices import Placement
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.lanes import lane_config
 from baton.coordinator.load_index import ROLE_OF
-from baton.coordinator.placement import Placement
 from baton.coordinator.placers import Placers
 from baton.coordinator.request import Request, RequestKey, RequestState, WorkerKey
 from baton.coordinator.retiring import gone_error

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Hashable
 
 from baton.coordinator.recent_values import RecentValues
+from baton.coordinator.request import Submission
 
 
 class OutputLengths:
@@ -60,3 +61,17 @@ class OutputLengths:
         else:
             total = max(2 * num_known_tokens, self._initial_tokens)
         return max(1, min(total, max_tokens) - num_known_tokens)
+
+
+def max_output_tokens(submission: Submission, max_model_len: int) -> int:
+    """How many tokens the whole output can have: max_tokens, or what the context leaves.
+
+    Args:
+        submission: the request.
+        max_model_len: 0 while it is not known; then max_tokens counts, 0 without.
+    """
+    sampling = submission.sampling
+    if not max_model_len:
+        return sampling.max_tokens
+    room = max(0, max_model_len - len(submission.prompt_token_ids))
+    return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room

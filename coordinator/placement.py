@@ -10,27 +10,24 @@ from __future__ import annotations
 import contextlib
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from baton.coordinator.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.batch_prompts import BatchPrompts
+from baton.coordinator.choices import DecodeChoice, Placement, PrefillChoice
 from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.lanes import lane_config
-from baton.coordinator.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.load_index import POOL_OF, Pool
-from baton.coordinator.output_lengths import OutputLengths
+from baton.coordinator.local_prompts import LocalPrompts
+from baton.coordinator.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.prefix_index import PrefixMatch
-from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.request import Prediction, Request, Submission, WorkerKey
 from baton.coordinator.routing import Router, RoutingConfig
-from baton.coordinator.tenants import Lane
-from baton.coordinator.worker_load import Ahead, Latency, WorkerLoad, WorkerTraits
+from baton.coordinator.worker_load import Ahead
+from baton.coordinator.worker_traits import block_size_of, handoff_bytes, traits_of
 from baton.coordinator.workers import AttachedWorkers, Worker
 from baton.runtime.block_hashes import block_hashes, root_of
-from baton.runtime.config import LanesConfig
 from baton.runtime.sampling import needs_exact_state
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
 # Prefill work on one worker, by lane, that lets no other prompt of the lane join. The second step
@@ -40,84 +37,14 @@ _AHEAD = {
     common_pb2.LANE_INTERACTIVE: Ahead(2.0, foresees=True),
     _BATCH: Ahead(1.0, foresees=False),
 }
-# A prompt is computed by the decode worker when that takes this share of the time at most: what it
-# saves must be worth what it costs the outputs there.
-_LOCAL_SHARE = 0.7
-# Targets are those of nearly all tokens: for a person who waits for a prompt, so many of an
-# output's gaps may be longer, up to so many targets long.
-_LONG_GAPS_SHARE = 0.05
-_LONGEST_GAP = 2.0
 # Batch joins interactive outputs up to this share of their target, and is parked beyond all of it:
 # between the two nothing moves.
 _JOIN_SHARE = 0.9
 
 
-class Placement(NamedTuple):
-    """Where a request runs.
-
-    Attributes:
-        prefill: None: the decode worker computes the prompt.
-        decode: None: nothing is left to decode after the first token.
-        skip_tokens: that the decode worker has, and the handoff leaves out; whole blocks.
-    """
-
-    prefill: PrefillChoice | None
-    decode: DecodeChoice | None
-    skip_tokens: int = 0
-
-    @property
-    def handoff(self) -> bool:
-        """Whether the prefill worker hands its KV cache over to the decode worker."""
-        return self.prefill is not None and self.decode is not None
-
-
-def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
-    """Bytes of a prompt's KV cache, all layers and ranks."""
-    fingerprint = hello.fingerprint
-    num_blocks = -(-num_tokens // _block_size(hello))
-    return (
-        fingerprint.block_bytes * fingerprint.num_layers * (fingerprint.tp_size or 1) * num_blocks
-    )
-
-
-def max_output_tokens(submission: Submission, max_model_len: int) -> int:
-    """How many tokens the whole output can have: max_tokens, or what the context leaves.
-
-    Args:
-        submission: the request.
-        max_model_len: 0 while it is not known; then max_tokens counts, 0 without.
-    """
-    sampling = submission.sampling
-    if not max_model_len:
-        return sampling.max_tokens
-    room = max(0, max_model_len - len(submission.prompt_token_ids))
-    return min(sampling.max_tokens, room) if sampling.HasField("max_tokens") else room
-
-
 def _open_to(worker: Worker) -> Pool | None:
     """What it is given; None while it takes nothing."""
     return POOL_OF.get(worker.role) if worker.serving and not worker.alone else None
-
-
-def _block_size(hello: cluster_pb2.Hello) -> int:
-    return hello.fingerprint.block_size_tokens or hello.capacity.block_size_tokens or 1
-
-
-@dataclass(frozen=True, slots=True)
-class _KindModel:
-    """A kind's latency as of the latest reports, of a worker that computes prompts in chunks."""
-
-    registry: LatencyRegistry
-    kind: WorkerKind
-    chunk_tokens: int
-
-    def prefill_s(self, num_tokens: int) -> float:
-        model = self.registry.model(self.kind)
-        num_more_steps = (num_tokens - 1) // self.chunk_tokens
-        return model.prefill_s(num_tokens) + model.prefill_base_s * num_more_steps
-
-    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)
 
 
 class Placer:
@@ -128,7 +55,7 @@ class Placer:
         crowded: takes the decode workers that are given interactive work.
 
     Attributes:
-        router: to be read only from outside.
+        router, batch_prompts: to be read only from outside.
     """
 
     def __init__(
@@ -147,30 +74,18 @@ class Placer:
             )
         )
         self._outputs, self._crowded = outputs, crowded
-        # How many workers there are by what prompts cost there and how large their blocks are.
-        self._kinds: Counter[tuple[Latency, int]] = Counter()
-        # Batch prompts that are being computed by prefill workers.
-        self._batch_prompts: dict[RequestKey, WorkerKey] = {}
-        self._num_batch_prompts: Counter[WorkerKey] = Counter()
+        self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
+        self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
+        self.batch_prompts = BatchPrompts(self.router, workers)
 
     # ---- Members.
 
     def attach(self, worker: Worker) -> None:
         """A worker is there, or is there again; it is filed by `refresh`."""
         if self.router.load(worker.key) is None:
-            hello = worker.hello
-            block_size = _block_size(hello)
-            chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
-            traits = WorkerTraits(
-                latency=_KindModel(self._latency, WorkerKind.of(hello), chunk_tokens),
-                host_id=hello.host_id,
-                kv_tokens=hello.capacity.kv_tokens or 2**31,
-                block_size_tokens=block_size,
-                kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
-                chunk_tokens=chunk_tokens,
-            )
+            traits = traits_of(worker.hello, self._latency)
             self.router.add_worker(worker.key, traits, None)
-            self._kinds[traits.latency, block_size] += 1
+            self._local_prompts.attach(traits)
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
@@ -181,10 +96,7 @@ class Placer:
     def detach(self, worker: Worker) -> None:
         entry = self.router.load(worker.key)
         if entry is not None:
-            kind = entry.traits.latency, entry.traits.block_size_tokens
-            self._kinds[kind] -= 1
-            if not self._kinds[kind]:
-                del self._kinds[kind]
+            self._local_prompts.detach(entry.traits)
         self.router.remove_worker(worker.key)
         self._crowded.pop(worker.key, None)
 
@@ -257,11 +169,10 @@ class Placer:
                 request.key, placement.prefill, self._hashes(request), session
             )
             if yields and not urgent:
-                self._batch_prompts[request.key] = placement.prefill.worker
-                self._num_batch_prompts[placement.prefill.worker] += 1
+                self.batch_prompts.begins(request.key, placement.prefill.worker)
         if placement.decode is not None:
             if placement.prefill is None:
-                self._hold_up(placement.decode)
+                self._local_prompts.begins(placement.decode)
             self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
             if urgent:
                 self._crowded[placement.decode.worker] = None
@@ -292,7 +203,7 @@ class Placer:
 
     def computed(self, request: Request) -> None:
         """Its prompt is."""
-        self._batch_prompt_over(request)
+        self.batch_prompts.over(request.key)
         self.router.first_token(request.key)
 
     def grows(self, request: Request, num_ahead: int) -> None:
@@ -306,7 +217,7 @@ class Placer:
 
     def released(self, request: Request) -> None:
         """It leaves its workers."""
-        self._batch_prompt_over(request)
+        self.batch_prompts.over(request.key)
         self.router.release(request.key)
 
     def ended(self, request: Request) -> None:
@@ -317,41 +228,12 @@ class Placer:
 
     def must_yield(self, worker: WorkerKey) -> bool:
         """Whether batch outputs there make interactive ones slower than they may be."""
-        entry, target_s = self.router.load(worker), self._itl_target_s
+        entry = self.router.load(worker)
         return (
             entry is not None
             and 0 < entry.num_urgent < entry.num_decodes - 1
-            and entry.itl_with_s(0, 0) > target_s
+            and entry.itl_with_s(0, 0) > self._itl_target_s
         )
-
-    def prompt_that_yields(
-        self, request: Request, placement: Placement | None
-    ) -> RequestKey | None:
-        """The batch prompt that is to make room for an interactive one; None when none need.
-
-        Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
-        only where what it has computed stays in a prefix cache: computing it once more would cost
-        those behind it more than is won.
-        """
-        if request.submission.lane == _BATCH or not self._batch_prompts:
-            return None
-        if placement is None:
-            # Every worker has as much queued as it may.
-            soonest = self.router.idlest_prefill()
-            wait_s = soonest.queued_s(self.router.now) if soonest is not None else math.inf
-        elif placement.prefill is None:
-            return None
-        else:
-            wait_s = placement.prefill.predicted_s - placement.prefill.work_s
-        most, found = 0.0, None
-        for batch, key in self._batch_prompts.items():
-            entry, worker = self.router.load(key), self._workers.get(key)
-            if entry is None or not self._gives_way(entry, worker):
-                continue
-            left_s = entry.queued_s(self.router.now)
-            if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
-                most, found = left_s, batch
-        return found
 
     # ---- Predictions.
 
@@ -385,7 +267,11 @@ class Placer:
             return None
         wait_s = choice.predicted_s - choice.work_s
         entry, worker = self.router.load(choice.worker), self._workers.get(choice.worker)
-        if submission.lane != _BATCH and entry is not None and self._gives_way(entry, worker):
+        if (
+            submission.lane != _BATCH
+            and entry is not None
+            and self.batch_prompts.give_way(entry, worker)
+        ):
             wait_s = min(wait_s, entry.step_s)
         wait_s += in_lane_s(choice.work_s, num_workers)
         # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
@@ -430,30 +316,6 @@ class Placer:
         cached = blocks * entry.traits.block_size_tokens
         return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
 
-    def _batch_prompt_over(self, request: Request) -> None:
-        """Idempotent."""
-        worker = self._batch_prompts.pop(request.key, None)
-        if worker is not None:
-            self._num_batch_prompts[worker] -= 1
-            if not self._num_batch_prompts[worker]:
-                del self._num_batch_prompts[worker]
-
-    def _gives_way(self, entry: WorkerLoad, worker: Worker | None) -> bool:
-        """Whether all that a prefill worker has is a batch prompt that can make room.
-
-        With others behind it the room would be theirs.
-        """
-        return (
-            worker is not None
-            and worker.hello.capacity.keeps_prefixes
-            and entry.num_prefills == 1
-            and self._num_batch_prompts[entry.key] == 1
-        )
-
-    @property
-    def _itl_target_s(self) -> float:
-        return self._config.lanes.interactive.itl_ms / 1e3
-
     def _hashes(self, request: Request) -> array[int]:
         if request.hashes is None:
             request.hashes = self.hashes(request.submission)
@@ -465,7 +327,7 @@ class Placer:
         if worker is None:
             return array("Q")
         return block_hashes(
-            submission.prompt_token_ids, _block_size(worker.hello), root_of(submission.adapter)
+            submission.prompt_token_ids, block_size_of(worker.hello), root_of(submission.adapter)
         )
 
     @contextlib.contextmanager
@@ -481,12 +343,11 @@ class Placer:
                     self.refresh(worker)
 
     def _place(self, request: Request) -> Placement | None:
-        submission, lane = request.submission, request.submission.lane
-        match, session = self.router.match(self._hashes(request)), submission.session_id
+        submission, match = request.submission, self.router.match(self._hashes(request))
         model = self._workers.model
         most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
         prefill = self.router.choose_prefill(
-            match, request.num_prefill_tokens, session, _AHEAD[lane]
+            match, request.num_prefill_tokens, submission.session_id, _AHEAD[submission.lane]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)
@@ -507,21 +368,16 @@ class Placer:
     def _decode(
         self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None
     ) -> DecodeChoice | None:
-        submission, lane, num_known = (
-            request.submission,
-            request.submission.lane,
-            len(request.token_ids),
-        )
-        yields = lane == _BATCH
+        submission, num_known = request.submission, len(request.token_ids)
         max_itl_s = math.inf
-        if yields:
+        if yields := submission.lane == _BATCH:
             max_itl_s = self._itl_target_s * _JOIN_SHARE
         elif submission.slo_itl_s is not None:
             max_itl_s = submission.slo_itl_s
         return self.router.choose_decode(
             match,
             request.num_prompt_tokens + num_known,
-            self._outputs.expected(lane, most, num_known),
+            self._outputs.expected(submission.lane, most, num_known),
             prefill=prefill,
             session=submission.session_id,
             max_itl_s=max_itl_s,
@@ -538,7 +394,8 @@ class Placer:
         if not self._config.local_prefill:
             return None
         there_s = prefill.predicted_s if prefill is not None else math.inf
-        if self._least_local_s(request, match) > there_s * _LOCAL_SHARE:
+        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        if not self._local_prompts.may_pay(num_tokens, match, there_s):
             # As nearly always: nobody need be chosen to know it.
             return None
         choice = self._decode(request, match, most, None)
@@ -547,41 +404,10 @@ class Placer:
         worker, entry = self._workers.get(choice.worker), self.router.load(choice.worker)
         if worker is None or entry is None or worker.computes_prompt:
             return None
-        here_s = _outputs_step_s(entry) + entry.traits.latency.prefill_s(choice.num_new_tokens)
         if prefill is None:
             there_s = self._wait_s(request, match)
-        if here_s > there_s * _LOCAL_SHARE or not self._bears(
-            entry, _longest_step_s(entry, choice), request.submission.lane
-        ):
-            return None
-        return choice
-
-    def _hold_up(self, choice: DecodeChoice) -> None:
-        """The prompt is computed there: gaps that it makes longer than the target are counted."""
-        entry = self.router.load(choice.worker)
-        if entry is not None and self._is_felt(entry, _longest_step_s(entry, choice)):
-            self.router.hold_up(choice, _LONG_GAPS_SHARE)
-
-    def _is_felt(self, entry: WorkerLoad, step_s: float) -> bool:
-        """Whether a step so long is a gap over the target of an urgent output there."""
-        return entry.num_urgent > 0 and step_s > self._itl_target_s
-
-    def _bears(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
-        """Whether a worker's urgent outputs bear a prompt of a lane that makes a step so long."""
-        return not self._is_felt(entry, step_s) or (
-            lane != _BATCH
-            and step_s <= self._itl_target_s * _LONGEST_GAP
-            and entry.held_up_until <= self.router.now
-        )
-
-    def _least_local_s(self, request: Request, match: PrefixMatch) -> float:
-        """Sooner than this no decode worker has computed the prompt, whichever is chosen."""
-        num_tokens = request.num_prompt_tokens + len(request.token_ids)
-        held = self.router.longest_decode(match)
-        return min(
-            latency.prefill_s(max(1, num_tokens - held * block_size))
-            for latency, block_size in self._kinds
-        )
+        pays = self._local_prompts.pays(choice, entry, there_s, request.submission.lane)
+        return choice if pays else None
 
     def _wait_s(self, request: Request, match: PrefixMatch) -> float:
         """Until its first token, could it be queued at a prefill worker now."""
@@ -596,7 +422,7 @@ class Placer:
             return 0
         worker = self._workers.get(decode.worker)
         assert worker is not None
-        block_size = _block_size(worker.hello)
+        block_size = block_size_of(worker.hello)
         held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
         return held // block_size * block_size
 
@@ -616,22 +442,3 @@ class Placer:
                 or not needs_exact_state(request.submission.sampling)
             )
         )
-
-
-def _outputs_step_s(entry: WorkerLoad) -> float:
-    """A step of what is decoded there now."""
-    return entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
-
-
-def _longest_step_s(entry: WorkerLoad, choice: DecodeChoice) -> float:
-    """Of the steps there that compute a prompt beside the outputs."""
-    num_tokens = min(choice.num_new_tokens, entry.traits.chunk_tokens)
-    return _outputs_step_s(entry) + entry.traits.latency.prefill_s(num_tokens)
-
-
-def lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
-    """The time to first token that a request is to have at most; None: no opinion."""
-    if submission.slo_ttft_s is not None:
-        return submission.slo_ttft_s
-    target_ms = lane_config(config, submission.lane).ttft_ms
-    return target_ms / 1e3 if target_ms else None

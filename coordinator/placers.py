@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from baton.coordinator.choices import Placement
 from baton.coordinator.core_config import CoreConfig
 from baton.coordinator.latency import LatencyRegistry
 from baton.coordinator.output_lengths import OutputLengths
-from baton.coordinator.placement import Placement, Placer
+from baton.coordinator.placement import Placer
 from baton.coordinator.request import Prediction, Request, RequestKey, Submission, WorkerKey
 from baton.coordinator.routing import Router
 from baton.coordinator.worker_load import WorkerLoad
@@ -139,7 +140,7 @@ class Placers:
     def prompt_that_yields(
         self, request: Request, placement: Placement | None
     ) -> RequestKey | None:
-        return self.of(request.revision).prompt_that_yields(request, placement)
+        return self.of(request.revision).batch_prompts.that_yields(request, placement)
 
     def ends_in_s(self, request: Request) -> float:
         return self.of(request.revision).ends_in_s(request)
