@@ -16,7 +16,8 @@ class HandoffReports:
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        # Whether they were committed.
+        self._ended: OrderedDict[bytes, bool] = OrderedDict()
 
     def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
         """A worker that is attached has said this."""
@@ -33,9 +34,11 @@ class HandoffReports:
         # Only the sending end knows of them, and it need not be the first to report.
         if report.num_fallbacks:
             stats.handoff_fell_back(report.num_fallbacks, now)
-        if report.handoff_id in self._ended:
+        was_committed = self._ended.get(report.handoff_id)
+        # What was committed may still fail to be loaded.
+        if was_committed is False or (was_committed and committed):
             return
-        self._ended[report.handoff_id] = None
+        self._ended[report.handoff_id] = committed
         if len(self._ended) > _MAX_REMEMBERED:
             self._ended.popitem(last=False)
         if committed:

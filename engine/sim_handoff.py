@@ -75,15 +75,15 @@ class HandoffPort:
             WrongBaton: intact, but of another prompt or adapter.
         """
         state = self._states.pop(receive.handoff_id, None)
+        # Too late, unless it has ended already.
+        not_loaded = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
         try:
             if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
-                # Too late, unless it has ended already.
-                late = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
-                self._port.release(receive.handoff_id, all_ranks=True, not_loaded=late)
                 return 0
             claim = self._port.claim(receive.handoff_id, 0)
             if claim is None:
                 return 0
+            not_loaded = kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
             num_tokens = receive.num_tokens - receive.skip_tokens
             num_blocks = self.layout.num_blocks(num_tokens)
             if (claim.num_blocks, claim.num_tokens) != (num_blocks, num_tokens):
@@ -93,11 +93,13 @@ class HandoffPort:
                 )
             layers = self._copy(claim.offset, num_blocks, claim.frames)
             if layers is None:
+                not_loaded = kv_transfer_pb2.REFUSAL_REASON_CHECKSUM
                 return 0
             self._verify(layers, receive, tokens, adapter)
+            not_loaded = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
             return receive.num_tokens
         finally:
-            self._port.release(receive.handoff_id, all_ranks=True)
+            self._port.release(receive.handoff_id, all_ranks=True, not_loaded=not_loaded)
 
     def release(self, handoff_id: bytes) -> None:
         """Nothing of it will be loaded."""

@@ -70,26 +70,6 @@ class EarlyWork:
 
 
 @dataclass(slots=True)
-class EarlyReport:
-    """What ranks say after a step.
-
-    Attributes:
-        num_blocks: of the handoffs that were taken over, how many blocks were there already, in the
-            rank that had the fewest.
-    """
-
-    num_blocks: dict[bytes, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.num_blocks)
-
-    def add(self, other: EarlyReport) -> None:
-        """Another rank's, of the same step."""
-        for handoff_id, count in other.num_blocks.items():
-            self.num_blocks[handoff_id] = min(count, self.num_blocks.get(handoff_id, count))
-
-
-@dataclass(slots=True)
 class _Load:
     """What is known of one.
 

@@ -198,7 +198,8 @@ class EnginePort:
     def claim(self, handoff_id: bytes, rank: int, *, timeout_s: float = 2.0) -> Claim | None:
         """Takes committed staging to load it; None when it is not committed (any more).
 
-        Each rank claims once; what it has claimed is released for all ranks, by `release`.
+        Each rank claims once. Whatever the answer, it is released, by `release`: the service may
+        have given what nobody waited for any longer.
 
         Args:
             handoff_id: of 16 bytes.
@@ -211,12 +212,7 @@ class EnginePort:
                 handoff_id=handoff_id, rank=rank, num_seen=len(frames)
             )
             reply = self._call(kv_transfer_pb2.LocalRequest(claim=claim), timeout_s)
-            if reply is None:
-                # The answer may still come: nobody would release what it claims.
-                self.release(handoff_id, rank)
-                return None
-            claimed = _claim(reply)
-            if claimed is None:
+            if reply is None or (claimed := _claim(reply)) is None:
                 return None
             frames += claimed.frames
             if not claimed.frames or len(frames) >= reply.claimed.num_frames:

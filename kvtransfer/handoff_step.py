@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.kvtransfer.early_loads import EarlyWork
+from baton.v1 import kv_transfer_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,27 @@ class HandoffStep:
     loads: list[Load] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
     early: EarlyWork = field(default_factory=EarlyWork)
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What ranks say of a step's loads.
+
+    Attributes:
+        num_early_blocks: of the handoffs that were taken over, how many blocks were there already,
+            in the rank that had the fewest.
+        failed: handoffs that some rank could not load, and why.
+    """
+
+    num_early_blocks: dict[bytes, int] = field(default_factory=dict)
+    failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.num_early_blocks or self.failed)
+
+    def add(self, other: LoadReport) -> None:
+        """Another rank's, of the same step."""
+        for handoff_id, count in other.num_early_blocks.items():
+            least = min(count, self.num_early_blocks.get(handoff_id, count))
+            self.num_early_blocks[handoff_id] = least
+        self.failed = other.failed | self.failed

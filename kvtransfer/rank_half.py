@@ -19,10 +19,10 @@ from baton.kvtransfer.block_loads import (
     wanted_blocks,
 )
 from baton.kvtransfer.control import Claim, EnginePort, split_blocks
-from baton.kvtransfer.early_loads import EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
+from baton.kvtransfer.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
+from baton.v1 import kv_transfer_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class RankHalf:
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
         # Of loads of the step under way, whose copies may not have ended.
-        self._unchecked: list[Check] = []
+        self._unchecked: list[tuple[Load, Check]] = []
         self._invalid_block_ids: set[int] = set()
-        self._report = EarlyReport()
+        self._report = LoadReport()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the cache is not laid out as the worker announced."""
@@ -163,10 +163,13 @@ class RankHalf:
                 if load.claims
                 else self._port.claim(load.handoff_id, self._rank)
             )
-            if claimed is None or claimed.num_tokens != load.num_tokens:
-                self._fail(load.block_ids)
-                continue
-            self._load(load, claimed, there)
+            if claimed is None:
+                # It has ended, with a reason of its own, or the service does not answer in time.
+                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_EXPIRED, load.block_ids)
+            elif claimed.num_tokens != load.num_tokens:
+                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
+            else:
+                self._load(load, claimed, there)
         if step.loads:
             # All layers before the first: a layer's new keys are written to the blocks before the
             # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
@@ -188,27 +191,33 @@ class RankHalf:
             num_copied += len(check.block_ids)
             if self._copies.finishes_at_once:
                 # The bytes are still in the core's own cache.
-                self._verify(check)
+                self._verify(load, check)
             else:
-                self._unchecked.append(check)
+                self._unchecked.append((load, check))
         if num_early + num_copied != self._layout.num_layers * len(load.block_ids):
-            self._fail(load.block_ids)
+            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
         if load.is_early:
-            self._report.num_blocks[load.handoff_id] = num_early // self._layout.num_layers
+            self._report.num_early_blocks[load.handoff_id] = num_early // self._layout.num_layers
 
-    def _verify(self, check: Check) -> None:
+    def _verify(self, load: Load, check: Check) -> None:
         if not holds(check, self._port):
-            self._fail(check.block_ids)
+            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM, check.block_ids)
 
-    def _fail(self, block_ids: Sequence[int]) -> None:
+    def _fail(
+        self,
+        load: Load,
+        why: kv_transfer_pb2.RefusalReason.ValueType,
+        block_ids: Sequence[int],
+    ) -> None:
         """Blocks that are not what they should be: whoever gets them next finds nothing there."""
+        self._report.failed.setdefault(load.handoff_id, why)
         self._invalid_block_ids.update(block_ids)
         self._copies.clear(block_ids)
 
-    def take_early_report(self) -> EarlyReport:
-        """Of early loads, once the step's model has been launched."""
+    def take_report(self) -> LoadReport:
+        """Of the step under way, once its wrong blocks have been taken."""
         self._early.end_step()
-        report, self._report = self._report, EarlyReport()
+        report, self._report = self._report, LoadReport()
         return report
 
     def take_invalid_block_ids(self) -> set[int]:
@@ -220,8 +229,8 @@ class RankHalf:
         step while another runs preempts nobody whose step is under way, as it has a connector that
         loads (Scheduler._request_blocks_can_be_freed of vllm/v1/core/sched/scheduler.py).
         """
-        for check in self._unchecked:
-            self._verify(check)
+        for load, check in self._unchecked:
+            self._verify(load, check)
         self._unchecked.clear()
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid

@@ -223,11 +223,8 @@ class Receiver:
         handoff = self._live.get(handoff_id)
         if not_loaded:
             expired = not_loaded == pb.REFUSAL_REASON_EXPIRED
-            detail = (
-                "not committed in time" if expired else "its request ended before it was loaded"
-            )
             self.statistics.num_expired += expired and handoff is not None
-            self._give_up(handoff_id, not_loaded, detail, now)
+            self._give_up(handoff_id, not_loaded, _why_not_loaded(not_loaded, handoff), now)
             return self._taken()
         if handoff is None:
             if all_ranks and handoff_id not in self._ended:
@@ -722,3 +719,14 @@ def _why_ended(ended: Changed) -> tuple[pb.RefusalReason.ValueType, str]:
     if ended.state is _S.RELEASED:
         return pb.REFUSAL_REASON_UNKNOWN_HANDOFF, "it was loaded or released already"
     return ended.reason, f"it has failed already: {ended.detail}"
+
+
+def _why_not_loaded(reason: pb.RefusalReason.ValueType, handoff: Handoff | None) -> str:
+    if reason == pb.REFUSAL_REASON_CANCELLED:
+        return "its request ended before it was loaded"
+    if reason == pb.REFUSAL_REASON_EXPIRED:
+        is_there = handoff is not None and handoff.state in (_S.COMMITTED, _S.CLAIMED)
+        return "not loaded in time" if is_there else "not committed in time"
+    if reason == pb.REFUSAL_REASON_CHECKSUM:
+        return "its bytes were altered in staging"
+    return "it holds something else than its request expects"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads, EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
+from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads
+from baton.kvtransfer.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
@@ -155,6 +155,8 @@ class SchedulerHalf:
         self._tokens_ahead: OrderedDict[bytes, list[int]] = OrderedDict()
         self._early: EarlyLoads | None = None
         self._early_tokens: dict[str, int] = {}
+        # Loads of the oldest unfinished step that failed in some rank, and why.
+        self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Requests that wait to be taken back.
         self._gone: set[str] = set()
         # A rank has lost the service.
@@ -419,7 +421,8 @@ class SchedulerHalf:
             # four processes, would hold up the tokens of this one. It may be under way already, and
             # the last: made for a request that was taken back while this one ran.
             following = self._unfinished[0].releases if self._unfinished else self._releases
-            following |= dict.fromkeys(step.loads, _LOADED)
+            following |= dict.fromkeys(step.loads, _LOADED) | self._failed_loads
+            self._failed_loads = {}
             for handoff_id, not_loaded in step.releases.items():
                 self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
         if self._early is not None:
@@ -497,16 +500,17 @@ class SchedulerHalf:
         self._port.abort_send(send.handoff_id)
         self._ended_sends.append(send.handoff_id)
 
-    def reported(self, report: EarlyReport, *, is_cut_off: bool = False) -> None:
+    def reported(self, report: LoadReport, *, is_cut_off: bool = False) -> None:
         """What the ranks say of the oldest unfinished step.
 
         Args:
-            report: what they did of early loads.
+            report: of its loads.
             is_cut_off: one of them has lost the transfer service.
         """
         self._is_cut_off = self._is_cut_off or is_cut_off
+        self._failed_loads = report.failed
         takers = self._unfinished[0].takers if self._unfinished else {}
-        for handoff_id, num_blocks in report.num_blocks.items():
+        for handoff_id, num_blocks in report.num_early_blocks.items():
             if (taker := takers.get(handoff_id)) is not None and num_blocks:
                 request_id, num_tokens = taker
                 num_early = num_blocks * self._layout.block_size_tokens

@@ -44,8 +44,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EarlyReport
-from baton.kvtransfer.handoff_step import HandoffStep
+from baton.kvtransfer.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.rank_half import RankHalf
@@ -76,12 +75,12 @@ class StepMetadata(KVConnectorMetadata):
 class RankReport(KVConnectorWorkerMetadata):
     """What the ranks say to the scheduler's half after a step."""
 
-    early: EarlyReport
+    loads: LoadReport
     is_cut_off: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, RankReport)
-        self.early.add(other.early)
+        self.loads.add(other.loads)
         self.is_cut_off = self.is_cut_off or other.is_cut_off
         return self
 
@@ -210,7 +209,7 @@ class BatonConnector(KVConnectorBase_V1):
         return self._rank_half.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report, is_cut_off = self._rank_half.take_early_report(), not self._rank_half.alive
+        report, is_cut_off = self._rank_half.take_report(), not self._rank_half.alive
         return RankReport(report, is_cut_off) if report or is_cut_off else None
 
     # ---- scheduler
@@ -276,7 +275,7 @@ class BatonConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, RankReport):
-            self._scheduler_half.reported(told.early, is_cut_off=told.is_cut_off)
+            self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
         invalid = connector_output.invalid_block_ids
         if untrusted := self._scheduler_half.distrust(invalid):
             self._known_cache_manager.evict_blocks(untrusted)

@@ -217,6 +217,19 @@ def test_both_ends_reports_count_one_handoff(world):
     assert world.core.stats.num_handoff_fallbacks == 2
 
 
+def test_a_handoff_that_was_committed_and_could_not_be_loaded_counts_as_failed(world):
+    for worker_id, state, reason in (
+        ("p", kv_transfer_pb2.HANDOFF_STATE_COMMITTED, 0),
+        ("d", kv_transfer_pb2.HANDOFF_STATE_FAILED, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM),
+        ("d", kv_transfer_pb2.HANDOFF_STATE_FAILED, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM),
+        ("p", kv_transfer_pb2.HANDOFF_STATE_COMMITTED, 0),
+    ):
+        report = cluster_pb2.HandoffReport(handoff_id=b"1", state=state, reason=reason)
+        world.handle(ev.WorkerHandoff((worker_id, 1), report))
+    assert dict(world.core.stats.handoff_failures) == {"checksum": 1}
+    assert dict(world.core.stats.handoffs) == {"none": 1}
+
+
 def test_handoffs_are_counted_by_transport_whatever_a_worker_calls_it(world):
     for number, transport in enumerate(("shm", "shm", "grpc", "", "x" * 1000)):
         report = cluster_pb2.HandoffReport(

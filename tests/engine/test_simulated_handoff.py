@@ -260,6 +260,8 @@ async def test_a_wrong_baton_is_an_error_and_never_tokens(pair: Pair) -> None:
     tokens, _, last = await pair.receiver.finish(decode(other, [], send.handoff_id))
     assert (tokens, last.finish) == ([], Finish.ERROR)
     assert "wrong baton" in last.error
+    ended = await ended_badly(pair.receiver, send.handoff_id)
+    assert ended.reason == kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
     await pair.nothing_left()
 
 
@@ -276,6 +278,8 @@ async def test_damaged_staging_is_recomputed(pair: Pair) -> None:
     rest, output, _ = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
     assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
     assert output.num_handoff_tokens == 0
+    ended = await ended_badly(pair.receiver, send.handoff_id)
+    assert ended.reason == kv_transfer_pb2.REFUSAL_REASON_CHECKSUM
     await pair.nothing_left()
 
 

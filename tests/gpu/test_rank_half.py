@@ -62,7 +62,7 @@ class Worker:
         self.rank.end_step()
         invalid = self.rank.take_invalid_block_ids()
         # By handoff, of those whose early load a load took over.
-        self.num_early = self.rank.take_early_report().num_blocks
+        self.num_early = self.rank.take_report().num_early_blocks
         for load in loads:
             # The scheduler's half does, once the step is over.
             self.port.release(load.handoff_id, all_ranks=True)

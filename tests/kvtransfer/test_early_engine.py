@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.kvtransfer import frames, scheduler_half
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyReport
+from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.handoff_step import LoadReport
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.receiving import ReceiveState
 from baton.kvtransfer.scheduler_half import CUT_OFF, SchedulerHalf
@@ -312,7 +313,7 @@ class EarlyEngine(RuleBasedStateMachine):
 
     def work(self, scheduled, work, others):
         """What the ranks do in a step, and say of it: blocks that are wrong, early loads."""
-        invalid, report = set(), EarlyReport()
+        invalid, report = set(), LoadReport()
         for number, rank in enumerate(self.ranks):
             rank.begin_step(work)
             if work.loads:
@@ -325,7 +326,7 @@ class EarlyEngine(RuleBasedStateMachine):
                 rank.load(work)
             rank.end_step()
             invalid |= rank.take_invalid_block_ids()
-            report.add(rank.take_early_report())
+            report.add(rank.take_report())
         assert not (self.is_calm and invalid), "a load has failed"
         return invalid, report
 
@@ -595,6 +596,47 @@ def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count, is
     engine.teardown()
 
 
+@pytest.mark.parametrize(
+    ("how", "announced", "reason"),
+    [
+        ("altered", True, pb.REFUSAL_REASON_CHECKSUM),
+        ("altered", False, pb.REFUSAL_REASON_CHECKSUM),
+        ("another prompt", True, pb.REFUSAL_REASON_INCOMPLETE),
+        ("another prompt", False, pb.REFUSAL_REASON_INCOMPLETE),
+        # What is claimed ahead is not asked for.
+        ("no answer", False, pb.REFUSAL_REASON_EXPIRED),
+    ],
+)
+@pytest.mark.parametrize("verifies_late", [True, False])
+def test_a_handoff_that_some_rank_does_not_load_has_failed_and_says_why(
+    monkeypatch, how, announced, reason, verifies_late
+):
+    engine = EarlyEngine()
+    engine.starts(is_calm=False, verifies_late=verifies_late)
+    engine.submit_one(20, 1, 0, announced=announced)
+    (coming,) = engine.coming
+    if how == "another prompt":
+        coming.messages = engine.sent(coming.handoff_id, [1] * 17, 0, None)
+    engine.deliver(coming, 1000)
+    if announced:
+        engine.tell(coming)
+    if how == "altered":
+        # The last rank's, behind the others' whose loads are fine.
+        engine.staging_is_altered(LAYOUT.handoff_bytes(5) // TOKEN_BYTES - SIZE)
+    if how == "no answer":
+        claim = engine.service.claim
+        last = RANKS - 1
+        monkeypatch.setattr(
+            engine.service, "claim", lambda name, rank: None if rank == last else claim(name, rank)
+        )
+    engine.run_step()
+    engine.run_step()
+    assert not engine.running
+    (ended,) = engine.service.receiver.known()
+    assert (ended.state, ended.reason) == (ReceiveState.FAILED, reason)
+    engine.teardown()
+
+
 def test_part_of_a_handoff_is_loaded_early():
     engine, coming = engine_with(20, 1, 0)
     # The first three of its blocks, of every layer and rank.
@@ -790,7 +832,7 @@ def test_an_engine_that_has_lost_the_service_says_so(who):
         engine.service.alive = False
         assert not any(rank.alive for rank in engine.ranks)
     else:
-        engine.half.reported(EarlyReport(), is_cut_off=True)
+        engine.half.reported(LoadReport(), is_cut_off=True)
     for _ in range(2):
         engine.half.step(as_scheduled([]))
         assert engine.half.finish_step()[CUT_OFF]

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kvtransfer.early_loads import EarlyLoads, EarlyReport
+from baton.kvtransfer.early_loads import EarlyLoads
+from baton.kvtransfer.handoff_step import LoadReport
 from baton.kvtransfer.layout import KvLayout
 
 NUM_BLOCKS, BLOCK = 40, 4
@@ -168,11 +169,11 @@ def test_early_loads_yield_when_blocks_run_short():
 
 
 def test_what_was_there_before_a_load_is_what_every_rank_had():
-    report = EarlyReport()
+    report = LoadReport()
     assert not report
-    report.add(EarlyReport({id_of(1): 5, id_of(2): 7}))
-    report.add(EarlyReport({id_of(1): 6, id_of(2): 0}))
-    assert report.num_blocks == {id_of(1): 5, id_of(2): 0}
+    report.add(LoadReport({id_of(1): 5, id_of(2): 7}))
+    report.add(LoadReport({id_of(1): 6, id_of(2): 0}))
+    assert report.num_early_blocks == {id_of(1): 5, id_of(2): 0}
 
 
 class AnyOrder(RuleBasedStateMachine):

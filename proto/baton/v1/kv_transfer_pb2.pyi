@@ -1106,7 +1106,8 @@ class LocalRelease(_message.Message):
     """Every rank's share at once: what the scheduler sends when there is nothing to load."""
     not_loaded: Global___RefusalReason.ValueType
     """Set where nothing was loaded that should have been: why. The handoff fails for that; one that was
-    not committed in time has EXPIRED, one whose request is over CANCELLED.
+    not committed, or not claimed, in time has EXPIRED, one whose request is over CANCELLED, one whose
+    bytes were altered in staging CHECKSUM, one of another prompt than the request's INCOMPLETE.
     """
     def __init__(
         self,
