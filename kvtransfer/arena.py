@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -35,7 +36,7 @@ class Segment:
     """
 
     def __init__(self, name: str, file: int, *, owner: bool, read_only: bool = False) -> None:
-        """Takes over the file descriptor; use `create` and `open`."""
+        """Takes over the file descriptor once it is mapped; use `create` and `open`."""
         self.name = name
         self._file: int | None = file
         self._owner = owner
@@ -52,12 +53,8 @@ class Segment:
         """
         remove_leftovers()
         try:
-            stat = os.statvfs(SEGMENT_DIRECTORY)
-            if size_bytes > stat.f_bavail * stat.f_frsize:
-                raise TransferError(
-                    f"send_bytes + receive_bytes is {size_bytes}; {SEGMENT_DIRECTORY} has "
-                    f"{stat.f_bavail * stat.f_frsize} bytes free"
-                )
+            if size_bytes > _free_bytes():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while True:
                 name = f"{SEGMENT_PREFIX}{secrets.token_hex(8)}"
                 path = SEGMENT_DIRECTORY / name
@@ -67,27 +64,41 @@ class Segment:
                 if path.exists():
                     break
                 os.close(file)
-            # All of it now: a file system that fills up later would kill whoever touches the rest,
-            # and the first handoffs would wait for the kernel to find and clear pages.
-            os.posix_fallocate(file, 0, size_bytes)
+            try:
+                # All of it now: a file system that fills up later would kill whoever touches the
+                # rest, and the first handoffs would wait for the kernel to find and clear pages.
+                os.posix_fallocate(file, 0, size_bytes)
+                return cls(name, file, owner=True)
+            except OSError:
+                path.unlink(missing_ok=True)
+                os.close(file)
+                raise
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise TransferError(
+                    f"send_bytes + receive_bytes is {size_bytes}; {SEGMENT_DIRECTORY} has "
+                    f"{_free_bytes()} bytes free"
+                ) from error
             raise TransferError(f"no shared memory in {SEGMENT_DIRECTORY}: {error}") from error
-        return cls(name, file, owner=True)
 
     @classmethod
     def open(cls, name: str, *, read_only: bool = False) -> Segment:
         """Maps the segment of a running service.
 
         Raises:
-            TransferError: no such segment.
+            TransferError: no such segment, or it cannot be mapped.
         """
         if not name.startswith(SEGMENT_PREFIX) or "/" in name:
             raise TransferError(f"segment name is {name!r}; must begin with {SEGMENT_PREFIX!r}")
         try:
             file = os.open(SEGMENT_DIRECTORY / name, os.O_RDONLY if read_only else os.O_RDWR)
+            try:
+                return cls(name, file, owner=False, read_only=read_only)
+            except OSError:
+                os.close(file)
+                raise
         except OSError as error:
             raise TransferError(f"segment {name}: {error}") from error
-        return cls(name, file, owner=False, read_only=read_only)
 
     def prefault(self) -> None:
         """Makes every page of it known to this process now.
@@ -116,6 +127,11 @@ class Segment:
             self.memory.release()
             self._map.close()
         return self._map.closed
+
+
+def _free_bytes() -> int:
+    stat = os.statvfs(SEGMENT_DIRECTORY)
+    return stat.f_bavail * stat.f_frsize
 
 
 def remove_leftovers() -> list[str]:

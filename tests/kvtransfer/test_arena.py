@@ -1,6 +1,9 @@
+import errno
+import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -101,6 +104,31 @@ def test_segments_of_killed_services_are_removed_and_those_of_living_ones_are_no
 def test_a_segment_larger_than_shared_memory_is_refused_in_words():
     with pytest.raises(TransferError, match=r"send_bytes \+ receive_bytes is .* bytes free"):
         Segment.create(2**60)
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "why"),
+    [
+        (os, "posix_fallocate", errno.ENOSPC),
+        (os, "posix_fallocate", errno.EIO),
+        (mmap, "mmap", errno.ENOMEM),
+    ],
+)
+def test_a_segment_that_is_not_to_be_had_leaves_nothing(monkeypatch, tmp_path, module, call, why):
+    """Others may have taken the memory since it was looked at."""
+    monkeypatch.setattr(arenas, "SEGMENT_DIRECTORY", tmp_path)
+
+    def fails(*_, **__):
+        raise OSError(why, os.strerror(why))
+
+    said = r"send_bytes \+ receive_bytes is 8192; .* has \d+ bytes free"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, fails)
+        with pytest.raises(TransferError, match=said if why == errno.ENOSPC else os.strerror(why)):
+            Segment.create(8192)
+    assert not list(tmp_path.iterdir())
+    opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in opened if path.is_relative_to(tmp_path)]
 
 
 def test_only_transfer_segments_can_be_opened():
