@@ -68,7 +68,7 @@ class Core:
         self._book = RequestBook(
             config, self.workers, self.placer, traffic, self._timers, random_bytes
         )
-        self._adoption = Adoption(self._book, self.workers, self._timers)
+        self._adoption = Adoption(self._book, self.workers, self.placer, self._timers)
         self._handoffs = HandoffReports(self._book)
         self.scaler = Scaler(
             config.scaling,
