@@ -68,7 +68,7 @@ class Core:
         self._book = RequestBook(
             config, self.workers, self.placer, traffic, self._timers, random_bytes
         )
-        self._adoption = Adoption(self._book, self.workers, self._timers)
+        self._adoption = Adoption(self._book, self.workers, self.placer, self._timers)
         self._handoffs = HandoffReports(self._book)
         self.scaler = Scaler(
             config.scaling,
@@ -289,15 +289,13 @@ class Core:
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
         submission = event.submission
-        revision = submission.revision if len(submission.known_token_ids) else ""
-        if (
-            revision
-            and self.rollouts.is_gone(revision)
-            and not self._adoption.may_find(submission.key)
-        ):
+        resumes = len(submission.known_token_ids) > 0
+        goes_on = resumes and self._adoption.may_find(submission.key)
+        revision = submission.revision
+        if resumes and revision and self.rollouts.is_gone(revision) and not goes_on:
             self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
-        request = self._book.admit(submission, now)
+        request = self._book.admit(submission, now, goes_on=goes_on)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)

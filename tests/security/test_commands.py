@@ -227,6 +227,21 @@ def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, mess
     assert connection.current() == connection.Connection(), "options outlived their command"
 
 
+def test_a_key_is_given_once_and_an_option_goes_before_a_variable(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from baton.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATON_API_KEY", "one")
+    ask = ["pools", "--address", "127.0.0.1:1"]
+    by_option = CliRunner().invoke(app, ["--api-key-file", "nowhere", *ask])
+    assert "--api-key-file: nowhere cannot be read" in str(by_option.exception)
+    monkeypatch.setenv("BATON_API_KEY_FILE", "other")
+    both = CliRunner().invoke(app, ask)
+    assert "BATON_API_KEY and BATON_API_KEY_FILE are both set" in str(both.exception)
+
+
 def test_keys_that_are_added_at_once_are_all_there(tmp_path, monkeypatch):
     path, read = str(tmp_path / "keys.yaml"), api_keys.read
 
