@@ -61,7 +61,8 @@ async def test_first_message_must_be_hello(channel):
 
 
 async def test_hello_is_checked(channel, say_hello):
-    for name, value in (("worker_id", ""), ("incarnation", 0), ("role", 7), ("kv_address", "")):
+    wrong = ("worker_id", ""), ("worker_id", "w\n1"), ("worker_id", "w\x1b[2J")
+    for name, value in (*wrong, ("incarnation", 0), ("role", 7), ("kv_address", "")):
         hello = say_hello("p", PREFILL, **{name: value})
         code, details = await first_status(channel, cluster_pb2.WorkerMessage(hello=hello))
         assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -206,6 +206,23 @@ def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
     assert api_keys.read(str(file)) == {}
 
 
+def test_a_file_of_keys_stays_where_its_link_leads(tmp_path):
+    (link := tmp_path / "keys.yaml").symlink_to("kept.yaml")
+    key, entry = api_keys.make("one", tenant="a")
+    api_keys.write(str(link), [entry])
+    assert link.is_symlink()
+    assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].fits(key)
+
+
+def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
+    """As /dev/null, which root may replace."""
+    os.mkfifo(pipe := tmp_path / "keys.yaml")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        api_keys.write(str(pipe), [])
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
