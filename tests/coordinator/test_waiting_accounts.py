@@ -1,4 +1,4 @@
-"""Whatever comes, gives up, is parked or loses its worker: nothing is left of what waited and ran."""
+"""Whatever comes, gives up or loses its worker: nothing is left of what waited and ran."""
 
 from __future__ import annotations
 
