@@ -273,6 +273,7 @@ class Core:
         self._book.lanes.check_integrity()
         num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
+        num_timers += self._dispatcher.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
         self.workers.check_integrity()

@@ -93,5 +93,6 @@ class Slots:
 
     def _pass(self, now: float) -> None:
         """Time has passed."""
-        self._ran_s += self._num_running * (now - self._at)
-        self._at = now
+        if now > self._at:
+            self._ran_s += self._num_running * (now - self._at)
+            self._at = now
