@@ -206,7 +206,7 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
     if name == "slo":
         request.slo.CopyFrom(inference_pb2.Slo(ttft_ms=value.ttft_ms, itl_ms=value.itl_ms))
     elif name == "timeout_s":
-        if not (math.isfinite(value * 1e9) and value > 0):
+        if not (math.isfinite(value) and value > 0 and math.isfinite(value * 1e9)):
             raise ValueError("must be a positive number of seconds")
         request.timeout.FromNanoseconds(math.ceil(value * 1e9))
     elif name not in SamplingOptions.__annotations__:

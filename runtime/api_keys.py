@@ -188,14 +188,18 @@ def write(path: str, keys: list[ApiKey]) -> None:
     text = yaml.safe_dump({"keys": kept}, sort_keys=False)
     beside = Path(f"{file}.new")
     beside.unlink(missing_ok=True)
-    beside.touch(mode=0o600)
-    beside.write_text(text, encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError):
-        before = file.stat()
-        with contextlib.suppress(PermissionError):
-            os.chown(beside, before.st_uid, before.st_gid)
-        beside.chmod(before.st_mode & 0o777)
-    beside.replace(file)
+    try:
+        beside.touch(mode=0o600)
+        beside.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):
+            before = file.stat()
+            with contextlib.suppress(PermissionError):
+                os.chown(beside, before.st_uid, before.st_gid)
+            beside.chmod(before.st_mode & 0o777)
+        beside.replace(file)
+    finally:
+        # Of a disk that is full: it is not to be taken for the keys.
+        beside.unlink(missing_ok=True)
 
 
 def _explain(error: ValidationError) -> list[str]:

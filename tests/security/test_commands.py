@@ -214,6 +214,19 @@ def test_a_file_of_keys_stays_where_its_link_leads(tmp_path):
     assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].fits(key)
 
 
+def test_nothing_is_left_of_keys_that_do_not_fit_on_the_disk(tmp_path):
+    program = (
+        "import resource; from baton.runtime import api_keys; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "api_keys.write('keys.yaml', [])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S
+    )
+    assert b"File too large" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
     """As /dev/null, which root may replace."""
     os.mkfifo(pipe := tmp_path / "keys.yaml")
