@@ -68,6 +68,7 @@ from baton.kvtransfer.notes import NoteWriter
 from baton.kvtransfer.scheduler_half import CUT_OFF
 from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
+from baton.runtime.orphans import EndsWithParent
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
@@ -183,6 +184,8 @@ class VllmEngine:
                 self._model, self._served_name, self._engine_args, self._adapters, self._traces
             )
         )
+        # As vLLM's own server does: this process has threads.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if not args.speculative_config:
             # Its second model runner, the default on GPUs, takes logits processors of another form.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -200,6 +203,9 @@ class VllmEngine:
             "socket": self._transfer_socket,
             "layout": dataclasses.asdict(self._layout),
             "rank_cpus": (rank_cpus := bind_threads(config)),
+            # An engine core outlives a killed worker otherwise, and ranks a killed engine core:
+            # told to end, it may load for minutes, or wait for ever for a rank that is dead.
+            "leash": EndsWithParent(),
         }
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)

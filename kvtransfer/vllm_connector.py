@@ -19,8 +19,6 @@ bytes changed) ends in the engine computing the prompt itself.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,7 +48,6 @@ from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.rank_half import RankHalf
 from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.runtime import affinity
-from baton.runtime.orphans import end_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -130,10 +127,6 @@ class BatonConnector(KVConnectorBase_V1):
         self._cache_events: list[KVCacheEvent] = []
         self._cached = CachedBlocks(self._layout.block_size_tokens)
         self._ranks: RankHalf | None = None
-        # An engine core outlives a killed worker otherwise, and ranks a killed engine core; told to
-        # end, it may wait for ever for a rank that is dead.
-        if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-            end_with_parent(parent.pid, signal.SIGKILL)
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute.
             affinity.keep_off(extra["rank_cpus"])

@@ -26,3 +26,18 @@ def end_with_parent(parent_pid: int, how: signal.Signals = signal.SIGTERM) -> No
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+class EndsWithParent:
+    """Among what a process gives to a child that it spawns: the child is killed when it dies.
+
+    For children that run a library's code: what they are given is unpickled before that begins.
+    """
+
+    def __getstate__(self) -> int:
+        return os.getpid()
+
+    def __setstate__(self, parent_pid: int) -> None:
+        # Whoever else gets it, copied within a process too, is not bound.
+        if os.getppid() == parent_pid:
+            end_with_parent(parent_pid, signal.SIGKILL)

@@ -40,24 +40,32 @@ class WorkerActor:
         self._config, self._command, self._environment = config, command, environment
         self._process: WorkerProcess | None = None
         self._ended: asyncio.Future[WorkerExit] | None = None
+        self._starting = asyncio.Lock()
+        self._is_stopped = False
 
-    async def start(self) -> dict[str, str]:
-        """Starts the process and says where it is: "node", Ray's id, and "host", a name."""
+    async def place(self) -> dict[str, str]:
+        """Where this runs: "node", Ray's id, and "host", a name."""
         node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "host": socket.gethostname()}
+
+    async def start(self, node: str) -> None:
+        """Starts the process, unless it was stopped before."""
         config = yaml.safe_load(self._config)
         labels = config["worker"].get("labels", {})
         config["worker"]["labels"] = {**labels, "ray_node": node}
         self._ended = asyncio.get_running_loop().create_future()
-        self._process = await WorkerProcess.start(
-            self._worker_id,
-            self._role,
-            self._coordinator,
-            yaml.safe_dump(config),
-            self._ended.set_result,
-            command=self._command or BATON,
-            environment=self._environment,
-        )
-        return {"node": node, "host": socket.gethostname()}
+        async with self._starting:
+            if self._is_stopped:
+                return
+            self._process = await WorkerProcess.start(
+                self._worker_id,
+                self._role,
+                self._coordinator,
+                yaml.safe_dump(config),
+                self._ended.set_result,
+                command=self._command or BATON,
+                environment=self._environment,
+            )
 
     async def exited(self) -> dict[str, Any]:
         """Waits until the process has ended unasked; the fields of its WorkerExit."""
@@ -65,7 +73,9 @@ class WorkerActor:
         return dataclasses.asdict(await asyncio.shield(self._ended))
 
     async def stop(self, patience_s: float) -> None:
-        """Returns when nothing of the process is left."""
+        """Returns when nothing of the process is left, and none will be."""
+        async with self._starting:
+            self._is_stopped = True
         if self._process is not None:
             await self._process.stop(patience_s)
 

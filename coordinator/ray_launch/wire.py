@@ -95,7 +95,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The worker's process runs, on a node and host."""
+    """The worker has a node, of a host; its process is started there."""
 
     worker_id: str
     node: str

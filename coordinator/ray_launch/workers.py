@@ -189,7 +189,8 @@ class RayWorkers:
         """Until it has ended, and then says so unless it was asked to."""
         try:
             lost = await self._place(worker)
-            if not lost:
+            if not lost and not worker.ending:
+                await result(worker.actor.start.remote(worker.node))
                 fields = await self._until_exit(worker)
                 ended = wire.Exited(**fields)
         except ActorDiedError as error:
@@ -210,9 +211,9 @@ class RayWorkers:
             await in_thread(lambda: ray.kill(worker.actor, no_restart=True))
 
     async def _place(self, worker: _Worker) -> str:
-        """Waits until its process runs; says why it never will."""
+        """Waits until its actor runs; says why it never will."""
         patience_s = self._opening.placement_timeout_s
-        starting = asyncio.ensure_future(result(worker.actor.start.remote()))
+        starting = asyncio.ensure_future(result(worker.actor.place.remote()))
         begun_at, told = monotonic(), ""
         while True:
             waited_s = monotonic() - begun_at

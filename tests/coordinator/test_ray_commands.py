@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from baton.coordinator.ray_launch import wire
 
 pytest.importorskip("ray")
+actors = pytest.importorskip("baton.coordinator.ray_launch.actor")
 driver = pytest.importorskip("baton.coordinator.ray_launch.driver")
 workers = pytest.importorskip("baton.coordinator.ray_launch.workers")
 
@@ -96,3 +99,98 @@ async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_sam
         assert alive == set()
         commands.feed_eof()
         await running
+
+
+async def awaited(call):
+    return await call
+
+
+class LocalHandle:
+    """An actor's, which runs here: its calls begin in their order, and go on side by side."""
+
+    def __init__(self, actor, runs):
+        self._actor, self.runs, self.calls = actor, runs, []
+
+    def __getattr__(self, name):
+        return LocalCalls(self, getattr(self._actor, name))
+
+
+class LocalCalls:
+    def __init__(self, handle, method):
+        self._handle, self._method = handle, method
+
+    def remote(self, *arguments):
+        async def called():
+            await self._handle.runs.wait()
+            return await self._method(*arguments)
+
+        call = asyncio.ensure_future(called())
+        self._handle.calls.append(call)
+        return call
+
+
+@pytest.mark.parametrize("when", ["before it has a node", "while it starts", "when it runs"])
+async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
+    """Whoever hears of the end may start its namesake at once."""
+    said, alive = asyncio.Queue(), set()
+    has_node, spawning, spawns = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Process:
+        """It hears of its actor's death only later."""
+
+        @classmethod
+        async def start(cls, worker_id, *arguments, **options):
+            alive.add(worker_id)
+            spawning.set()
+            await spawns.wait()
+            return cls()
+
+        async def stop(self, patience_s):
+            await asyncio.sleep(0)
+            alive.clear()
+
+    class Workers(workers.RayWorkers):
+        def _make_actor(self, start, gpus, node):
+            actor = actors.WorkerActor("d1", "decode", "127.0.0.1:9", "worker: {}", [], {})
+            return LocalHandle(actor, has_node)
+
+        async def _probe(self):
+            await asyncio.Event().wait()
+
+    async def in_thread(function, timeout_s=0.0):
+        return function()
+
+    def kill(handle, no_restart):
+        for call in handle.calls:
+            call.cancel()
+
+    monkeypatch.setattr(actors, "WorkerProcess", Process)
+    monkeypatch.setattr(workers, "result", awaited)
+    monkeypatch.setattr(workers, "in_thread", in_thread)
+    context = SimpleNamespace(get_node_id=lambda: "n")
+    monkeypatch.setattr(workers, "live_nodes", list)
+    monkeypatch.setattr(workers.ray, "kill", kill)
+    monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
+    commands = asyncio.StreamReader()
+    opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
+    running = asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
+    # Of no size, where there are no nodes.
+    commands.feed_data(wire.encode(replace(start(), cpus=0.0)))
+    async with asyncio.timeout(WAIT_S):
+        assert await said.get() == wire.Started("d1", "")
+        if when != "before it has a node":
+            has_node.set()
+            await spawning.wait()
+        if when == "when it runs":
+            spawns.set()
+        commands.feed_data(wire.encode(wire.End("d1")))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        spawns.set()
+        while not isinstance(await said.get(), wire.Ended):
+            pass
+        assert not alive
+        has_node.set()
+        commands.feed_eof()
+        await running
+    assert not alive

@@ -16,6 +16,20 @@ import os, signal, subprocess, sys
 subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
 signal.pause()
 """
+# The process that has the leash is not bound by a copy of it.
+SPAWNING = """
+import copy, multiprocessing, os, signal
+from baton.runtime.orphans import EndsWithParent
+
+def wait(leash):
+    print(os.getpid(), flush=True)
+    signal.pause()
+
+if __name__ == "__main__":
+    leash = copy.deepcopy(EndsWithParent())
+    multiprocessing.get_context("spawn").Process(target=wait, args=[leash]).start()
+    signal.pause()
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
@@ -38,3 +52,15 @@ def test_a_child_whose_parent_died_already_does_not_start():
     )
     assert run.returncode == 1
     assert not run.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+def test_a_spawned_child_that_is_given_a_leash_ends_with_its_killed_parent(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNING)
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone
