@@ -27,6 +27,7 @@ from baton.coordinator.autoscale.types import (
     Flip,
     Misses,
     Observation,
+    Phase,
     PoolDecision,
     PoolState,
     Sample,
@@ -183,7 +184,13 @@ def _samples(
         name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
     )
     sample = forecast.sample(
-        state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_decodes
+        state.lanes,
+        observation.lanes,
+        lanes,
+        now,
+        span_s,
+        observation.decode.num_decodes,
+        len(observation.of(Pool.DECODE, Phase.SERVING)),
     )
     if sample is None:
         return (), "the coordinator's counts began again"
