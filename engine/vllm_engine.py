@@ -78,6 +78,7 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
+_KILL_INTERVAL_S = 0.1
 # As vLLM's CPU communicator names them.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
 # As vLLM names traces.
@@ -162,11 +163,14 @@ class VllmEngine:
         self._last_step_at = 0.0
         self._core: Any = None
         self._notes: NoteWriter | None = None
+        self._starting: asyncio.Future[EngineInfo] | None = None
+        self._stopping = False
 
     async def start(self) -> EngineInfo:
         try:
             # Loading takes long; the loop must stay free for signals.
-            info = await asyncio.to_thread(self._start)
+            self._starting = asyncio.get_running_loop().run_in_executor(None, self._start)
+            info = await asyncio.shield(self._starting)
             for name, lora in self._lora_requests.items():
                 if not await self._core.add_lora_async(lora):
                     raise EngineDead(f"lora_adapters.{name}: vLLM did not load {lora.lora_path}")
@@ -210,6 +214,8 @@ class VllmEngine:
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
+        if self._stopping:
+            raise EngineDead("stopped before it had started")
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
@@ -617,22 +623,40 @@ class VllmEngine:
             raise EngineDead(str(error)) from error
 
     async def stop(self) -> None:
+        self._stopping = True
+        segments = await self._end_start()
         core, self._core = self._core, None
         if self._notes is not None:
             self._notes.close()
         children = psutil.Process().children(recursive=True)
-        segments = await asyncio.to_thread(_rank_segments, children)
+        segments |= await asyncio.to_thread(_rank_segments, children)
         if core is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(core.shutdown, _STOP_TIMEOUT_S)
-        # Whatever vLLM left behind, and what it had begun when a start was interrupted.
-        engine = [child for child in children if _is_vllm(child)]
-        for child in engine:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        # Whatever vLLM left behind.
+        engine = _kill_vllm(children)
         await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
         for segment in segments:
             segment.unlink(missing_ok=True)
+
+    async def _end_start(self) -> set[Path]:
+        """Of a start that was interrupted: this process cannot end before its thread.
+
+        That gives up once what it has begun is dead, and begins nothing more; for so long this
+        waits, within bounds. Returns the segments of what it had begun.
+        """
+        segments: set[Path] = set()
+        if self._starting is None:
+            return segments
+        # Nobody else asks why it failed.
+        self._starting.add_done_callback(lambda starting: starting.exception())
+        until = time.monotonic() + _STOP_TIMEOUT_S
+        while not self._starting.done() and time.monotonic() < until:
+            children = psutil.Process().children(recursive=True)
+            segments |= await asyncio.to_thread(_rank_segments, children)
+            _kill_vllm(children)
+            await asyncio.wait([self._starting], timeout=_KILL_INTERVAL_S)
+        return segments
 
 
 def _rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
@@ -642,6 +666,15 @@ def _rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
         with contextlib.suppress(psutil.Error, OSError):
             found.update(Path(mapped.path) for mapped in process.memory_maps())
     return {path for path in found if path.match(_RANK_SEGMENTS)}
+
+
+def _kill_vllm(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of the processes that are vLLM's, told to end at once."""
+    engine = [process for process in processes if _is_vllm(process)]
+    for process in engine:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return engine
 
 
 def _is_vllm(process: psutil.Process) -> bool:
