@@ -32,7 +32,9 @@ def bench(
     ] = 1.0,
     concurrency: Annotated[
         int | None,
-        typer.Option("--concurrency", min=1, help="Or so many at a time (closed loop)."),
+        typer.Option(
+            "--concurrency", min=1, max=100_000, help="Or so many at a time (closed loop)."
+        ),
     ] = None,
     prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", help=_LENGTHS)] = "512",
     output_tokens: Annotated[str, typer.Option("--output-tokens", help=_LENGTHS)] = "128",

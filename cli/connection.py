@@ -92,11 +92,15 @@ class Connection:
         """The API key or JWT; empty: none.
 
         Raises:
-            ConfigError: the file cannot be read, or holds something else.
+            ConfigError: the file cannot be read, or holds something else; two are given.
         """
         from baton.runtime.config import ConfigError
         from baton.runtime.watched_file import read_secret
 
+        if self.api_key_file and self.api_key:
+            raise ConfigError(
+                "BATON_API_KEY and BATON_API_KEY_FILE are both set: unset one of them"
+            )
         if not self.api_key_file:
             return self.api_key
         try:

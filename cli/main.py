@@ -95,6 +95,10 @@ def root(
     api_key_file: connection.ApiKeyFile = "",
     api_key: connection.ApiKeyVariable = "",
 ) -> None:
+    source = context.get_parameter_source("api_key_file")
+    if source is not None and source.name == "COMMANDLINE":
+        # An option goes before a variable.
+        api_key = ""
     options = connection.Connection(
         tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key
     )

@@ -126,7 +126,7 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"{argument!r} is not KEY=VALUE", param_hint="--engine-arg")
         try:
             values[key.removeprefix("--").replace("-", "_")] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise typer.BadParameter(
                 f"{key}: value is not YAML: {reason}", param_hint="--engine-arg"
@@ -170,6 +170,9 @@ def check_writable(path: Path | None, option: str, *, replaced: bool = False) ->
     problem = ""
     if path.is_dir():
         problem = "is a directory"
+    elif replaced and path.exists() and not path.is_file():
+        # Such as /dev/null, which would be a device no more.
+        problem = "is not a regular file"
     elif not path.parent.is_dir():
         problem = f"cannot be written: there is no directory {path.parent}"
     elif not os.access(path.parent if replaced or not path.exists() else path, os.W_OK):

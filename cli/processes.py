@@ -145,10 +145,13 @@ def worker(
     import importlib
 
     from baton.cli.model import prepared
-    from baton.runtime.config import split_address
+    from baton.runtime.config import ConfigError, split_address
+    from baton.runtime.names import WORKER_NAMES, is_worker
     from baton.v1 import common_pb2
 
     split_address(coordinator, "--coordinator")
+    if worker_id and not is_worker(worker_id):
+        raise ConfigError(f"--worker-id: is {worker_id!r}; must be {WORKER_NAMES}")
     effective = prepared(
         options.load_config(
             config,

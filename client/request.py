@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from baton.client import errors
 from baton.runtime.names import did_you_mean
 from baton.v1 import common_pb2, inference_pb2
@@ -101,6 +103,12 @@ class RequestOptions(SamplingOptions, total=False):
     retry_timeout_s: float | None
 
 
+# Of the integers that messages hold.
+_RANGES = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+}
 _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -128,11 +136,19 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
             if name == "authorization":
                 # Neither the value nor what is said of it: it is secret.
                 raise errors.invalid(path, "...", "must be text in UTF-8") from None
-            raise errors.invalid(path, value, str(error)) from None
+            raise errors.invalid(path, value, _allowed(name, error)) from None
     chosen = [name for name in _STRUCTURED if options.get(name) is not None]
     if len(chosen) > 1:
         raise errors.invalid("sampling.structured_output", chosen, "must be one of them")
     return request
+
+
+def _allowed(name: str, error: Exception) -> str:
+    """What a field takes: of a number that it cannot hold protobuf says only that."""
+    field = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(name)
+    if "out of range" in str(error) and field is not None and field.cpp_type in _RANGES:
+        return "must be {} to {}".format(*_RANGES[field.cpp_type])
+    return str(error)
 
 
 def _set_prompt(
@@ -190,7 +206,7 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
     if name == "slo":
         request.slo.CopyFrom(inference_pb2.Slo(ttft_ms=value.ttft_ms, itl_ms=value.itl_ms))
     elif name == "timeout_s":
-        if not (math.isfinite(value) and value > 0):
+        if not (math.isfinite(value) and value > 0 and math.isfinite(value * 1e9)):
             raise ValueError("must be a positive number of seconds")
         request.timeout.FromNanoseconds(math.ceil(value * 1e9))
     elif name not in SamplingOptions.__annotations__:

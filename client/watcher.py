@@ -28,7 +28,8 @@ class View:
 
     Attributes:
         address: of the coordinator that answered.
-        decisions: the last ones of the autoscaler, newest first; None where there is none.
+        decisions: the last ones that changed a pool's size, newest first; None where nothing
+            scales the pools.
     """
 
     address: str
@@ -113,5 +114,14 @@ class Watcher(AsyncClosing):
         decisions: tuple[admin_pb2.ScalingDecision, ...] | None = None
         # Of a coordinator that starts no workers; of an older one.
         with contextlib.suppress(errors.FailedPreconditionError, errors.UnimplementedError):
-            decisions = tuple(await admin.list_decisions(limit=_MAX_DECISIONS))
+            decisions = _changes(await admin.list_decisions())
         return View(admin.address, status, tuple(diagnose(status)), decisions)
+
+
+def _changes(
+    decisions: Sequence[admin_pb2.ScalingDecision],
+) -> tuple[admin_pb2.ScalingDecision, ...]:
+    """The latest of them that changed a size, newest first."""
+    found = [one for one in decisions if one.from_workers != one.to_workers]
+    found.sort(key=lambda one: one.at.ToNanoseconds(), reverse=True)
+    return tuple(found[:_MAX_DECISIONS])

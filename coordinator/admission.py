@@ -34,14 +34,15 @@ class Outlook:
         passed_s: since then.
         prediction: from now on.
         ratio: of waits to what was predicted of them, that is reckoned with.
-        waits_for_its_own: its tenant has as many requests running as it may.
+        slot_s: before all that: its tenant has as many requests running as it may. None: it has
+            not.
     """
 
     wanted_s: float
     passed_s: float
     prediction: Prediction
     ratio: float
-    waits_for_its_own: bool
+    slot_s: float | None
 
     @property
     def late_s(self) -> float:
@@ -55,7 +56,7 @@ class Outlook:
         Half of what would be too long. So there are such requests wherever there is a queue,
         whatever the ratio. One that waits for others of its tenant tells nothing of the others.
         """
-        return not self.waits_for_its_own and self._wait_s > 0 and self.late_s >= -self._wait_s
+        return self.slot_s is None and self._wait_s > 0 and self.late_s >= -self._wait_s
 
     def error(self) -> errors.BatonError:
         """Why it is not let in."""
@@ -68,7 +69,7 @@ class Outlook:
 
     @property
     def _wait_s(self) -> float:
-        return self.prediction.wait_s * self.ratio
+        return self.prediction.wait_s * self.ratio + (self.slot_s or 0.0)
 
 
 class Admission:
@@ -134,7 +135,7 @@ class Admission:
             passed_s,
             prediction,
             self.wait_ratio(submission.lane),
-            not self._lanes.can_run(submission.tenant),
+            self._lanes.slot_wait_s(submission),
         )
 
     def wait_ratio(self, lane: Lane) -> float:

@@ -19,6 +19,7 @@ from enum import Enum, auto
 from baton.coordinator import events as ev
 from baton.coordinator.book import RequestBook
 from baton.coordinator.outputs import apply_step
+from baton.coordinator.placers import Placers
 from baton.coordinator.request import (
     Request,
     RequestKey,
@@ -64,31 +65,40 @@ class _Orphan:
     """An attempt that a worker goes on with, and whose client has not come back.
 
     Attributes:
+        num_prompt_tokens: 0 from a worker that does not say.
         last_text: the end of its text; all of it has `num_text_chars`.
         finished: how it ended, if it has.
     """
 
     worker: WorkerKey
+    revision: str
     attempt: int
     tenant: str
     digest: int
+    num_prompt_tokens: int
     token_ids: array[int]
     num_text_chars: int
     last_text: str
     finished: cluster_pb2.WorkerFinished | None
 
     @classmethod
-    def of(cls, worker: WorkerKey, running: cluster_pb2.RunningRequest) -> _Orphan:
+    def of(cls, worker: Worker, running: cluster_pb2.RunningRequest) -> _Orphan:
         return cls(
-            worker,
+            worker.key,
+            worker.revision,
             running.attempt,
             running.tenant,
             running.digest,
+            running.num_prompt_tokens,
             array("I", running.token_ids),
             running.num_text_chars,
             running.last_text,
             running.finished if running.HasField("finished") else None,
         )
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.token_ids)
 
     def take(self, output: cluster_pb2.RequestOutput) -> None:
         """It goes on meanwhile."""
@@ -131,9 +141,13 @@ class Adoption:
     """
 
     def __init__(
-        self, book: RequestBook, workers: WorkerRegistry, timers: Timers[RequestKey | WorkerKey]
+        self,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placers,
+        timers: Timers[RequestKey | WorkerKey],
     ) -> None:
-        self._book, self._workers, self._timers = book, workers, timers
+        self._book, self._workers, self._placer, self._timers = book, workers, placer, timers
         self._orphans: dict[RequestKey, _Orphan] = {}
         # The latest attempt that a worker was told to end. One that has not heard its welcome says
         # Hello again with it, and reads behind the next welcome that it is to end it.
@@ -175,7 +189,7 @@ class Adoption:
             for one in running
             if one.role == common_pb2.ROLE_DECODE
             and one.decoding
-            and self._keep(RequestKey(one.request_id), _Orphan.of(worker.key, one), now)
+            and self._keep(RequestKey(one.request_id), _Orphan.of(worker, one), now)
         ]
 
     def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
@@ -189,8 +203,13 @@ class Adoption:
                 continue
             if output.HasField("failed"):
                 self._forget(key)
+                continue
+            orphan.take(output)
+            if orphan.finished is not None:
+                self._placer.let_go(key, orphan.revision)
+                self._book.room_made = True
             else:
-                orphan.take(output)
+                self._placer.held_grows(key, orphan.revision, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker is out, with all that it ran."""
@@ -208,7 +227,7 @@ class Adoption:
         # Workers may still speak of those.
         over = self._over.get(request.key, 0)
         request.attempts_before = max(request.attempts_before, over)
-        orphan = self._orphans.pop(request.key, None)
+        orphan = self._pop(request.key)
         if orphan is not None and not self._join(request, orphan, now):
             self._cancel(request.key, orphan)
 
@@ -228,7 +247,9 @@ class Adoption:
 
     def expire(self, key: RequestKey) -> None:
         """Nobody has come back for it."""
-        self._cancel(key, self._orphans.pop(key))
+        orphan = self._pop(key)
+        assert orphan is not None
+        self._cancel(key, orphan)
 
     # ---- Inside.
 
@@ -251,8 +272,12 @@ class Adoption:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
+        self._pop(key)
         self._orphans[key] = orphan
         self._timers.set(key, now + _UNCLAIMED_S)
+        worker = self._workers.get(orphan.worker)
+        if worker is not None and orphan.finished is None:
+            self._placer.hold(key, worker, orphan.num_kv_tokens)
         return True
 
     @staticmethod
@@ -296,8 +321,16 @@ class Adoption:
         apply_step(self._book, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
         return request.state is RequestState.DECODING
 
+    def _pop(self, key: RequestKey) -> _Orphan | None:
+        """It is kept no longer, if it was."""
+        orphan = self._orphans.pop(key, None)
+        if orphan is not None:
+            self._placer.let_go(key, orphan.revision)
+            self._book.room_made = True
+        return orphan
+
     def _forget(self, key: RequestKey) -> None:
-        del self._orphans[key]
+        self._pop(key)
         self._timers.cancel(key)
 
     def _cancel(self, key: RequestKey, orphan: _Orphan) -> None:

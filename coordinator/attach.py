@@ -13,12 +13,12 @@ from baton.coordinator.link import WorkerLink
 from baton.coordinator.shell import Shell
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, Internal, InvalidArgument, abort
+from baton.runtime.names import WORKER_NAMES, is_worker
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 _log = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
-_MAX_WORKER_ID_CHARS = 128
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
 # It writes encoded messages.
@@ -84,10 +84,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             kind = first.WhichOneof("message") if first else None
             raise InvalidArgument("message", kind, "the first message must be a Hello")
         hello = first.hello
-        if not 0 < len(hello.worker_id) <= _MAX_WORKER_ID_CHARS:
-            raise InvalidArgument(
-                "hello.worker_id", hello.worker_id, f"1 to {_MAX_WORKER_ID_CHARS} characters"
-            )
+        if not is_worker(hello.worker_id):
+            raise InvalidArgument("hello.worker_id", hello.worker_id, WORKER_NAMES)
         if hello.incarnation == 0:
             raise InvalidArgument("hello.incarnation", 0, "must be random and not 0")
         if hello.role not in _ROLES:

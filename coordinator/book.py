@@ -46,6 +46,14 @@ def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     return errors.from_message(last)
 
 
+def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
+    """Why one of the same key is refused while the older one runs; None: it is that, resumed."""
+    same_session = older.submission.to.session == submission.to.session
+    if len(submission.known_token_ids) and not same_session:
+        return None
+    return errors.AlreadyExists(f"request {submission.request_id} is running")
+
+
 class RequestBook:
     """Owns every request from admission to its end.
 
@@ -97,17 +105,27 @@ class RequestBook:
 
     # ---- In
 
-    def admit(self, submission: Submission, now: float) -> Request | None:
-        """Queues a submission that was checked; None: it was refused."""
-        refused = self.admission.error(submission.lane, len(self.requests))
+    def admit(self, submission: Submission, now: float, *, goes_on: bool = False) -> Request | None:
+        """Queues a submission that was checked; None: it was refused.
+
+        A request that was accepted is not refused for what it costs when its client comes back.
+
+        Args:
+            submission: new, or resumed.
+            now: by the core's clock.
+            goes_on: a worker may go on with it, from before this coordinator was there.
+        """
         older = self.requests.get(submission.key)
-        if refused is None and older is not None:
-            refused = self._succeed(older, submission, now)
+        if older is None:
+            refused = self.admission.error(submission.lane, len(self.requests))
+        else:
+            refused = self.admission.closing or _same_request_error(older, submission)
         model = self._workers.model
         num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
             submission, model.max_model_len if model is not None else 0
         )
-        refused = refused or self.lanes.rate_error(submission.tenant, num_tokens, now)
+        if refused is None and not goes_on and not self._was_accepted(submission):
+            refused = self.lanes.rate_error(submission.tenant, num_tokens, now)
         revision = self._traffic.revision_of(submission)
         hashes = self._placer.hashes(submission, revision)
         outlook = None
@@ -132,6 +150,8 @@ class RequestBook:
                 self.stats.shed(submission.lane, refused.reason, now)
             self.out.append(ev.SendFailed(submission.to, refused))
             return None
+        if older is not None:
+            self._succeeded(older, now)
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -459,23 +479,27 @@ class RequestBook:
             )
         )
 
-    def _succeed(
-        self, older: Request, submission: Submission, now: float
-    ) -> errors.BatonError | None:
+    def _was_accepted(self, submission: Submission) -> bool:
+        """Whether it resumes what runs here, or ran here until its client was gone."""
+        num_known = len(submission.known_token_ids)
+        if self.requests.get(submission.key) is not None:
+            return num_known > 0
+        before = self.requests.ended.get(submission.key)
+        return (
+            before is not None
+            and before.state is RequestState.CANCELLED
+            and 0 < num_known <= before.num_output_tokens
+        )
+
+    def _succeeded(self, older: Request, now: float) -> None:
         """A resumed request replaces its older self, whose session is not known to be lost yet.
 
         Its client need not be the one that resumes: a stream that nobody reads any more is told in
         vain, and any other learns why it ends.
         """
-        if (
-            not len(submission.known_token_ids)
-            or older.submission.to.session == submission.to.session
-        ):
-            return errors.AlreadyExists(f"request {submission.request_id} is running")
         self.cancel(older, now, tell=False)
         what = f"request {older.id} goes on over another connection, which has resumed it"
         self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
-        return None
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
         self.lanes.push(request, now, num_tokens, self._placer.work_s(request))

@@ -68,7 +68,7 @@ class Core:
         self._book = RequestBook(
             config, self.workers, self.placer, traffic, self._timers, random_bytes
         )
-        self._adoption = Adoption(self._book, self.workers, self._timers)
+        self._adoption = Adoption(self._book, self.workers, self.placer, self._timers)
         self._handoffs = HandoffReports(self._book)
         self.scaler = Scaler(
             config.scaling,
@@ -273,6 +273,7 @@ class Core:
         self._book.lanes.check_integrity()
         num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
+        num_timers += self._dispatcher.num_timers
         assert len(self._timers) == num_timers
         assert not any(request.ended for request in requests.values())
         self.workers.check_integrity()
@@ -289,15 +290,13 @@ class Core:
 
     def _submitted(self, event: ev.Submitted, now: float) -> None:
         submission = event.submission
-        revision = submission.revision if len(submission.known_token_ids) else ""
-        if (
-            revision
-            and self.rollouts.is_gone(revision)
-            and not self._adoption.may_find(submission.key)
-        ):
+        resumes = len(submission.known_token_ids) > 0
+        goes_on = resumes and self._adoption.may_find(submission.key)
+        revision = submission.revision
+        if resumes and revision and self.rollouts.is_gone(revision) and not goes_on:
             self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
-        request = self._book.admit(submission, now)
+        request = self._book.admit(submission, now, goes_on=goes_on)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)

@@ -45,6 +45,11 @@ class Dispatcher:
         self._placer, self._adoption, self._rollouts = placer, adoption, rollouts
         self._timers = timers
 
+    @property
+    def num_timers(self) -> int:
+        """That are set: one while room is foreseen."""
+        return int(ROOM in self._timers)
+
     def dispatch(self, now: float) -> None:
         """Gives the requests whose turn it is to workers, where these have room."""
         self._book.room_made = False

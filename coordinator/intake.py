@@ -146,7 +146,7 @@ class Intake:
             BatonError: it is wrong, or there is no room for it.
         """
         with self._counting(request, arrived_at):
-            lane, sampling = self._checked(request)
+            lane, sampling = self._checked(request, caller)
             prompt = array("I", request.resume.prompt_token_ids)
             if not prompt:
                 self._num_pending[lane] += 1
@@ -172,7 +172,7 @@ class Intake:
         if not known and not self._tokenizer.is_quick(request):
             return None
         try:
-            _, sampling = self._checked(request)
+            _, sampling = self._checked(request, caller)
             prompt = array("I", known) if known else self._tokenizer.prompt_at_once(request)
             return self._submission(request, sampling, prompt, to, arrived_at, None, caller)
         except BatonError as error:
@@ -203,7 +203,7 @@ class Intake:
         self._core.stats.shed(lane, error.reason, arrived_at)
 
     def _checked(
-        self, request: inference_pb2.GenerateRequest
+        self, request: inference_pb2.GenerateRequest, caller: Caller
     ) -> tuple[common_pb2.Lane.ValueType, common_pb2.SamplingParams]:
         """The request's lane, and how it is sampled, as one message for all that say the same.
 
@@ -218,8 +218,10 @@ class Intake:
             sampling = self._remembered(encoded, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         max_queued = lane_config(self._config.lanes, lane).max_queued
-        # Asked again when the work is done.
-        refused = self._core.admission_error(lane)
+        # Asked again when the work is done. What is resumed takes the place that it has.
+        refused = None
+        if not request.resume.token_ids or not self._runs(request, caller):
+            refused = self._core.admission_error(lane)
         if refused is None and self._num_pending[lane] >= max_queued:
             refused = ResourceExhausted(
                 f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
@@ -299,9 +301,14 @@ class Intake:
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
             adapter="" if request.model == limits.name else request.model,
-            tenant=grants.tenant if grants is not None else request.tenant or DEFAULT_TENANT,
+            tenant=_tenant(request, caller),
             revision=request.resume.revision,
         )
+
+    def _runs(self, request: inference_pb2.GenerateRequest, caller: Caller) -> bool:
+        """Whether one of the same name does."""
+        name, tenant = request.request_id, _tenant(request, caller)
+        return bool(name) and self._core.running_request(name, tenant) is not None
 
     def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
         """One message for all requests that say the same, which most do; it is never changed.
@@ -330,3 +337,10 @@ class Intake:
             )
             known = self._known_limits = model, limits
         return known[1]
+
+
+def _tenant(request: inference_pb2.GenerateRequest, caller: Caller) -> str:
+    """Who it is accounted to."""
+    if caller.grants is not None:
+        return caller.grants.tenant
+    return request.tenant or DEFAULT_TENANT

@@ -14,11 +14,11 @@ _US = 1e6
 
 
 class WaitingWork:
-    """Seconds of prefill work that wait, all of one tenant's or of a whole track's.
+    """Seconds of prefill work that wait in a track.
 
     Prefill workers take so many seconds of it in each second. Where something else is short (KV
-    room of decode workers, requests that a lane or a tenant may have running) less leaves, and how
-    much less is seen while there is something to leave.
+    room of decode workers, requests that a lane may have running) less leaves, and how much less is
+    seen while there is something to leave.
     """
 
     __slots__ = ("_at", "_lasted_s", "_left_s", "_work_us")
@@ -29,10 +29,6 @@ class WaitingWork:
         # While there was some: how long that was, and what left; both fade.
         self._lasted_s = self._left_s = 0.0
         self._at = 0.0
-
-    @property
-    def work_us(self) -> int:
-        return self._work_us
 
     @property
     def work_s(self) -> float:

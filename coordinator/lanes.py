@@ -49,11 +49,11 @@ class _TrackWait:
 
     def joined(self, queue: TenantQueue, now: float) -> None:
         self.weight += queue.weight
-        self.work.add(queue.waiting.work_us, now)
+        self.work.add(queue.work_us, now)
 
     def left(self, queue: TenantQueue, now: float) -> None:
         self.weight -= queue.weight
-        self.work.remove(queue.waiting.work_us, now, left=False)
+        self.work.remove(queue.work_us, now, left=False)
 
 
 class Lanes:
@@ -154,25 +154,35 @@ class Lanes:
         queue = tenant.queues.get(track) if tenant is not None else None
         own_s, weight, weights = 0.0, self._tenants.config(submission.tenant).weight, wait.weight
         if queue is not None:
-            own_s = queue.waiting.work_s
+            own_s = queue.work_us / 1e6
         if queue is None or queue.item is None:
             weights += weight
-            ahead_s += own_s
-        ahead_s = min(ahead_s, (own_s + work_s) * weights / weight - work_s)
+        else:
+            ahead_s -= own_s
+        if queue is not None and own_s and queue.tenant.slots is not None:
+            # What has no slot does not go before it now; see slot_wait_s.
+            own_s *= min(1.0, queue.tenant.slots.num_free / len(queue))
+        ahead_s = min(ahead_s + own_s, (own_s + work_s) * weights / weight - work_s)
         found = before_s + ahead_s / most_per_s
-        # Where prefill workers are not what is short: for all, or for this tenant.
         if wait.work.work_s:
+            # Where prefill workers are not what is short.
             lasts_s = (ahead_s + work_s) / wait.work.per_s(most_per_s, self.now)
-            found = max(found, lasts_s - work_s / most_per_s)
-        if queue is not None and (own_s or not queue.tenant.can_run):
-            lasts_s = (own_s + work_s) / queue.waiting.per_s(most_per_s, self.now)
             found = max(found, lasts_s - work_s / most_per_s)
         return found
 
-    def can_run(self, tenant: str) -> bool:
-        """Whether a tenant has less running than it may."""
-        found = self._tenants.find(tenant)
-        return found is None or found.can_run
+    def slot_wait_s(self, submission: Submission) -> float | None:
+        """How long it waits until its tenant may have one more running, in seconds; None: it may.
+
+        Args:
+            submission: not queued.
+        """
+        tenant = self._tenants.find(submission.tenant)
+        if tenant is None or tenant.slots is None:
+            return None
+        lane = self._lane_of(submission.lane, len(submission.prompt_token_ids))
+        before = {lane, _INTERACTIVE}
+        num_waiting = sum(len(one) for track, one in tenant.queues.items() if track[0] in before)
+        return tenant.slots.wait_s(num_waiting, self.now)
 
     # ---- In
 
@@ -277,7 +287,7 @@ class Lanes:
         if other_waits:
             ticket.owed_per_token = -1.0 if lane == _BATCH else self._trickle(ticket).per_token
         self._dequeue(ticket)
-        queue.tenant.num_running += 1
+        queue.tenant.started(self.now)
         self._num_running[lane] += 1
         self._orders[ticket.track].took_turn(queue)
         ticket.num_charged_tokens += num_prompt_tokens
@@ -320,11 +330,13 @@ class Lanes:
         ticket = self._tickets.pop(request.key, None)
         if ticket is None:
             return
+        tenant = ticket.queue.tenant
         if ticket.is_queued:
             self._dequeue(ticket)
+            if tenant.slots is not None:
+                tenant.slots.gave_up()
         else:
             self._stopped(ticket)
-        tenant = ticket.queue.tenant
         if tenant.bucket is not None:
             num_used = 0
             if request.attempt:
@@ -353,10 +365,23 @@ class Lanes:
             wait = self._waits[track]
             assert math.isclose(wait.weight, sum(one.weight for one in inside), abs_tol=1e-6)
             assert math.isclose(
-                wait.work.work_s, sum(one.waiting.work_s for one in inside), abs_tol=1e-9
+                wait.work.work_s, sum(one.work_us for one in inside) / 1e6, abs_tol=1e-9
             )
         for queue in queues.values():
             assert (queue.item is not None) == (len(queue) > 0 and queue.tenant.can_run)
+        of_queues, of_lanes, running = Counter[int](), Counter[Track](), Counter[str]()
+        for ticket in self._tickets.values():
+            if ticket.is_queued:
+                of_queues[id(ticket.queue)] += ticket.work_us
+                submitted_to = ticket.request.submission.lane
+                of_lanes[submitted_to, ticket.track[1]] += ticket.work_us
+            else:
+                running[ticket.queue.tenant.name] += 1
+        assert all(amount == of_lanes[at] for at, amount in self._work_us.items())
+        for tenant in self._tenants:
+            assert tenant.num_running == running[tenant.name]
+            for one in tenant.queues.values():
+                assert one.work_us == of_queues[id(one)]
         tracks = {ticket.track for ticket in self._tickets.values()}
         assert all(ticket.queue is ticket.queue.tenant.queues[ticket.track] for ticket in queued)
         assert tracks <= self._orders.keys()
@@ -460,7 +485,7 @@ class Lanes:
     def _enqueue(self, ticket: Ticket) -> None:
         queue, work_us, now = ticket.queue, ticket.work_us, self.now
         queue.push(ticket)
-        queue.waiting.add(work_us, now)
+        queue.work_us += work_us
         if queue.item is not None:
             self._waits[ticket.track].work.add(work_us, now)
         self._work_us[ticket.request.submission.lane, ticket.track[1]] += work_us
@@ -470,7 +495,7 @@ class Lanes:
         # Who goes at once has not waited, and tells nothing of how long that takes.
         left = ticket.queued_at < now
         queue.remove(ticket)
-        queue.waiting.remove(work_us, now, left=left)
+        queue.work_us -= work_us
         if queue.item is not None:
             self._waits[ticket.track].work.remove(work_us, now, left=left)
         self._work_us[ticket.request.submission.lane, ticket.track[1]] -= work_us
@@ -485,7 +510,7 @@ class Lanes:
         del self._waiting[ticket.request.submission.lane][ticket.request.key]
 
     def _stopped(self, ticket: Ticket) -> None:
-        ticket.queue.tenant.num_running -= 1
+        ticket.queue.tenant.stopped(self.now)
         self._num_running[ticket.lane] -= 1
 
     def _reorder(self, tenant: Tenant) -> None:
@@ -507,4 +532,6 @@ class Lanes:
         ahead = any(
             queue.counter > self._orders[track].level() for track, queue in tenant.queues.items()
         )
-        return ahead or (tenant.bucket is not None and not tenant.bucket.full(now))
+        # How long its requests run is not known of a new one.
+        measured = tenant.slots is not None and tenant.slots.has_history
+        return ahead or measured or (tenant.bucket is not None and not tenant.bucket.full(now))

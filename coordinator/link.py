@@ -67,10 +67,9 @@ class WorkerLink:
         self._num_bytes = 0
         self._first_seq = self._next_to_send = self._next_seq = 1
 
-    def open(self, stream: object, ack: int) -> None:
-        """A stream begins; sending goes on after what the worker has processed."""
+    def open(self, stream: object) -> None:
+        """A stream begins; sending goes on after what the worker has acknowledged."""
         self.stream = stream
-        self.acknowledge(ack)
         self._next_to_send = self._first_seq
         self._acknowledged = self.received
         self.wake.set()

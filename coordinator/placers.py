@@ -105,6 +105,21 @@ class Placers:
     def must_yield(self, worker: Worker) -> bool:
         return self.of(worker.revision).must_yield(worker.key)
 
+    # ---- What workers go on with, and nobody has come back for.
+
+    def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
+        """It takes so much there, until it is let go."""
+        self._router(worker).hold(key, worker.key, num_tokens)
+
+    def held_grows(self, key: RequestKey, revision: str, num_tokens: int) -> None:
+        router = self.of(revision).router
+        if router.outgrows(key, num_tokens):
+            router.grow(key, num_tokens)
+
+    def let_go(self, key: RequestKey, revision: str) -> None:
+        """Idempotent."""
+        self.of(revision).router.release(key)
+
     # ---- Requests, each on its revision; see Placer.
 
     def work_s(self, request: Request) -> float:

@@ -179,6 +179,14 @@ class Router:
         if session:
             self._session(session).decode = choice.worker
 
+    def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
+        """A worker goes on with an output of which nothing else is known."""
+        entry = self._loads.entries[worker]
+        entry.assign_decode(request_id, num_tokens)
+        entry.arrive(request_id)
+        self._decoding[request_id] = worker
+        self._loads.file(entry)
+
     def hold_up(self, choice: DecodeChoice, share: float) -> None:
         """The prompt is computed where its output will be, and is felt there; see WorkerLoad."""
         self._loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)

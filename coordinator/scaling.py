@@ -427,7 +427,10 @@ class Scaler:
         if problem := self.launches.problem(pool):
             wait_s = max(0.0, self.launches.not_before(pool) - now)
             reason += f"; {problem}"
-            reason += f"; tried again in {wait_s:.0f} s" if wait_s else "; tried again"
+            if decision.target > decision.current and wait_s:
+                reason += f"; tried again in {wait_s:.0f} s"
+            elif self.launches.num_starting(pool):
+                reason += "; tried again"
         if waiting := self.launches.waiting(pool):
             reason += f"; {waiting}"
         return replace(decision, reason=reason)

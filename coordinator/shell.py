@@ -223,6 +223,11 @@ class Shell:
         """
         if self._left is not None:
             raise self._left
+        link = self._links.get((hello.worker_id, hello.incarnation))
+        # A worker that never heard this generation's welcome has processed nothing of it.
+        if link is not None and hello.generation == self.generation:
+            # Before it is sent more: it may have as much as is kept for a worker.
+            link.acknowledge(hello.ack)
         self._refusal = None
         returns = hello.generation not in (0, self.generation)
         self.post(ev.WorkerAttached(hello, returns))
@@ -235,8 +240,7 @@ class Shell:
             refusal = self.core.workers.refusal(hello)
             assert refusal is not None
             raise refusal
-        # A worker that never heard this generation's welcome has processed nothing of it.
-        link.open(stream, hello.ack if hello.generation == self.generation else 0)
+        link.open(stream)
         return link
 
     def detach(self, link: WorkerLink, stream: object) -> None:

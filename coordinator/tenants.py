@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from baton.coordinator.fairness import Account, TokenBucket
-from baton.coordinator.lane_work import WaitingWork
 from baton.coordinator.request import Request, RequestKey
+from baton.coordinator.slots import Slots
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
@@ -70,14 +70,18 @@ def _order(ticket: Ticket) -> tuple[float, int]:
 
 
 class TenantQueue(Account):
-    """What one tenant has waiting in one track, and what it was served there."""
+    """What one tenant has waiting in one track, and what it was served there.
 
-    __slots__ = ("_fresh", "_returned", "tenant", "waiting")
+    Attributes:
+        work_us: of prefill, that waits; whole microseconds: sums of floats would drift.
+    """
+
+    __slots__ = ("_fresh", "_returned", "tenant", "work_us")
 
     def __init__(self, tenant: Tenant) -> None:
         super().__init__(tenant.config.weight)
         self.tenant = tenant
-        self.waiting = WaitingWork()
+        self.work_us = 0
         self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
         self._returned: list[Ticket] = []
 
@@ -107,13 +111,16 @@ class Tenant:
     Attributes:
         queues: by track, made when first used.
         bucket: None without a limit of its rate.
+        slots: None: as many of its requests may run as there are.
     """
 
-    __slots__ = ("bucket", "config", "name", "num_running", "queues")
+    __slots__ = ("bucket", "config", "name", "num_running", "queues", "slots")
 
     def __init__(self, name: str, config: TenantConfig, now: float) -> None:
         self.name, self.config = name, config
         self.num_running = 0
+        limit = config.max_concurrent
+        self.slots = Slots(limit, now) if limit is not None else None
         self.queues: dict[Track, TenantQueue] = {}
         self.bucket: TokenBucket | None = None
         if config.tokens_per_s is not None:
@@ -129,8 +136,19 @@ class Tenant:
     @property
     def can_run(self) -> bool:
         """Whether one more of its requests may be dispatched."""
-        limit = self.config.max_concurrent
-        return limit is None or self.num_running < limit
+        return self.slots is None or self.slots.num_free > 0
+
+    def started(self, now: float) -> None:
+        """One of its requests was dispatched."""
+        self.num_running += 1
+        if self.slots is not None:
+            self.slots.took(now)
+
+    def stopped(self, now: float) -> None:
+        """One that was dispatched ended, or waits again."""
+        self.num_running -= 1
+        if self.slots is not None:
+            self.slots.left(now)
 
     @property
     def idle(self) -> bool:
@@ -144,7 +162,7 @@ class Tenants:
         defaults: of tenants that are not named.
         named: by name.
         matters: whether an idle tenant must be remembered at that time: what it was served still
-            puts it behind others, or its rate is not full.
+            puts it behind others, its rate is not full, or waits for its slots are foreseen by it.
     """
 
     def __init__(
@@ -190,7 +208,11 @@ class Tenants:
                 del self._tenants[name]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when one is idle and not counted so, or the reverse."""
+        """Raises AssertionError when one is idle and not counted so, or a slot is lost."""
         idle = {name for name, tenant in self._tenants.items() if tenant.idle}
         assert idle == self._idle.keys()
         assert len(idle) <= _MAX_IDLE
+        for tenant in self._tenants.values():
+            limit = tenant.config.max_concurrent
+            if tenant.slots is not None and limit is not None:
+                assert tenant.slots.num_free == max(0, limit - tenant.num_running)

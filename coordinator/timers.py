@@ -24,6 +24,9 @@ class Timers(Generic[Key]):
     def __len__(self) -> int:
         return len(self._at)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._at
+
     def set(self, key: Key, at: float) -> None:
         if self._at.get(key) == at:
             return

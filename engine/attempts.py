@@ -95,6 +95,7 @@ class Attempt:
                 self.spec.prompt_token_ids, self.spec.sampling, self.spec.adapter
             ),
             tenant=self.spec.tenant,
+            num_prompt_tokens=len(self.spec.prompt_token_ids),
         )
 
     def report(self, output: EngineOutput) -> cluster_pb2.RequestOutput:

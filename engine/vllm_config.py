@@ -33,7 +33,15 @@ _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_
 _CPU_CACHE_BYTES = 2**30
 RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
 # What Baton sets itself; passing them through would break it.
-_OWN_ARGS = ("model", "tokenizer", "kv_transfer_config", "data_parallel_size", "served_model_name")
+_OWN_ARGS = (
+    "model",
+    "tokenizer",
+    "kv_transfer_config",
+    "data_parallel_size",
+    "served_model_name",
+    "scheduling_policy",
+    "worker_extension_cls",
+)
 
 
 class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]

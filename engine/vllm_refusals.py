@@ -25,13 +25,22 @@ _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_sp
 
 
 def refuse_settings(engine_args: Mapping[str, Any]) -> None:
-    """Raises EngineDead: an argument that spreads the cache over more than Baton hands over."""
+    """Refuses what spreads the cache over more than Baton hands over, or schedules otherwise.
+
+    Raises:
+        EngineDead: naming the argument, its value, and what to do.
+    """
     for name, why in _ONE_ONLY.items():
         if (size := engine_args.get(name, 1)) != 1:
             raise EngineDead(
                 f"engine_args.{name}: is {size}; Baton supports 1, because {why}: leave it out, "
                 "or serve the model with plain vLLM"
             )
+    if (scheduler := engine_args.get("scheduler_cls")) is not None:
+        raise EngineDead(
+            f"engine_args.scheduler_cls: is {scheduler!r}; Baton supports vLLM's own, because "
+            "handoffs are loaded and sent by what it does in each step: leave it out"
+        )
 
 
 def refuse_model(model: Any) -> None:

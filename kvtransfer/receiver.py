@@ -21,6 +21,7 @@ from baton.kvtransfer.frames import Frame, FrameKind, Totals, copy, position_dig
 from baton.kvtransfer.handoff_table import HandoffTable
 from baton.kvtransfer.layout import KvLayout, mismatch
 from baton.kvtransfer.receiving import (
+    LONG_HELD_S,
     SENDER_AT_WORK,
     Changed,
     Choice,
@@ -521,7 +522,9 @@ class Receiver:
         return num_frames <= self._limits.max_frames_ahead
 
     def _grant_all(self, handoff: Handoff, now: float) -> None:
-        handoff.deadline = now + self._limits.commit_ttl_s
+        # Until then nobody says when the load begins.
+        for_a_load_s = LONG_HELD_S + self._limits.claim_timeout_s
+        handoff.deadline = now + max(self._limits.commit_ttl_s, for_a_load_s)
         self._table.advance(handoff, _S.CLAIMED, quiet=True)
         grants = tuple(
             self._grant(handoff, rank, _in_order(part.frames))

@@ -28,6 +28,9 @@ class ReceiveState(Enum):
     INTERRUPTED = pb.HANDOFF_STATE_INTERRUPTED
 
 
+# A load that begins so long after its commit says so, lest the commit expires under it. Most begin
+# at once, and wake nobody.
+LONG_HELD_S = 1.0
 _S = ReceiveState
 # To the same state, or back: a newer epoch.
 TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
@@ -82,7 +85,8 @@ class ReceiverLimits:
     Attributes:
         max_wait_s: for room, whatever a sender is willing to wait.
         idle_timeout_s: RECEIVING without a frame.
-        commit_ttl_s: COMMITTED without a claim.
+        commit_ttl_s: COMMITTED without a claim; CLAIMED ahead, if that is not too short for a load
+            that begins within LONG_HELD_S.
         claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does,
             and from when the scheduler says that its load begins, if that is longer.
         retry_timeout_s: INTERRUPTED, until the next epoch is opened.

@@ -13,6 +13,7 @@ from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads
 from baton.kvtransfer.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
+from baton.kvtransfer.receiving import LONG_HELD_S
 from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.v1 import kv_transfer_pb2
 
@@ -33,9 +34,6 @@ _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-# A load that begins so long after its commit says so, lest the commit expires under it. Most begin
-# at once, and wake nobody.
-_LONG_HELD_S = 1.0
 # Of SchedulerStats.kv_connector_stats: this engine has lost its transfer service for good.
 CUT_OFF = "baton_cut_off"
 # In place of tokens that are not known yet.
@@ -329,7 +327,7 @@ class SchedulerHalf:
 
     def _begin_claimed(self, handoff_id: bytes, commit: _Commit) -> None:
         """The ranks load what was claimed ahead for them."""
-        if time.monotonic() - commit.heard_at >= _LONG_HELD_S:
+        if time.monotonic() - commit.heard_at >= LONG_HELD_S:
             self._port.claim_ahead(handoff_id)
 
     def distrust(self, invalid_block_ids: set[int]) -> set[int]:

@@ -154,7 +154,7 @@ def locked(path: str) -> Iterator[None]:
         OSError: its directory cannot be opened.
     """
     # Of the directory: the file itself is replaced, and nothing is to be left beside it.
-    directory = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(Path(path).resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         until = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
@@ -173,22 +173,33 @@ def locked(path: str) -> Iterator[None]:
 
 
 def write(path: str, keys: list[ApiKey]) -> None:
-    """Replaces the file; a new one only its owner can read.
+    """Replaces the file, where a link leads to; a new one only its owner can read.
 
     One that is there keeps its owner and its mode: whoever reads it still has to be able to.
+
+    Raises:
+        ConfigError: it is no file but something else, such as a device.
+        OSError: it cannot be written.
     """
+    file = Path(path).resolve()
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{path}: is not a regular file")
     kept = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
     text = yaml.safe_dump({"keys": kept}, sort_keys=False)
-    beside = Path(f"{path}.new")
+    beside = Path(f"{file}.new")
     beside.unlink(missing_ok=True)
-    beside.touch(mode=0o600)
-    beside.write_text(text, encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError):
-        before = os.stat(path)
-        with contextlib.suppress(PermissionError):
-            os.chown(beside, before.st_uid, before.st_gid)
-        beside.chmod(before.st_mode & 0o777)
-    beside.replace(path)
+    try:
+        beside.touch(mode=0o600)
+        beside.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):
+            before = file.stat()
+            with contextlib.suppress(PermissionError):
+                os.chown(beside, before.st_uid, before.st_gid)
+            beside.chmod(before.st_mode & 0o777)
+        beside.replace(file)
+    finally:
+        # Of a disk that is full: it is not to be taken for the keys.
+        beside.unlink(missing_ok=True)
 
 
 def _explain(error: ValidationError) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names of tenants, requests and revisions, and help with names that nothing is called."""
+"""Names of tenants, requests, revisions and workers, and help with names that nothing is called."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 FIRST_REVISION = "1"
 REVISION_NAMES = "1 to 64 characters of [A-Za-z0-9._-]"
 _REVISION = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+# Hosts' and pods' names are among them.
+WORKER_NAMES = "1 to 128 characters of [A-Za-z0-9._:/-]"
+_WORKER = re.compile(r"[A-Za-z0-9._:/-]{1,128}", re.ASCII)
 
 
 def is_tenant(name: str) -> bool:
@@ -39,6 +43,11 @@ def request_name_parts(name: str) -> tuple[str, str]:
 def is_revision(name: str) -> bool:
     """Whether a revision may be called that."""
     return _REVISION.fullmatch(name) is not None
+
+
+def is_worker(name: str) -> bool:
+    """Whether a worker may be called that."""
+    return _WORKER.fullmatch(name) is not None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -12,6 +12,9 @@ PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
 # What is told in messages, whose numbers have 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
+# Of one pool; the most is far beyond what one coordinator serves.
+NumWorkers = Annotated[int, Field(ge=0, le=10_000)]
+
 
 class Section(BaseModel):
     """A part of the configuration; unknown keys are errors.

@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ResultError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ResultError(f"{path}: cannot be read: it is no text in UTF-8") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultError(f"{path}: not JSON: {error}") from None
     for key in _LATENCIES:
         if not isinstance(found, dict) or not isinstance(found.get(key), dict):

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 # Of Mooncake's hash_ids.
 MOONCAKE_BLOCK_TOKENS = 512
 _MAX_BLOCK_ID = 2**31
+# Of all requests of a trace, each with its own; what is kept of them takes some hundred MB.
+_MAX_BLOCKS = 2**23
 _APART_S = 10.0
 _OF_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _OF_MOONCAKE = ("timestamp_ms", "input_tokens", "output_tokens", "block_ids")
@@ -96,30 +98,39 @@ def _csv(text: str, path: Path) -> Iterator[Arrival]:
     if columns >= set(_OF_AZURE):
         return _azure(rows, path)
     if columns >= set(_OF_MOONCAKE):
-        return _mooncake([_unfolded(path, number, row) for number, row in enumerate(rows, 1)], path)
+        return _mooncake(list(_unfolded(path, rows)), path)
     raise TraceError(
         f"{path}: neither JSON nor a CSV with the columns {', '.join(_OF_AZURE)}, or "
         f"{', '.join(_OF_MOONCAKE)}; its first line is {(lines or [''])[0][:60]!r}"
     )
 
 
-def _unfolded(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:
-    """A row of Mooncake's trace with runs of hash_ids as ranges: a fraction of the size."""
-    try:
-        at_ms = float(row["timestamp_ms"])
-        runs = [run.partition("-") for run in row["block_ids"].split()]
-        ranges = [range(int(first), int(last or first) + 1) for first, _, last in runs]
-    except ValueError:
-        raise TraceError(
-            f"{path}: request {number}: timestamp_ms is {row['timestamp_ms']!r:.60}, block_ids are "
-            f"{row['block_ids']!r:.60}; must be a number, and numbers or ranges such as 3-7"
-        ) from None
-    return {
-        "timestamp": at_ms,
-        "input_length": row["input_tokens"],
-        "output_length": row["output_tokens"],
-        "hash_ids": [one for each in ranges for one in each],
-    }
+def _unfolded(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Mooncake's trace with runs of hash_ids as ranges: a fraction of the size."""
+    num_blocks = 0
+    for number, row in enumerate(rows, start=1):
+        try:
+            at_ms = float(row["timestamp_ms"])
+            runs = [run.partition("-") for run in row["block_ids"].split()]
+            ranges = [(int(first), int(last or first)) for first, _, last in runs]
+        except ValueError:
+            raise TraceError(
+                f"{path}: request {number}: timestamp_ms is {row['timestamp_ms']!r:.60}, block_ids "
+                f"are {row['block_ids']!r:.60}; must be a number, and numbers or ranges such as 3-7"
+            ) from None
+        for first, last in ranges:
+            num_blocks += last - first + 1
+            if first > last or num_blocks > _MAX_BLOCKS:
+                raise TraceError(
+                    f"{path}: request {number}: block_ids have {first}-{last}; must be the "
+                    f"lower one first, and at most {_MAX_BLOCKS} blocks in the whole trace"
+                )
+        yield {
+            "timestamp": at_ms,
+            "input_length": row["input_tokens"],
+            "output_length": row["output_tokens"],
+            "hash_ids": [one for first, last in ranges for one in range(first, last + 1)],
+        }
 
 
 def _azure(rows: Iterable[dict[str, str]], path: Path) -> Iterator[Arrival]:

@@ -72,6 +72,8 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
             raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: cannot be read: it is no text in UTF-8") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: is nested too deeply") from None
         except (yaml.YAMLError, ValueError) as error:
             # ValueError: of a date that is none.
             raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

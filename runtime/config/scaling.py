@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from baton.runtime.section import Count, PositiveInt, PositiveSeconds, Section
+from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSeconds, Section
 
 
 class TargetsConfig(Section):
@@ -32,8 +32,8 @@ class LaneTargetsConfig(Section):
 class PoolLimitsConfig(Section):
     """How many workers a pool may have."""
 
-    min_workers: int = Field(1, ge=0, description="0: an idle pool may end its last")
-    max_workers: Count = Field(16, description="of a pool sized by load or by hand")
+    min_workers: NumWorkers = Field(1, description="0: an idle pool may end its last")
+    max_workers: NumWorkers = Field(16, ge=1, description="of a pool sized by load or by hand")
 
     @model_validator(mode="after")
     def _are_ordered(self) -> PoolLimitsConfig:

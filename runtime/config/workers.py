@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
-from baton.runtime.section import Count, PositiveInt, PositiveSeconds, Section
+from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSeconds, Section
 
 
 class PoolConfig(Section):
     """One pool's workers."""
 
-    workers: int = Field(1, ge=0, description="that baton up starts")
+    workers: NumWorkers = Field(1, description="that baton up starts")
     max_requests_per_worker: PositiveInt = Field(
         256, description="dispatched to one worker at a time"
     )

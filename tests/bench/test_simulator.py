@@ -367,6 +367,9 @@ UNFOLDED = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
         (f"{UNFOLDED}soon,1,1,0\n", "timestamp_ms is 'soon'"),
         (f"{UNFOLDED}0,1,1,a-b\n", "block_ids are 'a-b'"),
         (f"{UNFOLDED}0,{'9' * 200_000},1,0\n", "not a CSV"),
+        (f"{UNFOLDED}0,1,1,0-2147483647\n", "request 1: block_ids have 0-2147483647; .* at most"),
+        (f"{UNFOLDED}" + "0,1,1,0-999999\n" * 9, "request 9: block_ids have 0-999999; .* at most"),
+        (f"{UNFOLDED}0,1,1,7-3\n", "block_ids have 7-3; must be the lower one first"),
     ],
 )
 def test_a_wrong_trace_is_refused_in_words(tmp_path, text, said):

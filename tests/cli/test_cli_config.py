@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_a_model_where_one_stands_has_its_directorys_name(tmp_path, monkeypatch)
     assert BatonConfig(model="..").model_name == tmp_path.name
 
 
+def test_what_is_nested_too_deeply_to_be_read_is_refused(baton):
+    checked = baton("config", "check", "-", stdin=f"a: {5000 * '['}")
+    assert (checked.code, checked.err) == (2, "baton: -: is nested too deeply\n")
+    with pytest.raises(typer.BadParameter, match="value is not YAML"):
+        options.parse_engine_args([f"x={5000 * '['}"])
+
+
 def test_every_wrong_key_has_its_line(baton):
     checked = baton("config", "check", "-", stdin="modle: x\ndecode: {worker: 1}\n")
     assert len(checked.err.splitlines()) == 2
@@ -152,6 +160,14 @@ def test_options_lie_over_the_file(tmp_path):
     assert (config.model, config.engine_args) == ("b", {"x": 3, "y": 2})
     assert (config.prefill.workers, config.decode.workers) == (4, 2)
     assert config.coordinator.listen == "127.0.0.1:0"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """As /dev/null, which is one no more once root has had a file take its place."""
+    os.mkfifo(pipe := tmp_path / "out")
+    options.check_writable(pipe, "--out")
+    with pytest.raises(typer.BadParameter, match="is not a regular file"):
+        options.check_writable(pipe, "--out", replaced=True)
 
 
 @pytest.mark.parametrize("writable", ["file", "directory"])

@@ -84,7 +84,17 @@ def test_wrong_usage_is_exit_2(baton, arguments):
 def test_a_value_that_no_request_can_hold(baton, unused_address):
     result = baton("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
     assert result.code == 2
-    assert "sampling.max_tokens is -5" in one_line(result)
+    assert "sampling.max_tokens is -5; must be 0 to 4294967295" in one_line(result)
+    result = baton("generate", "hi", "--timeout", "1e300", "--address", unused_address)
+    assert result.code == 2
+    assert "timeout_s is 1e+300; must be a positive number of seconds" in one_line(result)
+
+
+def test_a_name_that_no_worker_has(baton):
+    worker = ("worker", "--role", "prefill", "--coordinator", "127.0.0.1:1")
+    result = baton(*worker, "--worker-id", "w\n1")
+    assert result.code == 2
+    assert r"--worker-id: is 'w\n1'; must be 1 to 128 characters of" in one_line(result)
 
 
 def test_a_prompt_that_is_no_text(baton, unused_address):
@@ -103,6 +113,7 @@ def test_a_prompt_that_is_no_text(baton, unused_address):
         ("rollout", "start", "--revision", "r", "--share", "5%", "--prefill", str(2**32)),
         ("keys", "add", "keys.yaml", "--name", "n", "--days", "99999999"),
         ("certs", "certs", "--days", "99999999"),
+        ("bench", "--concurrency", "99999999999"),
     ],
 )
 def test_a_number_that_nothing_can_hold(baton, unused_address, arguments):

@@ -209,6 +209,48 @@ def test_nobody_comes_back(restarted, out):
     assert restarted.world.core.num_requests == 0
 
 
+@pytest.mark.parametrize("end", ["expires", "finishes", "fails", "is lost"])
+def test_what_nobody_has_come_back_for_takes_its_room_until_it_ends(restarted, out, end):
+    world = restarted.world
+    restarted.comes_back(running(num_prompt_tokens=1000))
+    entry = world.core.placer.load(world.core.workers.by_id("d"))
+    num_free = entry.free_tokens
+    assert num_free <= 65536 - 1005
+    assert entry.num_decodes == 1
+    # Whatever the worker says meanwhile that it has.
+    world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport(kv_tokens_used=1005)))
+    assert entry.free_tokens == num_free
+    restarted.goes_on(out, 5, 7)
+    assert entry.free_tokens <= 65536 - 1007
+    # It says the same again over another stream.
+    restarted.comes_back(running(7, num_prompt_tokens=1000))
+    assert entry.num_decodes == 1
+    if end == "expires":
+        world.after(11)
+    elif end == "finishes":
+        restarted.goes_on(out, 7, 8, finish=LENGTH)
+    elif end == "fails":
+        failed = cluster_pb2.RequestOutput(request_id="r1", attempt=3)
+        failed.failed.message = "no"
+        world.step("d", failed)
+    else:
+        world.handle(ev.WorkerLost("d", "was killed"))
+        world.attach("d", DECODE, 2)
+        entry = world.core.placer.load(world.core.workers.by_id("d"))
+    world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport()))
+    assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
+
+
+def test_who_comes_back_takes_its_room_over(restarted, out):
+    world = restarted.world
+    restarted.comes_back(running(num_prompt_tokens=20))
+    restarted.resumes()
+    entry = world.core.placer.load(world.core.workers.by_id("d"))
+    assert entry.num_decodes == 1
+    restarted.goes_on(out, 5, 8, finish=LENGTH)
+    assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
+
+
 def begun_anew(restarted, out, state=RequestState.PREFILLING):
     """Resumed before its worker is back, and begun anew by workers p and d2, up to this state."""
     world = restarted.world

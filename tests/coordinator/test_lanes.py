@@ -20,6 +20,7 @@ from baton.coordinator import events as ev
 from baton.coordinator import tenants as tenants_module
 from baton.coordinator.lanes import LANES, Lanes
 from baton.coordinator.request import Request, StreamKey, Submission
+from baton.runtime import errors
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2
 
@@ -366,3 +367,61 @@ def test_what_workers_report_decides_who_is_next(
     world.step("d", out("a/r1", [7] * num_output, offset=1))
     world.step("p", out("b/r3", [7], finish=STOP, timings={"num_cached_tokens": num_cached}))
     assert world.commands["p"][-1].spec.request_id == expected
+
+
+@pytest.fixture
+def limited(new_world, out):
+    """A request of 60 tokens of 70 that its tenant may have at once; it has two of output."""
+    rate = TenantConfig(tokens_per_s=0.001, burst_tokens=70)
+    patience = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
+    world = new_world(tenant_defaults=rate, **patience).pair()
+    # Nobody comes back from an earlier coordinator any more.
+    world.after(10.0)
+    world.to = world.submit(num_prompt=20, sampling={"max_tokens": 40})
+    world.step("p", out("r1", [7]))
+    world.step("d", out("r1", [8], 1))
+    return world
+
+
+def resume(world, known=(7, 8), **changes):
+    fields = {"request_id": "r1", "num_prompt": 20, "sampling": {"max_tokens": 40}, **changes}
+    return world.submit(2, known_token_ids=known, **fields)
+
+
+def test_a_stream_that_was_accepted_goes_on_over_another_connection_whatever_its_rate(limited):
+    again = resume(limited)
+    assert limited.kinds(again) == ["Accepted"]
+    assert limited.kinds(limited.to)[-1] == "Failed"
+    assert limited.last(limited.to).error.code == errors.Aborted("").code
+
+
+def test_so_it_does_when_its_session_was_lost_before(limited):
+    limited.handle(ev.SessionLost(1))
+    assert limited.kinds(resume(limited)) == ["Accepted"]
+    limited.handle(ev.SessionLost(2))
+    # It never had so much, nor is it another.
+    assert limited.last(resume(limited, known=(7, 8, 9))).error.reason == "TENANT_RATE"
+    assert limited.last(resume(limited, request_id="r9")).error.reason == "TENANT_RATE"
+
+
+def test_so_do_all_that_come_back_to_a_restarted_coordinator(new_world):
+    world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100))
+    streams = [resume(world, request_id=f"r{number}") for number in range(3)]
+    assert [world.kinds(to) for to in streams] == [["Accepted"]] * 3
+    assert world.last(world.submit(num_prompt=10)).error.reason == "TENANT_RATE"
+
+
+def test_a_stream_takes_the_place_of_its_older_self_where_there_is_no_other(new_world, out):
+    world = new_world(max_running_requests=1).pair()
+    world.submit(num_prompt=20, sampling={"max_tokens": 40})
+    world.step("p", out("r1", [7]))
+    assert world.kinds(resume(world, known=(7,))) == ["Accepted"]
+    assert world.last(world.submit()).error.reason == "TOO_MANY_REQUESTS"
+
+
+def test_who_cannot_be_resumed_is_left_as_it_was(limited, out):
+    limited.handle(ev.AdmissionClosed(restarts=True))
+    assert limited.kinds(resume(limited)) == ["Failed"]
+    limited.step("d", out("r1", [9], 2, finish=STOP))
+    assert limited.tokens(limited.to) == [7, 8, 9]
+    assert limited.kinds(limited.to)[-1] == "Finished"

@@ -78,6 +78,24 @@ def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
     assert made.core.stats.num_failed_starts == 8
 
 
+def test_nothing_is_said_to_be_tried_again_that_nobody_wants(launched):
+    made = launched()
+    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.wait(1)
+    for _ in range(4):
+        worker_id = made.started[-1]
+        made.world.handle(ev.WorkerExited(worker_id, "exited with code 1", "no such weights"))
+        made.wait(1)
+        while made.started[-1] == worker_id:
+            assert "no such weights; tried again in " in made.reason(PREFILL)
+            made.wait(1)
+    made.wait(1)
+    assert made.reason(PREFILL).endswith("no such weights; tried again")
+    made.world.handle(ev.ScaleAsked(PREFILL, 1))
+    made.wait(1)
+    assert made.reason(PREFILL).endswith("no such weights")
+
+
 def test_workers_that_wait_for_room_are_told_of_until_they_have_it(launched):
     made = launched()
     made.world.handle(ev.ScaleAsked(DECODE, 3))

@@ -61,7 +61,8 @@ async def test_first_message_must_be_hello(channel):
 
 
 async def test_hello_is_checked(channel, say_hello):
-    for name, value in (("worker_id", ""), ("incarnation", 0), ("role", 7), ("kv_address", "")):
+    wrong = ("worker_id", ""), ("worker_id", "w\n1"), ("worker_id", "w\x1b[2J")
+    for name, value in (*wrong, ("incarnation", 0), ("role", 7), ("kv_address", "")):
         hello = say_hello("p", PREFILL, **{name: value})
         code, details = await first_status(channel, cluster_pb2.WorkerMessage(hello=hello))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -246,6 +247,31 @@ async def test_a_worker_that_is_sent_too_much_as_it_attaches_is_fenced(
         assert details == "worker p is fenced: this incarnation acknowledges nothing it is sent"
         assert coordinator.shell.core.workers.by_id("p") is None
         call.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await coordinator.shell.idle()
+
+
+async def test_what_a_worker_acknowledges_as_it_attaches_makes_room_for_what_it_is_sent(
+    coordinator, channel, say_hello, monkeypatch
+):
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    async with attached(coordinator.address, *hellos, auto=False) as (p, d):
+        first = inference.Generate(generate())
+        await p.command("prefill")
+        await d.load()
+        await p.disconnect()
+        async with asyncio.timeout(WAIT_S):
+            while coordinator.shell.core.workers.by_id("p").connected:
+                await asyncio.sleep(0.01)
+        second = inference.Generate(generate())
+        assert (await second.read()).HasField("accepted")
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_link, "_MAX_KEPT_MESSAGES", 1)
+            await p.connect()
+            await p.command("prefill")
+        for call in (first, second):
+            call.cancel()
         async with asyncio.timeout(WAIT_S):
             await coordinator.shell.idle()
 

@@ -434,6 +434,25 @@ async def test_resume_continues_after_received_tokens(pair, inference):
         assert decode.spec.known_text_chars == 2
 
 
+async def test_a_stream_that_is_resumed_takes_its_own_place_of_a_full_coordinator(
+    coordinator_config,
+):
+    config = coordinator_config(max_running_requests=1, lanes={"interactive": {"max_queued": 1}})
+    async with Coordinator(config) as coordinator, rpc.channel(coordinator.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        call = inference.Generate(generate(request_id="a"), timeout=WAIT_S)
+        assert (await call.read()).HasField("accepted")
+        request = generate(request_id="a")
+        request.resume.token_ids.extend([0, 7])
+        resumed = inference.Generate(request, timeout=WAIT_S)
+        assert (await resumed.read()).HasField("accepted")
+        assert await call.code() is grpc.StatusCode.ABORTED
+        request.request_id = "b"
+        other = inference.Generate(request, timeout=WAIT_S)
+        assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        resumed.cancel()
+
+
 async def test_a_stream_that_another_connection_has_taken_over_ends(coordinator, inference):
     """It is told of, and holds nothing up: neither a single call nor a session."""
     client, waiting = Client(inference), generate(request_id="a")

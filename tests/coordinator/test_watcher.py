@@ -7,12 +7,15 @@ import socket
 
 import pytest
 
+from baton.client import AdminClient
 from baton.client.errors import NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
 from baton.coordinator.admin import AdminService
 from baton.coordinator.server import Coordinator
+from baton.v1 import admin_pb2, common_pb2
 
 WAIT_S = 30.0
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
 @pytest.fixture
@@ -46,6 +49,23 @@ async def test_another_is_found_when_it_leaves(coordinator, coordinator_config):
     await watcher.aclose()
     assert (await watcher.look()).address == coordinator.address
     await watcher.aclose()
+
+
+async def test_only_decisions_that_change_a_size_are_shown(coordinator, monkeypatch):
+    sizes = [(PREFILL, 9, (2, 2)), (PREFILL, 3, (1, 2)), (DECODE, 8, (1, 1)), (DECODE, 5, (2, 1))]
+
+    async def decisions(admin, limit=0):
+        made = []
+        for role, seconds, (before, after) in sizes:
+            one = admin_pb2.ScalingDecision(role=role, from_workers=before, to_workers=after)
+            one.at.FromSeconds(seconds)
+            made.append(one)
+        return made[: limit or None]
+
+    monkeypatch.setattr(AdminClient, "list_decisions", decisions)
+    async with Watcher([coordinator.address]) as watcher:
+        found = (await watcher.look()).decisions
+    assert [(one.role, one.at.seconds) for one in found] == [(DECODE, 5), (PREFILL, 3)]
 
 
 async def test_when_nobody_answers_it_says_so(nobody):

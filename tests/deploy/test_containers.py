@@ -119,6 +119,22 @@ def test_an_image_runs_as_nobody_and_says_how_it_is(path, name):
         compile(command[2], "healthcheck", "exec")
 
 
+@pytest.mark.parametrize(("path", "name"), FINAL)
+def test_an_image_has_what_any_configuration_of_its_processes_needs(path, name):
+    """`http`, `security` and `tracing` name sections, which may be filled in once it is built."""
+    text = " ".join(rest for _, rest in stages(path)[name])
+    pins = "".join(
+        (ROOT / file).read_text() for file in set(re.findall(r"requirements/[\w-]+\.txt", text))
+    )
+    # Where the files are constraints, extras are what is installed.
+    extras = [one.split(",") for one in re.findall(r"whl\)\[([\w,]+)\]", text)]
+    for extra in ("http", "security", "tracing"):
+        assert all(extra in one for one in extras)
+        for requirement in PROJECT["optional-dependencies"][extra]:
+            package = re.split("[<>=]", requirement)[0]
+            assert re.search(rf"^{package}==", pins, re.MULTILINE), package
+
+
 def test_the_control_image_has_no_torch():
     text = " ".join(rest for _, rest in stages(DEPLOY / "docker" / "Dockerfile")["control"])
     files = re.findall(r"requirements/\S+\.txt", text)

@@ -89,6 +89,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
     "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
     "nnodes": ("llama", {"nnodes": 2}),
+    "scheduler_cls": ("llama", {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
+    "scheduling_policy": ("llama", {"scheduling_policy": "fcfs"}),
+    "worker_extension_cls": ("llama", {"worker_extension_cls": "somebodys.Extension"}),
     "kv_cache_dtype": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
     "ngram": ("llama", {"speculative_config": NGRAM}),
     "draft_model": (
@@ -187,6 +190,17 @@ def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
 )
 def test_settings_that_spread_the_cache(said: dict[str, str], name: str) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
+
+
+def test_another_scheduler(said: dict[str, str]) -> None:
+    assert said["scheduler_cls"].startswith(
+        "engine_args.scheduler_cls: is 'vllm.v1.core.sched.scheduler.Scheduler'; Baton supports "
+    )
+
+
+@pytest.mark.parametrize("name", ["scheduling_policy", "worker_extension_cls"])
+def test_what_baton_sets(said: dict[str, str], name: str) -> None:
+    assert said[name] == f"engine_args.{name}: is set by Baton and cannot be passed through"
 
 
 def test_a_cache_of_another_type_than_the_model(said: dict[str, str]) -> None:

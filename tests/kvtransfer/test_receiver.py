@@ -15,6 +15,7 @@ from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import (
+    LONG_HELD_S,
     TRANSITIONS,
     Changed,
     Grant,
@@ -595,6 +596,18 @@ def test_what_is_claimed_ahead_and_never_read_expires(harness):
     harness.deliver(1, open_message(IDS[0], 1, 2))
     harness.send_all(1, IDS[0], 1, 2)
     harness.tick(LIMITS.commit_ttl_s)
+    harness.assert_empty()
+
+
+def test_what_is_claimed_ahead_lasts_for_a_load_however_soon_commits_expire():
+    """A load that begins at once says nothing: it is read until it is released."""
+    harness = Harness(limits=replace(LIMITS, commit_ttl_s=0.5))
+    harness.receiver.claim_ahead(IDS[0], harness.now)
+    harness.deliver(1, open_message(IDS[0], 1, 2))
+    harness.send_all(1, IDS[0], 1, 2)
+    harness.tick(LONG_HELD_S + LIMITS.claim_timeout_s - 0.1)
+    assert harness.states[IDS[0]] is ReceiveState.CLAIMED
+    harness.tick(0.1)
     harness.assert_empty()
 
 

@@ -21,6 +21,14 @@ def test_times_that_cannot_work(section, values, reason):
         parse({section: values}, "test")
 
 
+@pytest.mark.parametrize(
+    "section", [{"prefill": {"workers": 10**12}}, {"scaling": {"decode": {"max_workers": 10**9}}}]
+)
+def test_a_pool_has_no_more_workers_than_a_coordinator_can_name(section):
+    with pytest.raises(ConfigError, match=r"workers: is 10+; must be less than or equal to 10000"):
+        parse(section, "test")
+
+
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "http://h", "ftp://h:1", "http://h:1/v1"])
 def test_an_endpoint_of_spans_is_a_url_with_a_port(endpoint):
     with pytest.raises(

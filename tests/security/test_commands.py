@@ -206,6 +206,36 @@ def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
     assert api_keys.read(str(file)) == {}
 
 
+def test_a_file_of_keys_stays_where_its_link_leads(tmp_path):
+    (link := tmp_path / "keys.yaml").symlink_to("kept.yaml")
+    key, entry = api_keys.make("one", tenant="a")
+    api_keys.write(str(link), [entry])
+    assert link.is_symlink()
+    assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].fits(key)
+
+
+def test_nothing_is_left_of_keys_that_do_not_fit_on_the_disk(tmp_path):
+    program = (
+        "import resource; from baton.runtime import api_keys; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "api_keys.write('keys.yaml', [])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S
+    )
+    assert b"File too large" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
+    """As /dev/null, which root may replace."""
+    os.mkfifo(pipe := tmp_path / "keys.yaml")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        api_keys.write(str(pipe), [])
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -225,6 +255,21 @@ def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, mess
     result = CliRunner().invoke(app, [*options, "pools", "--address", "127.0.0.1:1"])
     assert message in str(result.exception)
     assert connection.current() == connection.Connection(), "options outlived their command"
+
+
+def test_a_key_is_given_once_and_an_option_goes_before_a_variable(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from baton.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATON_API_KEY", "one")
+    ask = ["pools", "--address", "127.0.0.1:1"]
+    by_option = CliRunner().invoke(app, ["--api-key-file", "nowhere", *ask])
+    assert "--api-key-file: nowhere cannot be read" in str(by_option.exception)
+    monkeypatch.setenv("BATON_API_KEY_FILE", "other")
+    both = CliRunner().invoke(app, ask)
+    assert "BATON_API_KEY and BATON_API_KEY_FILE are both set" in str(both.exception)
 
 
 def test_keys_that_are_added_at_once_are_all_there(tmp_path, monkeypatch):

@@ -404,6 +404,7 @@ class RunningRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -417,6 +418,8 @@ class RunningRequest(_message.Message):
     digest: _builtins.int
     """xxh3_64 of prompt, sampling and adapter: a client that comes back must want the same."""
     tenant: _builtins.str
+    num_prompt_tokens: _builtins.int
+    """With its output so far, what it takes of the KV cache here."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole output so far, tokens known at its dispatch included."""
@@ -439,10 +442,11 @@ class RunningRequest(_message.Message):
         digest: _builtins.int = ...,
         finished: Global___WorkerFinished | None = ...,
         tenant: _builtins.str = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decoding", b"decoding", "digest", b"digest", "finished", b"finished", "last_text", b"last_text", "next_offset", b"next_offset", "num_prompt_tokens", b"num_prompt_tokens", "num_text_chars", b"num_text_chars", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
