@@ -25,7 +25,6 @@ import psutil
 import vllm
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -33,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
     CacheChange,
@@ -58,9 +57,10 @@ from baton.engine.vllm_config import (
     layout_of,
 )
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests, revision_of
 from baton.engine.vllm_refusals import refuse_speculation
-from baton.engine.vllm_request import logprobs, sampling_params, transfer_params
+from baton.engine.vllm_request import sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
@@ -74,7 +74,6 @@ from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
@@ -86,33 +85,6 @@ _TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 @dataclasses.dataclass(slots=True)
-class _Live:
-    """A request inside vLLM.
-
-    Attributes:
-        internal_id: what vLLM calls it; never used twice, unlike the request's own id.
-        num_dropped: forced tokens that vLLM will still report, known to everyone already.
-        num_swallowed: characters of text that vLLM will still report, known likewise.
-        pending_text: text that became final with the known tokens but was not sent with them.
-        num_early_tokens: of the prompt, loaded from the handoff before it ran.
-        cut: the prompt is computed, the first token is out, and the request would go on.
-    """
-
-    request: EngineRequest
-    internal_id: str
-    submitted_at: float
-    num_dropped: int = 0
-    num_swallowed: int = 0
-    pending_text: str = ""
-    scheduled_at: float | None = None
-    prefill_stats: PrefillStats | None = None
-    num_early_tokens: int = 0
-    reported: bool = False
-    cut: bool = False
-    retried: bool = False
-
-
-@dataclasses.dataclass(slots=True)
 class _Announced:
     """A request inside vLLM that waits for its last known tokens.
 
@@ -121,7 +93,7 @@ class _Announced:
         is_over: vLLM has ended it by itself: nobody waits for anything any more.
     """
 
-    live: _Live
+    live: LiveRequest
     num_coming_tokens: int
     shown: EngineCoreRequest
     run: EngineCoreRequest
@@ -152,8 +124,8 @@ class VllmEngine:
         self._model, self._served_name = model, served_name
         self._engine_args, self._transfer_socket = engine_args, transfer_socket
         self._traces = Path(transfer_socket).parent / "traces"
-        self._live: dict[str, _Live] = {}
-        self._by_internal_id: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._by_internal_id: dict[str, LiveRequest] = {}
         self._announced: dict[str, _Announced] = {}
         self._num_submitted = 0
         self._counter = itertools.count(1)
@@ -290,13 +262,13 @@ class VllmEngine:
         self._replay(live, announced.run)
         self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
 
-    def _new_live(self, request: EngineRequest) -> _Live:
-        return _Live(request, self._new_internal_id(request), submitted_at=time.monotonic())
+    def _new_live(self, request: EngineRequest) -> LiveRequest:
+        return LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
 
     def _new_internal_id(self, request: EngineRequest) -> str:
         return f"{request.request_id}#{next(self._counter)}"
 
-    async def _submit(self, live: _Live) -> None:
+    async def _submit(self, live: LiveRequest) -> None:
         request = live.request
         try:
             shown, run = self._engine_core_requests(live)
@@ -323,7 +295,7 @@ class VllmEngine:
         return self._notes.note(self._num_submitted, handoff_id, token_ids)
 
     def _engine_core_requests(
-        self, live: _Live, num_coming_tokens: int | None = None
+        self, live: LiveRequest, num_coming_tokens: int | None = None
     ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
         """The request as its reader sees it, and as the engine core runs it.
 
@@ -378,7 +350,7 @@ class VllmEngine:
             raise ValueError(f"adapter {adapter!r} is not loaded here; loaded: {loaded}")
         return found
 
-    def _replay(self, live: _Live, run: EngineCoreRequest) -> None:
+    def _replay(self, live: LiveRequest, run: EngineCoreRequest) -> None:
         """Brings the detokenizer to where the known tokens left it."""
         request = live.request
         if not request.known_token_ids or request.prefill_only:
@@ -390,13 +362,7 @@ class VllmEngine:
         detokenizer = self._output.request_states[live.internal_id].detokenizer
         detokenizer.update(list(request.known_token_ids), False)
         text = detokenizer.get_next_output_text(finished=False, delta=True)
-        live.pending_text = self._swallow(live, text)
-
-    @staticmethod
-    def _swallow(live: _Live, text: str) -> str:
-        swallowed = min(live.num_swallowed, len(text))
-        live.num_swallowed -= swallowed
-        return text[swallowed:]
+        live.pending_text = live.swallow(text)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         announced = [
@@ -450,7 +416,7 @@ class VllmEngine:
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
             live = self._by_internal_id.get(made.request_id)
-            output = self._engine_output(live, made, outputs.timestamp) if live else None
+            output = live.output(made, outputs.timestamp) if live else None
             if output is not None:
                 step.outputs.append(output)
         finished = [
@@ -475,7 +441,7 @@ class VllmEngine:
             and not live.retried
         )
 
-    async def _retry(self, live: _Live) -> None:
+    async def _retry(self, live: LiveRequest) -> None:
         """Runs a request again from its prompt, as if there had been no handoffs.
 
         What it was to push has been given up with its end, and the staging may be another's.
@@ -483,7 +449,9 @@ class VllmEngine:
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
         request = dataclasses.replace(live.request, receive=None, send=None)
-        again = _Live(request, self._new_internal_id(request), live.submitted_at, retried=True)
+        again = LiveRequest(
+            request, self._new_internal_id(request), live.submitted_at, retried=True
+        )
         await self._submit(again)
 
     def _on_error(self, output: EngineCoreOutput, *, is_scheduled: bool) -> None:
@@ -520,45 +488,6 @@ class VllmEngine:
             # The core was given one token to make; to its reader the request is not over, and text
             # that may yet change is held back.
             output.finish_reason, live.cut = None, True
-
-    def _engine_output(
-        self, live: _Live, made: RequestOutput, timestamp: float
-    ) -> EngineOutput | None:
-        completion = made.outputs[0]
-        token_ids = list(completion.token_ids)
-        dropped = min(live.num_dropped, len(token_ids))
-        live.num_dropped -= dropped
-        text = live.pending_text + self._swallow(live, completion.text)
-        live.pending_text = ""
-        output = EngineOutput(
-            live.request.request_id,
-            token_ids[dropped:],
-            text,
-            logprobs=logprobs((completion.logprobs or [])[dropped:]),
-        )
-        if completion.finish_reason is not None:
-            live.cut = False
-            output.finish = _FINISH.get(completion.finish_reason, Finish.ERROR)
-            if output.finish is Finish.ERROR:
-                output.error = f"vLLM ended the request: {completion.finish_reason}"
-            if completion.stop_reason is not None:
-                output.stop = str(completion.stop_reason)
-        elif live.cut:
-            output.finish = Finish.CUT
-        elif not output.token_ids and not output.text:
-            return None
-        if not live.reported:
-            live.reported = True
-            scheduled_at = live.scheduled_at or live.submitted_at
-            output.queue_s = max(0.0, scheduled_at - live.submitted_at)
-            output.run_s = max(0.0, timestamp - scheduled_at)
-            if (stats := live.prefill_stats) is not None:
-                output.num_cached_tokens = stats.num_local_cached_tokens
-                output.num_handoff_tokens = stats.num_external_cached_tokens
-                output.num_early_tokens = live.num_early_tokens
-            if made.prompt_logprobs:
-                output.prompt_logprobs = logprobs(made.prompt_logprobs)
-        return output
 
     def _sample(self, work: Sequence[Any] | None, timestamp: float) -> None:
         """Takes down what a step cost that ended at `timestamp`.

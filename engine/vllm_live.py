@@ -1,0 +1,89 @@
+"""A request inside vLLM: what its reader has of it, and what a step adds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.outputs import RequestOutput
+from vllm.v1.metrics.stats import PrefillStats
+
+from baton.engine.base import EngineOutput, EngineRequest, Finish
+from baton.engine.vllm_request import logprobs
+
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
+
+
+@dataclasses.dataclass(slots=True)
+class LiveRequest:
+    """A request inside vLLM.
+
+    Attributes:
+        internal_id: what vLLM calls it; never used twice, unlike the request's own id.
+        num_dropped: forced tokens that vLLM will still report, known to everyone already.
+        num_swallowed: characters of text that vLLM will still report, known likewise.
+        pending_text: text that became final with the known tokens but was not sent with them.
+        num_early_tokens: of the prompt, loaded from the handoff before it ran.
+        cut: the prompt is computed, the first token is out, and the request would go on.
+    """
+
+    request: EngineRequest
+    internal_id: str
+    submitted_at: float
+    num_dropped: int = 0
+    num_swallowed: int = 0
+    pending_text: str = ""
+    scheduled_at: float | None = None
+    prefill_stats: PrefillStats | None = None
+    num_early_tokens: int = 0
+    reported: bool = False
+    cut: bool = False
+    retried: bool = False
+
+    def swallow(self, text: str) -> str:
+        """What of a text its reader does not have."""
+        swallowed = min(self.num_swallowed, len(text))
+        self.num_swallowed -= swallowed
+        return text[swallowed:]
+
+    def output(self, made: RequestOutput, timestamp: float) -> EngineOutput | None:
+        """What its reader is told of a step; None for nothing.
+
+        Args:
+            made: by vLLM's output processor.
+            timestamp: of the step's end, by time.monotonic.
+        """
+        completion = made.outputs[0]
+        token_ids = list(completion.token_ids)
+        dropped = min(self.num_dropped, len(token_ids))
+        self.num_dropped -= dropped
+        text = self.pending_text + self.swallow(completion.text)
+        self.pending_text = ""
+        output = EngineOutput(
+            self.request.request_id,
+            token_ids[dropped:],
+            text,
+            logprobs=logprobs((completion.logprobs or [])[dropped:]),
+        )
+        if completion.finish_reason is not None:
+            self.cut = False
+            output.finish = _FINISH.get(completion.finish_reason, Finish.ERROR)
+            if output.finish is Finish.ERROR:
+                output.error = f"vLLM ended the request: {completion.finish_reason}"
+            if completion.stop_reason is not None:
+                output.stop = str(completion.stop_reason)
+        elif self.cut:
+            output.finish = Finish.CUT
+        elif not output.token_ids and not output.text:
+            return None
+        if not self.reported:
+            self.reported = True
+            scheduled_at = self.scheduled_at or self.submitted_at
+            output.queue_s = max(0.0, scheduled_at - self.submitted_at)
+            output.run_s = max(0.0, timestamp - scheduled_at)
+            if (stats := self.prefill_stats) is not None:
+                output.num_cached_tokens = stats.num_local_cached_tokens
+                output.num_handoff_tokens = stats.num_external_cached_tokens
+                output.num_early_tokens = self.num_early_tokens
+            if made.prompt_logprobs:
+                output.prompt_logprobs = logprobs(made.prompt_logprobs)
+        return output
