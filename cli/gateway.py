@@ -186,7 +186,7 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
-        from baton.coordinator.tether import tethered
+        from baton.coordinator.launchers.tether import tethered
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()

@@ -97,7 +97,7 @@ def coordinator(
 ) -> None:
     """Run a coordinator alone; workers are started elsewhere and dial in."""
     from baton.cli.model import prepared
-    from baton.coordinator import server
+    from baton.coordinator.server import server
     from baton.runtime import lifecycle, logs
 
     effective = options.load_config(
@@ -172,7 +172,7 @@ def worker(
 async def _up(config: BatonConfig) -> int:
     """The coordinator in this process, workers and the gateway in others."""
     from baton.cli import gateway
-    from baton.coordinator import server
+    from baton.coordinator.server import server
     from baton.runtime import exposure
     from baton.runtime.lifecycle import stop_requested
 
@@ -219,7 +219,7 @@ async def _up(config: BatonConfig) -> int:
 def _hurry() -> None:
     """Has workers and gateway end at once too, and not when they have drained.
 
-    This is their first SIGTERM, this process's end (coordinator/tether.py) their second one.
+    This is their first SIGTERM, this process's end (launchers/tether.py) their second one.
     """
     import psutil
 

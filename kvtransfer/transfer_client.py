@@ -110,7 +110,8 @@ class TransferClient:
             "security": (security or SecurityConfig()).model_dump(mode="json"),
         }
         # In the worker's own process group, so that whoever kills that leaves nothing behind; it
-        # ignores the SIGINT of a terminal. Never a session of its own: see coordinator/launcher.py.
+        # ignores the SIGINT of a terminal. Never a session of its own: see the coordinator's
+        # launchers/launcher.py.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from baton.bench.simulate.policies import decision
 from baton.bench.simulate.traces import Arrival
-from baton.coordinator.autoscale import queueing
-from baton.coordinator.autoscale.sizing import POOLS, Members, leaving
-from baton.coordinator.autoscale.types import (
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale import queueing
+from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, leaving
+from baton.coordinator.scaling.autoscale.types import (
     Action,
     Decision,
     Drain,
@@ -20,7 +21,6 @@ from baton.coordinator.autoscale.types import (
     Targets,
     Want,
 )
-from baton.coordinator.load_index import Pool
 from baton.runtime.latency import LatencyModel
 
 

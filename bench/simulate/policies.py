@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from baton.coordinator.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.autoscale.sizing import Members
-from baton.coordinator.autoscale.types import (
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
+from baton.coordinator.scaling.autoscale.sizing import Members
+from baton.coordinator.scaling.autoscale.types import (
     Action,
     Decision,
     Observation,
     PoolDecision,
     ScalingConfig,
 )
-from baton.coordinator.load_index import Pool
 
 __all__ = ["Baton", "Policy", "Static", "decision"]
 

@@ -25,8 +25,10 @@ from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
 from baton.cli.main import app
-from baton.coordinator import events as ev
-from baton.coordinator.autoscale.types import (
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.types import (
     Drain,
     Flip,
     Phase,
@@ -35,8 +37,6 @@ from baton.coordinator.autoscale.types import (
     Targets,
     Want,
 )
-from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.load_index import Pool
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

@@ -22,9 +22,9 @@ from load_steps import DECODE, PREFILL, ids, until
 from processes import UpCluster
 
 from baton.client import AdminClient, BatonClient, errors
-from baton.coordinator.launcher import LaunchError
-from baton.coordinator.ray_launch.launcher import DIRECTORY, PREFIX, RayLauncher
-from baton.coordinator.server import serve
+from baton.coordinator.launchers.launcher import LaunchError
+from baton.coordinator.launchers.ray_launch.launcher import DIRECTORY, PREFIX, RayLauncher
+from baton.coordinator.server.server import serve
 from baton.runtime.closing import Closing
 from baton.runtime.config import parse
 

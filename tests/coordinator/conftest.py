@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from baton.coordinator import events as ev
-from baton.coordinator.core import Core
-from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.request import StreamKey, Submission
-from baton.coordinator.server import Coordinator
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.request import StreamKey, Submission
+from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2

@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
-from baton.coordinator.admin import AdminService
-from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.server.admin import AdminService
 from baton.runtime.config import BatonConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import admin_pb2, common_pb2

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from baton.bench.virtual_cell import VirtualCell, WorkerShape
-from baton.coordinator import events as ev
-from baton.coordinator.autoscale.settings import scaling_config
-from baton.coordinator.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
-from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.load_index import Pool
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.settings import scaling_config
+from baton.coordinator.scaling.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
 from baton.runtime.config import ConfigError, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.coordinator.autoscale import forecast, queueing
-from baton.coordinator.autoscale.autoscaler import decide
-from baton.coordinator.autoscale.needs import prefill_need
-from baton.coordinator.autoscale.types import (
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale import forecast, queueing
+from baton.coordinator.scaling.autoscale.autoscaler import decide
+from baton.coordinator.scaling.autoscale.needs import prefill_need
+from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
     Drain,
     Flip,
@@ -22,7 +23,6 @@ from baton.coordinator.autoscale.types import (
     Want,
     WorkerView,
 )
-from baton.coordinator.load_index import Pool
 from baton.runtime.latency import LatencyModel
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.coordinator.autoscale import queueing
-from baton.coordinator.autoscale.autoscaler import decide
-from baton.coordinator.autoscale.types import (
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale import queueing
+from baton.coordinator.scaling.autoscale.autoscaler import decide
+from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
     Drain,
     Flip,
@@ -24,7 +25,6 @@ from baton.coordinator.autoscale.types import (
     Want,
     WorkerView,
 )
-from baton.coordinator.load_index import Pool
 from baton.runtime.latency import LatencyModel
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.call_holders import CallHolders
+from baton.coordinator.server.call_holders import CallHolders
 
 LIMIT = 2
 

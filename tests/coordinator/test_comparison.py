@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.coordinator.comparison import Side, Verdict, fisher, judge, tail_chance
+from baton.coordinator.rollouts.comparison import Side, Verdict, fisher, judge, tail_chance
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH

@@ -1,7 +1,7 @@
 import pytest
 
-from baton.coordinator import cpu_cores
-from baton.coordinator.cpu_cores import share
+from baton.coordinator.launchers import cpu_cores
+from baton.coordinator.launchers.cpu_cores import share
 from baton.runtime import affinity
 from baton.runtime.config import parse
 

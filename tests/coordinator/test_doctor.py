@@ -10,7 +10,7 @@ from live_status import MODEL, PREFILL, LiveCell
 from baton.bench.virtual_cell import WorkerShape
 from baton.client import doctor
 from baton.client.doctor import Kind
-from baton.coordinator import events as ev
+from baton.coordinator.core import events as ev
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 

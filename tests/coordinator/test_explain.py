@@ -13,10 +13,10 @@ import pytest
 from live_status import MODEL, LiveCell
 from scripted_worker import WAIT_S, answer, attached
 
-from baton.coordinator import stall as stall_guard
-from baton.coordinator.server import Coordinator
-from baton.coordinator.shell import Shell
-from baton.coordinator.stalls import MAX_STALLS, Cause
+from baton.coordinator.server import stall as stall_guard
+from baton.coordinator.server.server import Coordinator
+from baton.coordinator.server.shell import Shell
+from baton.coordinator.telemetry.stalls import MAX_STALLS, Cause
 from baton.runtime import rpc
 from baton.runtime.config import parse
 from baton.v1 import (

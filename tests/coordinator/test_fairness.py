@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.coordinator.fairness import Account, FairOrder, TokenBucket, Trickle
+from baton.coordinator.lanes.fairness import Account, FairOrder, TokenBucket, Trickle
 
 COSTS = st.integers(1, 1000)
 

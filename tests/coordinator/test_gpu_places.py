@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.coordinator.gpu_places import VISIBLE, GpuPlaces, gpus_here
+from baton.coordinator.launchers.gpu_places import VISIBLE, GpuPlaces, gpus_here
 
 
 def test_each_worker_has_gpus_of_its_own_while_there_are_enough():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.link import MAX_BATCH_MESSAGES, WorkerLink
+from baton.coordinator.server.link import MAX_BATCH_MESSAGES, WorkerLink
 from baton.v1 import cluster_pb2
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from baton.bench.virtual_cell import Outcome, VirtualCell, WorkerShape
-from baton.coordinator.core import Core
-from baton.coordinator.core_config import CoreConfig
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.core_config import CoreConfig
 from baton.runtime.config import LanesConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

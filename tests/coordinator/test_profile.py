@@ -9,8 +9,8 @@ import pytest
 from scripted_worker import WAIT_S, attached
 
 from baton.client import AdminClient, errors
-from baton.coordinator.profiles import Profiles
-from baton.coordinator.stall import StallGuard
+from baton.coordinator.server.profiles import Profiles
+from baton.coordinator.server.stall import StallGuard
 from baton.runtime import rpc
 from baton.runtime.errors import FailedPrecondition, Internal, from_rpc_error, to_message
 from baton.runtime.profiling import CHUNK_BYTES, WINDOW_BYTES

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.coordinator.ray_launch import wire
+from baton.coordinator.launchers.ray_launch import wire
 
 pytest.importorskip("ray")
-actors = pytest.importorskip("baton.coordinator.ray_launch.actor")
-driver = pytest.importorskip("baton.coordinator.ray_launch.driver")
-workers = pytest.importorskip("baton.coordinator.ray_launch.workers")
+actors = pytest.importorskip("baton.coordinator.launchers.ray_launch.actor")
+driver = pytest.importorskip("baton.coordinator.launchers.ray_launch.driver")
+workers = pytest.importorskip("baton.coordinator.launchers.ray_launch.workers")
 
 WAIT_S = 30.0
 OPENING = wire.Open(

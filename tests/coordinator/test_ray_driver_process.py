@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from baton.coordinator.ray_launch import wire
-from baton.coordinator.ray_launch.driver_process import DriverProcess
+from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
 
 
 @pytest.fixture

@@ -2,9 +2,15 @@
 
 import pytest
 
-from baton.coordinator.launchers import make_launcher
-from baton.coordinator.ray_launch import wire
-from baton.coordinator.ray_launch.placement import Node, in_use, partner_node, shortage, unreachable
+from baton.coordinator.launchers.launchers import make_launcher
+from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.placement import (
+    Node,
+    in_use,
+    partner_node,
+    shortage,
+    unreachable,
+)
 from baton.runtime.config import ConfigError, parse
 
 SMALL = Node("s", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0})

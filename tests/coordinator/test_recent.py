@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_status import LiveCell
 
-from baton.coordinator.recent import LASTS_S, MAX_TENANTS, OTHERS, Recent
-from baton.coordinator.sketch import ACCURACY, Sketch
+from baton.coordinator.telemetry.recent import LASTS_S, MAX_TENANTS, OTHERS, Recent
+from baton.coordinator.telemetry.sketch import ACCURACY, Sketch
 from baton.v1 import cluster_pb2, common_pb2
 
 LANE = common_pb2.LANE_INTERACTIVE

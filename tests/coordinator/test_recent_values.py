@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.recent_values import RecentValues
+from baton.coordinator.telemetry.recent_values import RecentValues
 
 
 @given(st.lists(st.integers(-5, 5)), st.integers(1, 8), st.floats(0, 1))

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launched_world import Launched
 
-from baton.coordinator import events as ev
-from baton.coordinator.load_index import Pool
-from baton.coordinator.request import RequestState
-from baton.coordinator.revision import Revision
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.request import RequestState
+from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.routing.load_index import Pool
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.runtime.request_digest import request_digest

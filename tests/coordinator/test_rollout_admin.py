@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import WAIT_S, ScriptedWorker
 
 from baton.client import AdminClient, BatonClient, errors
-from baton.coordinator.server import Coordinator
+from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from launched_world import Launched
 
-from baton.coordinator import events as ev
-from baton.coordinator.autoscale.types import Targets
-from baton.coordinator.load_index import Pool
+from baton.coordinator.core import events as ev
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.types import Targets
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1._async import HealthServicer
 from scripted_worker import WAIT_S
 
-from baton.coordinator import launcher
-from baton.coordinator.server import Coordinator, WorkersFailed, serve
+from baton.coordinator.launchers import launcher
+from baton.coordinator.server.server import Coordinator, WorkersFailed, serve
 from baton.runtime import errors, rpc
 from baton.runtime.config import BatonConfig, ConfigError, dump, parse
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -236,7 +236,7 @@ async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path
     """The coordinator gets SIGKILL: the kernel ends its workers."""
     program = (
         "import asyncio, sys\n"
-        "from baton.coordinator.server import serve\n"
+        "from baton.coordinator.server.server import serve\n"
         "from baton.runtime.config import load\n"
         "ready = lambda address: print(address, flush=True)\n"
         "command = sys.argv[2:]\n"

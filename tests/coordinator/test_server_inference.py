@@ -11,10 +11,10 @@ from google.rpc import error_details_pb2
 from prometheus_client import generate_latest
 from scripted_worker import WAIT_S, answer, attached
 
-from baton.coordinator.inference import _SessionCall
-from baton.coordinator.intake import Intake
-from baton.coordinator.metrics import registry
-from baton.coordinator.server import Coordinator
+from baton.coordinator.server.inference import _SessionCall
+from baton.coordinator.server.intake import Intake
+from baton.coordinator.server.metrics import registry
+from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import ResourceExhausted, from_rpc_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.slots import Slots
+from baton.coordinator.lanes.slots import Slots
 
 
 def run(slots: Slots, begin: float, num_requests: int, takes_s: float) -> float:

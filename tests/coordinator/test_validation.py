@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.coordinator.validation import ModelLimits, check_lengths, check_request
+from baton.coordinator.server.validation import ModelLimits, check_lengths, check_request
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import InvalidArgument, NotFound
 from baton.v1 import common_pb2, inference_pb2

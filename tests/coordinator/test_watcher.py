@@ -10,8 +10,8 @@ import pytest
 from baton.client import AdminClient
 from baton.client.errors import NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
-from baton.coordinator.admin import AdminService
-from baton.coordinator.server import Coordinator
+from baton.coordinator.server.admin import AdminService
+from baton.coordinator.server.server import Coordinator
 from baton.v1 import admin_pb2, common_pb2
 
 WAIT_S = 30.0

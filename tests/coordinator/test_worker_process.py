@@ -10,8 +10,8 @@ import tempfile
 
 import pytest
 
-from baton.coordinator import worker_process
-from baton.coordinator.worker_process import WorkerProcess
+from baton.coordinator.launchers import worker_process
+from baton.coordinator.launchers.worker_process import WorkerProcess
 
 
 def open_pipes() -> set[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fake_nvml import FakeNvml
 from prometheus_client.registry import Collector
 
-from baton.coordinator.core import Core
-from baton.coordinator.core_config import CoreConfig
-from baton.coordinator.metrics import CoreCollector
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.server.metrics import CoreCollector
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.v1 import kv_transfer_pb2

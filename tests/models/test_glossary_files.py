@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.tokenization import Tokenizer
+from baton.coordinator.server.tokenization import Tokenizer
 from baton.models import files
 from baton.models.corpus import load
 from baton.runtime import demo_model

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from baton.client import Tls
-from baton.coordinator.server import Coordinator
+from baton.coordinator.server.server import Coordinator
 from baton.runtime import api_keys, demo_model, watched_file
 from baton.runtime.config import parse
 from baton.runtime.dev_certs import ADMIN_NAME, CLIENT_NAME, CLUSTER_NAME, Authority

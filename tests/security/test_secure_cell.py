@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.gateway import bind
 from baton.client import AdminClient, BatonClient, Tls
 from baton.client.errors import PermissionDeniedError
-from baton.coordinator.server import Coordinator
+from baton.coordinator.server.server import Coordinator
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.gateway.server import serve as serve_gateway
 from baton.runtime import rpc

@@ -9,7 +9,7 @@ import pytest
 
 from baton.client import BatonClient
 from baton.client.errors import ResourceExhaustedError
-from baton.coordinator import inference
+from baton.coordinator.server import inference
 from baton.runtime import rpc
 from baton.runtime.errors import RemoteError
 from baton.v1 import inference_pb2, inference_pb2_grpc

@@ -1,0 +1,549 @@
+"""The requests that have not ended, those that ended recently, and every way a request ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.commands import Commands
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.endings import ended_request, outcome
+from baton.coordinator.core.output_lengths import max_output_tokens
+from baton.coordinator.core.register import Register
+from baton.coordinator.core.request import (
+    Interruption,
+    Request,
+    RequestKey,
+    RequestState,
+    StateLimits,
+    StreamKey,
+    Submission,
+    WorkerKey,
+)
+from baton.coordinator.core.timers import Timers
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.lanes.admission import Admission
+from baton.coordinator.lanes.lanes import LANES, TENANT_RATE, Lanes, lane_config
+from baton.coordinator.rollouts.revision import Traffic
+from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.telemetry.stalls import Stall, stalls
+from baton.coordinator.telemetry.stats import CoreStats
+from baton.coordinator.telemetry.tail_sampling import TailSampler
+from baton.runtime import errors
+from baton.v1 import common_pb2
+
+# A request is charged for so many tokens at a time.
+CHARGE_TOKENS = 16
+
+
+def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
+    """Of the last one's code; says every cause once, since they may differ."""
+    last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
+    told = "; ".join(dict.fromkeys(map(str, losses)))
+    last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
+    return errors.from_message(last)
+
+
+def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
+    """Why one of the same key is refused while the older one runs; None: it is that, resumed."""
+    same_session = older.submission.to.session == submission.to.session
+    if len(submission.known_token_ids) and not same_session:
+        return None
+    return errors.AlreadyExists(f"request {submission.request_id} is running")
+
+
+class RequestBook:
+    """Owns every request from admission to its end.
+
+    Effects are appended to `out`, which the core empties; `room_made` says that something ended or
+    arrived, so that dispatching is worth a try.
+
+    Args:
+        traffic: says which revision a new request gets.
+        random_bytes: of handoff ids; injected so that a simulation repeats.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        workers: WorkerRegistry,
+        placer: Placers,
+        traffic: Traffic,
+        timers: Timers[RequestKey | WorkerKey],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._config, self._workers, self._timers = config, workers, timers
+        self._placer, self._traffic = placer, traffic
+        self._random_bytes = random_bytes
+        self._limits = {
+            lane: StateLimits(
+                queued_s=lane_config(config.lanes, lane).max_queue_s,
+                recovering_s=config.max_recovery_s,
+            )
+            for lane in LANES
+        }
+        self.requests = Register(config.max_ended_requests)
+        self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
+        self.stats = CoreStats(config.targets)
+        self._tail = TailSampler(config.tail_share, self.stats.recent)
+        self.out: list[ev.Effect] = []
+        # Of the event that is being handled, in `out` unless empty.
+        self._deltas: list[tuple[StreamKey, bytes]] = []
+        self.room_made = False
+        self.admission = Admission(config, self.lanes, placer)
+        self._commands = Commands(config, workers, self._emit)
+
+    def worker(self, key: WorkerKey) -> Worker | None:
+        """None when it is not attached."""
+        return self._workers.get(key)
+
+    def take_effects(self) -> list[ev.Effect]:
+        effects, self.out, self._deltas = self.out, [], []
+        return effects
+
+    # ---- In
+
+    def admit(self, submission: Submission, now: float, *, goes_on: bool = False) -> Request | None:
+        """Queues a submission that was checked; None: it was refused.
+
+        A request that was accepted is not refused for what it costs when its client comes back.
+
+        Args:
+            submission: new, or resumed.
+            now: by the core's clock.
+            goes_on: a worker may go on with it, from before this coordinator was there.
+        """
+        older = self.requests.get(submission.key)
+        if older is None:
+            refused = self.admission.error(submission.lane, len(self.requests))
+        else:
+            refused = self.admission.closing or _same_request_error(older, submission)
+        model = self._workers.model
+        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
+            submission, model.max_model_len if model is not None else 0
+        )
+        if refused is None and not goes_on and not self._was_accepted(submission):
+            refused = self.lanes.rate_error(submission.tenant, num_tokens, now)
+        revision = self._traffic.revision_of(submission)
+        hashes = self._placer.hashes(submission, revision)
+        outlook = None
+        if refused is None:
+            outlook = self.admission.outlook(submission, hashes, revision, now)
+            if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
+                # What is only tried out is no reason to refuse anybody.
+                tried, revision = revision, self._traffic.stable
+                hashes = self._placer.hashes(submission, revision)
+                outlook = self.admission.outlook(submission, hashes, revision, now)
+                if outlook is None or outlook.late_s <= 0:
+                    self.stats.moved_to_stable(tried)
+            if outlook is not None and outlook.late_s > 0:
+                refused = outlook.error()
+        if refused is None or (
+            isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
+        ):
+            demand = self._placer.demand(submission, hashes, revision)
+            self.stats.demand[submission.lane].arrived(*demand)
+        if refused is not None:
+            if isinstance(refused, errors.ResourceExhausted):
+                self.stats.shed(submission.lane, refused.reason, now)
+            self.out.append(ev.SendFailed(submission.to, refused))
+            return None
+        if older is not None:
+            self._succeeded(older, now)
+        life_s = self._config.max_request_s
+        if submission.timeout_s is not None:
+            life_s = min(life_s, submission.timeout_s)
+        request = Request(
+            submission=submission,
+            submitted_at=now,
+            deadline=submission.arrived_at + life_s,
+            state_since=now,
+            token_ids=array("I", submission.known_token_ids),
+            text_chars=submission.known_text_chars,
+            hashes=hashes if len(hashes) else None,
+            revision=revision,
+            prediction=outlook.prediction if outlook is not None and outlook.tells else None,
+        )
+        before = self.requests.ended.get(request.key)
+        if before is not None:
+            request.attempts_before = before.attempt_number
+        self.requests.add(request)
+        self.stats.admitted(request, now)
+        self.out.append(
+            ev.SendAccepted(
+                submission.to, request.id, request.num_prompt_tokens, submission.adapter
+            )
+        )
+        self._queue(request, now, num_tokens)
+        self._set_timer(request)
+        self.room_made = True
+        return request
+
+    def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """A worker goes on with an attempt that another coordinator sent it.
+
+        Args:
+            request: waits, or was begun anew meanwhile: that is given up.
+            worker: that goes on.
+            attempt: its number there.
+            now: by the core's clock.
+        """
+        if not request.waits:
+            self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+            request.prefill_timings = request.decode_timings = request.exposed_us = None
+        self._advance(request, RequestState.DECODING, now)
+        request.attempts_before, request.attempt = attempt - 1, 1
+        self.requests.begin_attempt(request)
+        request.decode, request.decoding_at = worker.key, now
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+            self.stats.dispatched(request, now, after_start=False)
+        self.stats.num_adopted += 1
+        self.lanes.dispatched(request, 0)
+        request.revision, request.hashes = worker.revision, None
+        self._placer.adopt(request, worker.key)
+        worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
+
+    def dispatch(self, request: Request, placement: Placement, now: float) -> None:
+        """Sends the next attempt of a queued request to its workers."""
+        self._advance(request, RequestState.PREFILLING, now)
+        request.attempt += 1
+        self.requests.begin_attempt(request)
+        request.num_known = len(request.token_ids)
+        prefill, decode = placement.prefill, placement.decode
+        request.prefill = prefill.worker if prefill is not None else None
+        request.decode = decode.worker if decode is not None else None
+        prefiller, decoder = self._workers.get(request.prefill), self._workers.get(request.decode)
+        workers = [worker for worker in (prefiller, decoder) if worker is not None]
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+            newest_at = max(worker.attached_at for worker in workers)
+            self.stats.dispatched(request, now, after_start=newest_at > request.submitted_at)
+        request.handoff_id = self._random_bytes(16) if placement.handoff else b""
+        request.skip_tokens = placement.skip_tokens
+        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        # A lost attempt was no service.
+        is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
+        self._placer.assign(request, placement, yields=not is_owed)
+        for worker in workers:
+            worker.assign(request.key, num_tokens)
+        if prefiller is None:
+            self._send_decode(request, now)
+            return
+        self._sent(request, prefiller)
+        if placement.handoff:
+            prefiller.sending[request.key] = None
+        self._commands.prefill(request, prefiller.key, now)
+        self._commands.announce(request, now)
+
+    def begin_decode(self, request: Request, now: float) -> None:
+        """The first token is known: its decode worker continues after it."""
+        self.prefill_over(request)
+        self._advance(request, RequestState.HANDING_OFF, now)
+        self._send_decode(request, now)
+
+    def prefill_over(self, request: Request) -> None:
+        """Nothing more is wanted of the prefill worker but the end of the handoff."""
+        request.prefill_done = True
+        self._placer.computed(request)
+        self._release(request.prefill, request)
+
+    def decoding(self, request: Request, now: float) -> None:
+        self._advance(request, RequestState.DECODING, now)
+        if request.decoding_at is None:
+            request.decoding_at = now
+        self.handed_over(request)
+
+    def stalls(self, request: Request) -> tuple[Stall, ...]:
+        """Its longest gaps over its target, up to now."""
+        worker = self._workers.get(request.decode)
+        target_s = self.stats.itl_target_s(request)
+        return stalls(request, target_s, worker.slow_steps if worker is not None else ())
+
+    def deltas(self) -> list[tuple[StreamKey, bytes]]:
+        """Takes encoded tokens for clients: one effect for all that an event brings."""
+        if not self._deltas:
+            self.out.append(ev.SendDeltas(self._deltas))
+        return self._deltas
+
+    def charge(self, request: Request) -> None:
+        """Its tenant pays for the tokens that have come since the last time; they take room."""
+        self._pay(request)
+        self._placer.grows(request, CHARGE_TOKENS)
+
+    def answered(self, request: Request, worker: WorkerKey) -> None:
+        """The worker has said something of this attempt."""
+        found = self._workers.get(worker)
+        if found is not None:
+            was_alone = found.alone
+            found.answered(request.key)
+            if was_alone:
+                self._placer.refresh(found)
+                self.room_made = True
+
+    def handed_over(self, request: Request) -> None:
+        """The prefill worker's end of the handoff does not matter any more."""
+        worker = self._workers.get(request.prefill)
+        if worker is not None:
+            worker.sending.pop(request.key, None)
+
+    def recover(
+        self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
+    ) -> None:
+        """An attempt is lost: what was sent stays, and the request waits for another one.
+
+        Args:
+            request: dispatched.
+            worker: whose part of it is lost.
+            error: why, naming the worker. A request that is lost too often in a row fails with the
+                code of the last one, and says every cause.
+            now: by the core's clock.
+        """
+        request.losses.append(error)
+        if len(request.losses) >= self._config.max_lost_attempts:
+            self.fail(request, _lost_too_often(request.losses), now)
+            return
+        request.avoid[worker] = None
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+        self.stats.recovered(request, now)
+
+    def change_revision(self, request: Request, revision: str) -> None:
+        """A waiting request of which nothing has been sent is computed by other workers."""
+        assert request.waits
+        assert not len(request.token_ids)
+        self.stats.moved_to_stable(request.revision)
+        request.revision, request.hashes = revision, None
+        self.lanes.changed_revision(request)
+        self.room_made = True
+
+    def park(self, request: Request, now: float) -> None:
+        """A batch request that runs makes room, and waits for some."""
+        request.num_parked += 1
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
+        self.stats.parked(now)
+
+    def strand(self, request: Request, now: float) -> None:
+        """No worker is left that could make room for a parked request: it waits for a new one."""
+        self._advance(request, RequestState.RECOVERING, now)
+
+    def move(self, request: Request, now: float) -> None:
+        """Its worker is to do something else: it waits for another, and is no worse for that."""
+        self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
+        self.stats.num_moved += 1
+
+    def hand_over_again(self, request: Request, now: float) -> None:
+        """Its decode worker has dropped what the handoff left out: another leaves out nothing.
+
+        Unless the prompt is sooner computed there: it is placed anew. It is nobody's fault.
+        """
+        request.hands_over_all = True
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
+        self.stats.num_prefixes_gone += 1
+
+    # ---- Out
+
+    def finish(
+        self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
+    ) -> None:
+        """The request came to its natural end."""
+        self._advance(request, RequestState.FINISHED, now)
+        budget = self._end(request, now, finish_reason=reason)
+        self._send_finished(request, reason, stop, budget)
+
+    def cancel(self, request: Request, now: float, *, tell: bool = True) -> None:
+        """Ends a request, whatever it is doing.
+
+        Args:
+            request: not ended.
+            now: by the core's clock.
+            tell: False when nobody listens any more.
+        """
+        self._advance(request, RequestState.CANCELLED, now)
+        self._commands.cancel(request)
+        budget = self._end(request, now, finish_reason=common_pb2.FINISH_REASON_CANCELLED)
+        if tell:
+            self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
+
+    def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
+        self._advance(request, RequestState.FAILED, now)
+        self._commands.cancel(request)
+        self._end(request, now, error=error)
+        self.out.append(ev.SendFailed(request.submission.to, error))
+
+    def expire(
+        self, request: Request, error: Callable[[Request], errors.BatonError], now: float
+    ) -> None:
+        """A timer of the request went off: it fails, or the timer is set again.
+
+        Args:
+            request: not ended.
+            error: of the request when it has waited for too long.
+            now: by the core's clock.
+        """
+        if self._set_timer(request) > now:
+            return
+        if request.deadline <= now:
+            age_s = request.deadline - request.submission.arrived_at
+            self.fail(
+                request,
+                errors.DeadlineExceeded(
+                    f"request {request.id} did not end within {age_s:g} s; "
+                    f"it was {request.state.name.lower()}"
+                ),
+                now,
+            )
+        else:
+            self.fail(request, error(request), now)
+
+    def cancel_decode(self, request: Request) -> None:
+        """The decode worker is not needed after all: it forgets the handoff."""
+        self._commands.cancel_at(request.decode, request)
+
+    def baton_lost(self, request: Request, sender: WorkerKey) -> None:
+        """The prefill worker cannot hand it over: its decode worker need not wait for that."""
+        if sender == request.prefill and request.decode is not None:
+            self.handed_over(request)
+            self._commands.lost_baton(request)
+
+    # ---- Inside
+
+    def _pay(self, request: Request) -> None:
+        num_tokens = len(request.token_ids)
+        self.lanes.served(request, num_tokens - request.num_charged)
+        request.num_charged = num_tokens
+
+    def _emit(self, effect: ev.Effect) -> None:
+        self.out.append(effect)
+
+    def _send_decode(self, request: Request, now: float) -> None:
+        worker = self._workers.get(request.decode)
+        assert worker is not None, "with its decode worker an attempt is lost"
+        self._sent(request, worker)
+        self._commands.decode(request, now)
+
+    def _advance(self, request: Request, state: RequestState, now: float) -> None:
+        request.advance(state, now)
+        if not request.ended:
+            self._set_timer(request)
+
+    def _set_timer(self, request: Request) -> float:
+        """When something must be done about the request, by the core's clock."""
+        due = request.due(self._limits[request.submission.lane])
+        self._timers.set(request.key, due)
+        return due
+
+    def _end(
+        self,
+        request: Request,
+        now: float,
+        *,
+        finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED,
+        error: errors.BatonError | None = None,
+    ) -> common_pb2.LatencyBudget:
+        """Gives back everything a request holds and remembers it; its state is terminal."""
+        self._pay(request)
+        self.lanes.ended(request, now)
+        if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
+            self._placer.ended(request)
+        self.admission.ended(request, now)
+        self._timers.cancel(request.key)
+        self._let_go(request)
+        self.requests.remove(request)
+        self.room_made = True
+        record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
+        kept = self._tail.reason(record, now)
+        if kept or request.submission.traceparent:
+            self.out.append(ev.TellTrace(record, request.submission.traceparent, kept))
+        self.requests.remember(request, record)
+        self.stats.ended(request, record, outcome(record))
+        return record.budget
+
+    def _send_finished(
+        self,
+        request: Request,
+        reason: common_pb2.FinishReason.ValueType,
+        stop: str,
+        budget: common_pb2.LatencyBudget,
+    ) -> None:
+        timings = request.prefill_timings or request.decode_timings
+        usage = common_pb2.Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=len(request.token_ids),
+            cached_prompt_tokens=timings.num_cached_tokens if timings is not None else 0,
+        )
+        self.out.append(
+            ev.SendFinished(
+                request.submission.to, reason, stop, usage, budget, tuple(request.prompt_logprobs)
+            )
+        )
+
+    def _was_accepted(self, submission: Submission) -> bool:
+        """Whether it resumes what runs here, or ran here until its client was gone."""
+        num_known = len(submission.known_token_ids)
+        if self.requests.get(submission.key) is not None:
+            return num_known > 0
+        before = self.requests.ended.get(submission.key)
+        return (
+            before is not None
+            and before.state is RequestState.CANCELLED
+            and 0 < num_known <= before.num_output_tokens
+        )
+
+    def _succeeded(self, older: Request, now: float) -> None:
+        """A resumed request replaces its older self, whose session is not known to be lost yet.
+
+        Its client need not be the one that resumes: a stream that nobody reads any more is told in
+        vain, and any other learns why it ends.
+        """
+        self.cancel(older, now, tell=False)
+        what = f"request {older.id} goes on over another connection, which has resumed it"
+        self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
+
+    def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
+        self.lanes.push(request, now, num_tokens, self._placer.work_s(request))
+
+    def _begin_again(
+        self,
+        request: Request,
+        state: RequestState,
+        stage: common_pb2.Stage.ValueType,
+        now: float,
+    ) -> None:
+        """Takes a dispatched request back into its lane, with the tokens it has."""
+        self._commands.cancel(request)
+        self._let_go(request)
+        request.prefill = request.decode = request.flows_from = None
+        request.prefill_done, request.handoff_id, request.expected = False, b"", False
+        if not request.interruptions or request.interruptions[-1].ended_at is not None:
+            request.interruptions.append(Interruption(stage, now))
+        self._advance(request, state, now)
+        self._queue(request, now)
+        self.room_made = True
+
+    def _sent(self, request: Request, worker: Worker) -> None:
+        """A worker is told to begin with a request."""
+        worker.sent(request.key, alone=request.suspect)
+        if request.prefill is None:
+            worker.local[request.key] = None
+        if request.suspect:
+            self._placer.refresh(worker)
+
+    def _let_go(self, request: Request) -> None:
+        self.requests.end_attempt(request)
+        self.handed_over(request)
+        self._placer.released(request)
+        self._release(request.prefill, request)
+        self._release(request.decode, request)
+
+    def _release(self, key: WorkerKey | None, request: Request) -> None:
+        worker = self._workers.get(key)
+        if worker is None:
+            return
+        was_alone = worker.alone
+        if worker.release(request.key):
+            self.room_made = True
+        if was_alone:
+            # Whoever had it by itself is gone: it takes others again.
+            self._placer.refresh(worker)

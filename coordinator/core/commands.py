@@ -1,0 +1,158 @@
+"""What workers are told to do about a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.request import Request, WorkerKey
+from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.telemetry.times import duration
+from baton.runtime.sampling import needs_exact_state
+from baton.v1 import cluster_pb2, common_pb2
+
+
+def _spec(request: Request) -> cluster_pb2.RequestSpec:
+    """What is the same in all of a request's commands, but its prompt."""
+    submission = request.submission
+    return cluster_pb2.RequestSpec(
+        request_id=request.key,
+        sampling=submission.sampling,
+        lane=submission.lane,
+        # Smaller first: when KV runs out, the engine's victim is a batch request.
+        priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
+        traceparent=submission.traceparent,
+        tenant=submission.tenant,
+        adapter=submission.adapter,
+    )
+
+
+def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """Of a prefill whose first token is known: nothing ends it, and its token is thrown away."""
+    sampling = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    if wanted.HasField("prompt_logprobs"):
+        sampling.prompt_logprobs = wanted.prompt_logprobs
+    return sampling
+
+
+class Commands:
+    """Commands to the workers of a request's attempt, by what the request says of it.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self, config: CoreConfig, workers: WorkerRegistry, emit: Callable[[ev.Effect], None]
+    ) -> None:
+        self._workers, self._emit = workers, emit
+        self._commit_timeout = duration(config.handoff_timeout_s)
+
+    def prefill(self, request: Request, worker: WorkerKey, now: float) -> None:
+        """Its prompt is computed, with a first token where none is known."""
+        command = cluster_pb2.PrefillCommand()
+        self._specify(command.spec, request, now)
+        if request.num_known:
+            command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
+            command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
+        if request.handoff_id:
+            command.handoff.CopyFrom(self._handoff_plan(request))
+        self._send(worker, command)
+
+    def announce(self, request: Request, now: float) -> None:
+        """Its decode worker may load what it is handed as it comes, if it makes use of that.
+
+        Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
+        """
+        worker = self._workers.get(request.decode)
+        sampling = request.submission.sampling
+        num_coming = 0 if request.num_known else 1
+        request.expected = (
+            worker is not None
+            and bool(request.handoff_id)
+            and worker.hello.capacity.loads_early
+            and not needs_exact_state(sampling)
+            and not (
+                sampling.HasField("max_tokens")
+                and sampling.max_tokens <= request.num_known + num_coming
+            )
+        )
+        if worker is None or not request.expected:
+            return
+        command = cluster_pb2.ExpectCommand(num_coming_tokens=num_coming)
+        self._specify(command.spec, request, now)
+        self._add_known(command.spec, request)
+        command.handoff.CopyFrom(self._handoff_plan(request))
+        self._send(worker.key, command)
+
+    def decode(self, request: Request, now: float) -> None:
+        """Its decode worker goes on after the known tokens."""
+        assert request.decode is not None
+        command = cluster_pb2.DecodeCommand(expected=request.expected)
+        self._specify(command.spec, request, now, with_prompt=not request.expected)
+        self._add_known(command.spec, request)
+        if request.handoff_id and not request.expected:
+            command.handoff.CopyFrom(self._handoff_plan(request))
+        self._send(request.decode, command)
+
+    def cancel(self, request: Request) -> None:
+        """Both legs, in every state: each ignores what it does not know."""
+        self.cancel_at(request.prefill, request)
+        self.cancel_at(request.decode, request)
+
+    def cancel_at(self, key: WorkerKey | None, request: Request) -> None:
+        if key is None or self._workers.get(key) is None:
+            return
+        command = cluster_pb2.CancelCommand(
+            request_id=request.key, attempt=request.attempt_number, handoff_id=request.handoff_id
+        )
+        self._send(key, command)
+
+    def lost_baton(self, request: Request) -> None:
+        """The handoff will not come: its decode worker need not wait for it."""
+        assert request.decode is not None
+        command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=request.handoff_id)
+        self._send(request.decode, command)
+
+    # ---- Inside
+
+    def _send(self, worker: WorkerKey, command: ev.Command) -> None:
+        self._emit(ev.SendCommand(worker, command))
+
+    def _specify(
+        self,
+        spec: cluster_pb2.RequestSpec,
+        request: Request,
+        now: float,
+        *,
+        with_prompt: bool = True,
+    ) -> None:
+        if not with_prompt:
+            spec.CopyFrom(_spec(request))
+        else:
+            if request.spec is None:
+                request.spec = _spec(request)
+                # A list of them is read faster than an array.
+                request.spec.prompt_token_ids.extend(list(request.submission.prompt_token_ids))
+            spec.CopyFrom(request.spec)
+        spec.attempt, spec.handle = request.attempt_number, request.handle
+        # FromMicroseconds says the same, at several times the cost.
+        seconds, micros = divmod(max(1, round((request.deadline - now) * 1e6)), 10**6)
+        spec.timeout.seconds, spec.timeout.nanos = seconds, micros * 1000
+
+    def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
+        decoder = self._workers.get(request.decode)
+        return cluster_pb2.HandoffPlan(
+            handoff_id=request.handoff_id,
+            epoch=1,
+            target=decoder.hello.kv_address if decoder is not None else "",
+            num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
+            skip_tokens=request.skip_tokens,
+            commit_timeout=self._commit_timeout,
+        )
+
+    @staticmethod
+    def _add_known(spec: cluster_pb2.RequestSpec, request: Request) -> None:
+        spec.known_token_ids.extend(request.token_ids)
+        spec.known_text_chars = request.text_chars

@@ -1,0 +1,402 @@
+"""The coordinator's synchronous core: events in, effects out.
+
+It does no I/O, awaits nothing and holds no clock: time is a parameter, timers are data. The asyncio
+server is one shell around it; a simulator can be another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.adoption import SETTLED, Adoption
+from baton.coordinator.core.book import RequestBook
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.dispatch import ROOM, Dispatcher
+from baton.coordinator.core.handoff_reports import HandoffReports
+from baton.coordinator.core.members import Membership
+from baton.coordinator.core.outputs import apply_step
+from baton.coordinator.core.patience import Patience
+from baton.coordinator.core.request import (
+    EndedRequest,
+    Request,
+    RequestKey,
+    RequestState,
+    WorkerKey,
+)
+from baton.coordinator.core.timers import Timers
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.rollouts.retiring import gone_error
+from baton.coordinator.rollouts.revision import Revision, Traffic
+from baton.coordinator.rollouts.rollout import ROLLOUT, Rollouts
+from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.load_index import POOL_OF
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.scaling.autoscale.observer import Observer
+from baton.coordinator.scaling.autoscale.policy import Policy
+from baton.coordinator.scaling.autoscale.settings import in_config
+from baton.coordinator.scaling.scaling import SCALING, Scaler
+from baton.coordinator.telemetry.stalls import Stall
+from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime import errors
+from baton.v1 import common_pb2
+
+
+class Core:
+    """Request states, deadlines, dispatch, and the cluster's members.
+
+    Args:
+        config: limits and times.
+        random_bytes: of handoff ids; injected so that a simulation repeats.
+        policy: what sizes the pools; the autoscaler unless told.
+
+    Attributes:
+        workers: attached ones; read only outside the core.
+        stats: counters; read only outside the core.
+        latency: what steps cost on the workers; read only outside the core.
+        scaler: how large the pools are to be; read only outside the core.
+        rollouts: which revisions there are, and what each gets; read only outside the core.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+        policy: Policy | None = None,
+    ) -> None:
+        self._config = config
+        self._timers: Timers[RequestKey | WorkerKey] = Timers()
+        self.workers = WorkerRegistry(config.model_name, config.revision)
+        self.latency = LatencyRegistry(config.latency)
+        self.placer = Placers(config, self.workers, self.latency)
+        traffic = Traffic(config.revision)
+        self._book = RequestBook(
+            config, self.workers, self.placer, traffic, self._timers, random_bytes
+        )
+        self._adoption = Adoption(self._book, self.workers, self.placer, self._timers)
+        self._handoffs = HandoffReports(self._book)
+        self.scaler = Scaler(
+            config.scaling,
+            self.workers,
+            self.observer(),
+            self.stats,
+            self._timers,
+            self._emit,
+            policy,
+            Revision(config.revision),
+        )
+        self._patience = Patience(config, self.workers, self.scaler)
+        self._members = members = Membership(
+            config,
+            self._book,
+            self.workers,
+            self.placer,
+            self.latency,
+            self._adoption,
+            self.scaler,
+            self._timers,
+            self._emit,
+        )
+        self.rollouts = Rollouts(
+            traffic,
+            self._book,
+            self.workers,
+            self.placer,
+            self.scaler,
+            self._timers,
+            members.drain,
+            self._emit,
+            config.max_request_s,
+        )
+        self._dispatcher = Dispatcher(
+            config,
+            self._book,
+            self.workers,
+            self.placer,
+            self._adoption,
+            self.rollouts,
+            self._timers,
+        )
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.Submitted: self._submitted,
+            ev.StreamCancelled: self._stream_cancelled,
+            ev.RequestCancelled: self._request_cancelled,
+            ev.StreamFailed: self._stream_failed,
+            ev.SessionLost: self._session_lost,
+            ev.WorkerAttached: self._worker_attached,
+            ev.WorkerHeard: members.heard,
+            ev.WorkerLoad: members.load,
+            ev.WorkerStep: self._worker_step,
+            ev.WorkerHandoff: self._worker_handoff,
+            ev.WorkerCache: self._worker_cache,
+            ev.WorkerChanged: members.changed,
+            ev.WorkerDetached: members.detached,
+            ev.WorkerLost: members.lost,
+            ev.DrainAsked: members.drain_asked,
+            ev.FlipAsked: self._flip_asked,
+            ev.LauncherReady: self._launcher_ready,
+            ev.WorkerExited: members.exited,
+            ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
+            ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
+            ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
+            ev.TargetsAsked: self._targets_asked,
+            ev.RolloutAsked: self.rollouts.start,
+            ev.ShareAsked: lambda event, now: self.rollouts.set_share(event.share),
+            ev.PromotionAsked: lambda event, now: self.rollouts.promote(event.drain_s, now),
+            ev.AbortAsked: lambda event, now: self.rollouts.abort(event.drain_s, event.why, now),
+            ev.AdmissionClosed: self._admission_closed,
+            ev.EverythingEnds: self._everything_ends,
+            ev.Tick: self._tick,
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Applies one event.
+
+        Args:
+            event: what happened.
+            now: seconds by any clock that never goes back.
+
+        Returns:
+            What the shell must do, in order.
+        """
+        self.placer.at(now)
+        self._book.lanes.now = now
+        self._members.excuse(now)
+        self._handlers[type(event)](event, now)
+        if self.placer.changed:
+            self.placer.changed = False
+            if self.rollouts:
+                self.rollouts.advance(now)
+        if self._book.room_made:
+            self._dispatcher.dispatch(now)
+        self._members.advance()
+        return self._book.take_effects()
+
+    def next_deadline(self) -> float | None:
+        """When the next Tick is due; None while nothing is timed."""
+        return self._timers.next()
+
+    def _emit(self, effect: ev.Effect) -> None:
+        self._book.out.append(effect)
+
+    # ---- What the shell may look at
+
+    @property
+    def model_name(self) -> str:
+        return self._config.model_name
+
+    @property
+    def stats(self) -> CoreStats:
+        return self._book.stats
+
+    @property
+    def num_requests(self) -> int:
+        """Admitted and not ended."""
+        return len(self._book.requests)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether requests are admitted, and both pools have a serving worker, or will get one."""
+        stable = self.workers.of(self.workers.stable)
+        return self._book.admission.closing is None and all(
+            stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
+        )
+
+    def flip_error(
+        self, worker: Worker, role: common_pb2.Role.ValueType
+    ) -> errors.BatonError | None:
+        """Why an operator cannot have a worker change to this role now; None when they can."""
+        return self._members.flip_error(worker, role) or self.rollouts.flip_error(worker)
+
+    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
+        """Why no request of this lane would be admitted now; None when one would."""
+        return self._book.admission.error(lane, len(self._book.requests))
+
+    def wait_ratio(self, lane: common_pb2.Lane.ValueType) -> float:
+        """How much longer than predicted a wait in a lane is reckoned with."""
+        return self._book.admission.wait_ratio(lane)
+
+    def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
+        """One request: running, or recently ended; None when there is none.
+
+        Args:
+            request_id: as its client calls it.
+            tenant: empty: whoever's it is.
+
+        Raises:
+            InvalidArgument: several tenants have one.
+        """
+        return self._book.requests.find(request_id, tenant)
+
+    def running_request(self, request_id: str, tenant: str = "") -> Request | None:
+        """The same of those that have not ended."""
+        return self._book.requests.find_running(request_id, tenant)
+
+    def stalls(self, request: Request) -> tuple[Stall, ...]:
+        """A running request's longest gaps over its target, up to now."""
+        return self._book.stalls(request)
+
+    def running(self) -> list[Request]:
+        return self._book.requests.all()
+
+    def recently_ended(self) -> list[EndedRequest]:
+        """Newest first."""
+        return list(self._book.requests.ended.values())[::-1]
+
+    def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
+        return self._book.lanes.num_queued(lane)
+
+    def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
+        return self._book.lanes.oldest(lane)
+
+    def observer(self) -> Observer:
+        """Looks at what the pools are sized by."""
+        return Observer(
+            self.workers,
+            self.placer,
+            self._book.lanes,
+            self.stats,
+            self.latency,
+            self._config.latency,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a resource has no owner, or two."""
+        requests = {request.key: request for request in self._book.requests.all()}
+        for worker in self.workers:
+            assert worker.assigned_tokens == sum(worker.assigned.values())
+            for key in worker.assigned:
+                request = requests[key]
+                assert worker.key in (request.prefill, request.decode)
+            assert worker.unanswered.keys() <= worker.assigned.keys()
+            assert not worker.alone or worker.alone in worker.unanswered
+            assert all(requests[key].prefill == worker.key for key in worker.sending)
+        attempts = [request for request in requests.values() if not request.waits]
+        assert self._book.requests.by_handle == {request.handle: request for request in attempts}
+        queued = sum(request.waits for request in requests.values())
+        assert queued == len(self._book.lanes)
+        self._book.lanes.check_integrity()
+        num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
+        num_timers += self.scaler.num_timers + self.rollouts.num_timers
+        num_timers += self._dispatcher.num_timers
+        assert len(self._timers) == num_timers
+        assert not any(request.ended for request in requests.values())
+        self.workers.check_integrity()
+        self.scaler.launches.check_integrity()
+        flowing = [request for request in requests.values() if request.flows_from is not None]
+        assert all(request.state is RequestState.DECODING for request in flowing)
+        assert all(request.flows_from == request.decode for request in flowing)
+        self.placer.check_integrity()
+        for request in attempts:
+            found = map(self.workers.get, (request.prefill, request.decode))
+            assert all(one is None or one.revision == request.revision for one in found)
+
+    # ---- Clients
+
+    def _submitted(self, event: ev.Submitted, now: float) -> None:
+        submission = event.submission
+        resumes = len(submission.known_token_ids) > 0
+        goes_on = resumes and self._adoption.may_find(submission.key)
+        revision = submission.revision
+        if resumes and revision and self.rollouts.is_gone(revision) and not goes_on:
+            self._emit(ev.SendFailed(submission.to, gone_error(revision)))
+            return
+        request = self._book.admit(submission, now, goes_on=goes_on)
+        if request is not None:
+            self._adoption.admitted(request, now)
+            self.scaler.arrived(now)
+
+    def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
+        request = self._book.requests.by_stream(event.to)
+        if request is not None:
+            self._book.cancel(request, now)
+
+    def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+        request = self._book.requests.get(event.key)
+        if request is not None:
+            self._book.cancel(request, now)
+
+    def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
+        request = self._book.requests.by_stream(event.to)
+        if request is not None:
+            self._book.fail(request, event.error, now)
+
+    def _session_lost(self, event: ev.SessionLost, now: float) -> None:
+        for request in self._book.requests.of_session(event.session):
+            self._book.cancel(request, now, tell=False)
+
+    def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
+        self.scaler.stop()
+        self._book.admission.closing = errors.Unavailable("the coordinator is stopping")
+        if event.restarts:
+            what = "the coordinator is restarting: submit again"
+            self._book.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
+
+    def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
+        self.scaler.stop()
+        self._book.admission.closing = errors.Unavailable(event.reason)
+        for request in self._book.requests.all():
+            self._book.fail(request, errors.Unavailable(event.reason), now)
+
+    # ---- Workers
+
+    def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
+        worker = self._members.attached(event, now)
+        if worker is not None:
+            self.rollouts.attached(worker, now, returns=event.returns)
+
+    def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
+        worker = self.workers.by_id(event.worker_id)
+        if worker is not None and self.flip_error(worker, event.role) is None:
+            self._members.flip(worker, event.role, now)
+
+    def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
+        worker = self._members.hear(event.worker, now)
+        if worker is not None:
+            # By the registry's own key: outputs that only flow are told by it.
+            apply_step(self._book, worker.key, event.step, now)
+            self._adoption.apply_step(worker.key, event.step)
+
+    def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
+        if self._members.hear(event.worker, now) is not None:
+            self._handoffs.take(event.worker, event.report, now)
+
+    def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
+        worker = self._members.hear(event.worker, now)
+        if worker is not None:
+            self.placer.apply_cache(worker, event.changes)
+
+    # ---- Time and sizes
+
+    def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
+        self.rollouts.starts_workers(now)
+        self.scaler.begin(event.sizes, now)
+
+    def _targets_asked(self, event: ev.TargetsAsked, now: float) -> None:
+        self.scaler.set_targets(event.targets, now)
+        self.stats.recent.targets = in_config(self.scaler.targets)
+
+    def _tick(self, event: ev.Tick, now: float) -> None:
+        while (key := self._timers.pop_due(now)) is not None:
+            if isinstance(key, str):
+                request = self._book.requests.get(key)
+                if request is not None:
+                    request.waits_until = self._patience.waits_until(request, now)
+                    self._book.expire(request, self._dispatcher.queue_error, now)
+                else:
+                    self._adoption.expire(key)
+                continue
+            if key == SETTLED:
+                self._adoption.advance(now)
+                continue
+            if key == SCALING:
+                self._members.scale(now)
+                continue
+            if key == ROLLOUT:
+                self.rollouts.advance(now)
+                continue
+            if key == ROOM:
+                self._book.room_made = True
+                continue
+            self._members.look_at(key, now)

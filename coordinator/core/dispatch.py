@@ -1,0 +1,182 @@
+"""Who is given to workers next, who makes room for them, and who need see no worker at all."""
+
+from __future__ import annotations
+
+import math
+
+from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.book import RequestBook
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.request import Request, RequestKey, RequestState, WorkerKey
+from baton.coordinator.core.timers import Timers
+from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.lanes.lanes import lane_config
+from baton.coordinator.rollouts.retiring import gone_error
+from baton.coordinator.rollouts.rollout import Rollouts
+from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.load_index import ROLE_OF
+from baton.coordinator.routing.placers import Placers
+from baton.runtime import errors
+from baton.runtime.sampling import needs_exact_state
+from baton.v1 import common_pb2
+
+# The key of its timer.
+ROOM: WorkerKey = ("", 3)
+# A batch request that made room so often is let go on: its cache may not keep what was computed.
+_MAX_PARKED = 8
+# Room that is foreseen is looked for so much later at least, rounding or not.
+_LEAST_WAIT_S = 0.001
+
+
+class Dispatcher:
+    """Joins what waits in the lanes with workers that have room for it."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placers,
+        adoption: Adoption,
+        rollouts: Rollouts,
+        timers: Timers[RequestKey | WorkerKey],
+    ) -> None:
+        self._config, self._book, self._workers = config, book, workers
+        self._placer, self._adoption, self._rollouts = placer, adoption, rollouts
+        self._timers = timers
+
+    @property
+    def num_timers(self) -> int:
+        """That are set: one while room is foreseen."""
+        return int(ROOM in self._timers)
+
+    def dispatch(self, now: float) -> None:
+        """Gives the requests whose turn it is to workers, where these have room."""
+        self._book.room_made = False
+        room_at = math.inf
+        for request in self._book.lanes.candidates() if len(self._book.lanes) else ():
+            if self._settled(request, now) or self._adoption.may_return(request):
+                continue
+            if self._rollouts.is_gone(request.revision):
+                if request.attempt or not self._adoption.may_find(request.key):
+                    self._book.fail(request, gone_error(request.revision), now)
+                continue
+            placement = self._placer.place(request)
+            if self._made_room(request, placement, now):
+                placement = self._placer.place(request)
+            if placement is None:
+                room_at = min(room_at, self._placer.room_at(request))
+                if self._never_fits_beside(request):
+                    self._book.lanes.pass_over(request.revision)
+                continue  # The lanes pass its own over.
+            problem = self._resume_error(request, placement)
+            if problem is not None:
+                self._book.fail(request, problem, now)
+            else:
+                self._book.dispatch(request, placement, now)
+        # What ended on the way made no room on a worker.
+        self._book.room_made = False
+        if room_at < math.inf:
+            self._timers.set(ROOM, max(room_at, now + _LEAST_WAIT_S))
+        else:
+            self._timers.cancel(ROOM)
+        self._park(now)
+
+    def queue_error(self, request: Request) -> errors.BatonError:
+        """Why a request waited for too long."""
+        waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
+        if request.state is RequestState.RECOVERING:
+            waited_s = max(self._config.max_recovery_s, request.waits_until - request.state_since)
+        waited = f"waited {waited_s:g} s"
+        if request.losses:
+            waited = f"{waited} after {request.losses[-1]}"
+        revision, members = request.revision, self._workers.of(request.revision)
+        if revision != self._workers.stable:
+            waited = f"revision {revision!r} began its output, and no other may go on: {waited}"
+        elif others := [one for one in self._workers.revisions if one != revision]:
+            waited = f"revision {revision!r} is the stable one, attached are {others}: {waited}"
+        there = {pool.value: members.presence(role) for pool, role in ROLE_OF.items()}
+        if empty := [name for name, one in there.items() if not one.num_attached]:
+            return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
+        if idle := [name for name, one in there.items() if not one.num_serving]:
+            return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
+        return errors.ResourceExhausted(
+            f"every worker is busy: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
+        )
+
+    # ---- Inside
+
+    def _never_fits_beside(self, request: Request) -> bool:
+        """Whether it finds no room for as long as others are given what there is."""
+        if request.suspect:
+            # While others keep joining them, no worker has ever answered everything.
+            workers = self._workers.of(request.revision)
+            if any(one.serving and one.unanswered for one in workers):
+                return True
+        # Interactive prompts that took the room would leave it none for ever.
+        return self._book.lanes.is_due(request) and self._placer.is_crowded_out(request)
+
+    def _made_room(self, request: Request, placement: Placement | None, now: float) -> bool:
+        """Whether a batch prompt that was being computed has made room."""
+        found = self._placer.prompt_that_yields(request, placement)
+        batch = self._book.requests.get(found) if found is not None else None
+        if batch is None or batch.num_parked >= _MAX_PARKED:
+            return False
+        self._book.park(batch, now)
+        return True
+
+    def _park(self, now: float) -> None:
+        """Lets batch outputs make room where interactive ones have just been added."""
+        while self._placer.crowded:
+            crowded, _ = self._placer.crowded.popitem()
+            worker = self._workers.get(crowded)
+            while worker is not None and self._placer.must_yield(worker):
+                batch = [
+                    request
+                    for key in worker.assigned
+                    if (request := self._book.requests.get(key)) is not None
+                    and request.submission.lane == common_pb2.LANE_BATCH
+                    and request.state is RequestState.DECODING
+                ]
+                if not batch:
+                    break
+                # The one that is computed again most cheaply.
+                self._book.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
+
+    def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
+        """Why a request cannot go on after its known tokens; None when it can, or has none."""
+        decoder = self._workers.get(placement.decode.worker) if placement.decode else None
+        if (
+            not len(request.token_ids)
+            or decoder is None
+            or decoder.hello.capacity.supports_forced_tokens
+            or not needs_exact_state(request.submission.sampling)
+        ):
+            return None
+        return errors.FailedPrecondition(
+            "this request cannot be resumed: its seed, penalties, bad words or grammar "
+            f"need forced tokens, which worker {decoder.id} does not support"
+        )
+
+    def _settled(self, request: Request, now: float) -> bool:
+        """Ends a request that no worker need see, by the context length that workers have."""
+        sampling, model = request.submission.sampling, self._workers.of(request.revision).model
+        num_known = len(request.token_ids)
+        max_len = model.max_model_len if model is not None else 0
+        if max_len and request.num_prompt_tokens >= max_len:
+            allowed = f"at most {max_len - 1} tokens, one less than the context"
+            error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
+            self._book.fail(request, error, now)
+            return True
+        # A caller resumes whose connection broke between the last token and Finished.
+        if request.submission.known_stop is not None and not request.attempt:
+            stop = request.submission.known_stop
+            self._book.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            return True
+        if num_known and (
+            (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
+            or (max_len and request.num_prompt_tokens + num_known >= max_len)
+        ):
+            self._book.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
+            return True
+        return False

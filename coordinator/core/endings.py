@@ -1,0 +1,62 @@
+"""What is remembered of a request once it has ended."""
+
+from __future__ import annotations
+
+from google.rpc import code_pb2
+
+from baton.coordinator.core.request import EndedRequest, Request
+from baton.coordinator.telemetry.budget import latency_budget
+from baton.coordinator.telemetry.stalls import Stall
+from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime import errors
+from baton.runtime.enum_names import enum_name
+from baton.v1 import common_pb2
+
+
+def ended_request(
+    request: Request,
+    now: float,
+    stats: CoreStats,
+    stalls: tuple[Stall, ...],
+    finish_reason: common_pb2.FinishReason.ValueType,
+    error: errors.BatonError | None,
+) -> EndedRequest:
+    """Of a request whose state is terminal.
+
+    Args:
+        request: ended.
+        now: by the core's clock.
+        stats: they know its targets.
+        stalls: its longest gaps.
+        finish_reason: UNSPECIFIED where it failed.
+        error: why it failed; None: it did not.
+    """
+    return EndedRequest(
+        request_id=request.id,
+        state=request.state,
+        lane=request.submission.lane,
+        tenant=request.submission.tenant,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=len(request.token_ids),
+        attempt=request.attempt,
+        attempt_number=request.attempt_number,
+        prefill_worker_id=request.prefill[0] if request.prefill is not None else "",
+        decode_worker_id=request.decode[0] if request.decode is not None else "",
+        arrived_at=request.submission.arrived_at,
+        ended_at=now,
+        budget=latency_budget(request, now),
+        finish_reason=finish_reason,
+        error_code=error.code if error is not None else 0,
+        error=str(error) if error is not None else "",
+        session=request.submission.to.session,
+        ttft_target_s=stats.ttft_target_s(request),
+        itl_target_s=stats.itl_target_s(request),
+        stalls=stalls,
+    )
+
+
+def outcome(record: EndedRequest) -> str:
+    """Its finish reason, or its error code's name; lower case."""
+    if record.error_code:
+        return str(code_pb2.Code.Name(record.error_code)).lower()
+    return enum_name(common_pb2.FinishReason.DESCRIPTOR, record.finish_reason)

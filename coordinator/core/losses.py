@@ -1,0 +1,132 @@
+"""Workers that are lost, or do not respond: where the requests go that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.book import RequestBook
+from baton.coordinator.core.request import RequestKey, RequestState, WorkerKey
+from baton.coordinator.core.timers import Timers
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.scaling.scaling import Scaler
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+
+class Losses:
+    """Takes workers out, for good or until they respond, and lets their requests go on elsewhere.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placers,
+        latency: LatencyRegistry,
+        adoption: Adoption,
+        scaler: Scaler,
+        timers: Timers[RequestKey | WorkerKey],
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._book, self._workers, self._placer, self._latency = book, workers, placer, latency
+        self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
+
+    def lose(
+        self,
+        worker: Worker,
+        reason: str,
+        now: float,
+        *,
+        fenced: bool = True,
+        blame: bool = True,
+        ended: bool = True,
+    ) -> None:
+        """Takes a worker out; its requests go on elsewhere, and their other workers are told.
+
+        Args:
+            worker: attached.
+            reason: in words, continuing "worker w1 ...".
+            now: by the core's clock.
+            fenced: False when it leaves by itself.
+            blame: whether what it computed may be what ended it.
+            ended: False when another process goes on under its id, in the same pool or not
+                (`left_pool`).
+        """
+        self._workers.remove(worker, reason)
+        self._adoption.lost(worker.key)
+        self._placer.detach(worker)
+        self._latency.forget(worker.key)
+        self._timers.cancel(worker.key)
+        if fenced or blame:
+            self._book.stats.worker_lost(now)
+        leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if ended:
+            self._scaler.left(worker.id, reason, now, wanted=leaves)
+        suspects = worker.computing() if blame and not worker.unresponsive else []
+        self._recover_all(worker, reason, suspects, now)
+        if ended:
+            self.left_pool(worker.role, worker.revision, now)
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
+        self._emit(ev.FenceWorker(worker.key, fence))
+
+    def suspect(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker does not respond: others take its requests, where there are others.
+
+        It is not out: when it responds again it is given new work. What it then still says of the
+        requests that went elsewhere is of an older attempt. Where only the stable revision could
+        take its requests, those stay that have begun.
+        """
+        has_peers = any(other is not worker for other in self._workers.peers(worker))
+        if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
+            worker.unresponsive = reason
+            self._placer.refresh(worker)
+            self._book.stats.worker_unresponsive(now)
+            self._recover_all(worker, reason, [], now, with_begun=has_peers)
+
+    def responds(self, worker: Worker) -> None:
+        worker.unresponsive = ""
+        self._placer.refresh(worker)
+        self._book.room_made = True
+
+    def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
+        """A worker did. What is parked waits for room; with the last one it is left without any."""
+        if self._workers.of(revision).presence(role).num_attached:
+            return
+        for request in self._book.requests.all():
+            if request.state is RequestState.PARKED and request.revision == revision:
+                self._book.strand(request, now)
+
+    # ---- Inside
+
+    def _recover_all(
+        self,
+        worker: Worker,
+        reason: str,
+        suspects: list[RequestKey],
+        now: float,
+        *,
+        with_begun: bool = True,
+    ) -> None:
+        lost = f"worker {worker.id} {reason}"
+        for key in [*worker.assigned, *worker.sending]:
+            request = self._book.requests.get(key)
+            if request is None or worker.key not in (request.prefill, request.decode):
+                continue
+            if len(request.token_ids) and not with_begun:
+                continue
+            if request.suspect and suspects == [key]:
+                error = errors.Internal(
+                    f"request {request.id} was what two workers computed when they died; the last, "
+                    f"worker {worker.id}, {reason}"
+                )
+                self._book.fail(request, error, now)
+                continue
+            request.suspect |= key in suspects
+            self._book.recover(request, worker.key, errors.Unavailable(lost), now)

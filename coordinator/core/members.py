@@ -1,0 +1,324 @@
+"""The cluster's members: workers that come, fall silent, stand still, flip, drain and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.book import RequestBook
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.losses import Losses
+from baton.coordinator.core.request import RequestKey, WorkerKey
+from baton.coordinator.core.timers import Timers
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.scaling.autoscale.types import Drain
+from baton.coordinator.scaling.drains import Drains
+from baton.coordinator.scaling.flips import Flips
+from baton.coordinator.scaling.scaling import Scaler
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+# A worker that is stuck for so many times the limit is fenced, so that another can take its place.
+_STUCK_FOR_GOOD = 3
+# A worker whose stream has broken is back within a tenth of this, or it is dead.
+_GONE_S = 0.5
+# A worker that is silent for so many times its longest silence lately stands still, most likely.
+_UNUSUAL = 2.0
+# Of the configured silence: no worker is taken for stopped sooner.
+_LEAST_SHARE = 2 / 3
+# What a silence counts for shrinks by this with every load report: by half in fourteen.
+_FORGETTING = 0.95
+# Of heartbeats: without a word from anybody for so long it is this process that does not listen,
+# and so long it takes to read what came meanwhile.
+_DEAF, _CATCH_UP = 1.2, 0.25
+
+
+class Membership:
+    """Owns the workers that flip and drain, and the timer of each worker's silence.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placers,
+        latency: LatencyRegistry,
+        adoption: Adoption,
+        scaler: Scaler,
+        timers: Timers[RequestKey | WorkerKey],
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._config, self._book, self._workers, self._placer = config, book, workers, placer
+        self._latency, self._adoption, self._scaler = latency, adoption, scaler
+        self._timers, self._emit = timers, emit
+        self._losses = Losses(book, workers, placer, latency, adoption, scaler, timers, emit)
+        self._drains = Drains(workers, placer, emit)
+        self._flips = Flips(book, workers, placer, scaler, config.scaling.drain_s, emit)
+        # That no worker need explain: it misses a heartbeat, and the next is late.
+        silent_s = config.worker_silent_s
+        self._least_silent_s = min(silent_s, max(_LEAST_SHARE * silent_s, 2 * config.heartbeat_s))
+        # When somebody was heard last, and when last after a time without a word from anybody.
+        self._deaf_s, self._catch_up_s = _DEAF * config.heartbeat_s, _CATCH_UP * config.heartbeat_s
+        self._heard_at = self._deaf_until = float("-inf")
+
+    def flip_error(
+        self, worker: Worker, role: common_pb2.Role.ValueType
+    ) -> errors.BatonError | None:
+        """Why an operator cannot have a worker change to this role now; None when they can."""
+        if worker.role == role:
+            return None
+        limits = self._scaler.flip_error(worker.id, POOL_OF[worker.role], POOL_OF[role])
+        return self._flips.error(worker, role) or limits
+
+    def advance(self) -> None:
+        """Those that have nothing left leave, or change their role."""
+        if self._drains:
+            self._drains.release()
+        if self._flips:
+            self._flips.advance()
+
+    def attached(self, event: ev.WorkerAttached, now: float) -> Worker | None:
+        """The worker that is a member now; None: it was refused."""
+        hello = event.hello
+        key = (hello.worker_id, hello.incarnation)
+        refusal = self._workers.refusal(hello)
+        if refusal is not None:
+            self._emit(ev.RefuseWorker(key, refusal))
+            return None
+        worker = self._workers.by_id(hello.worker_id)
+        was_in = (worker.role, worker.revision) if worker is not None else None
+        if worker is not None and worker.key != key:
+            replaced = f"was replaced by incarnation {hello.incarnation:016x}"
+            self._losses.lose(worker, replaced, now, ended=False)
+            worker = None
+        if worker is None:
+            worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
+            # Not known yet to be punctual.
+            worker.longest_silence_s = self._config.worker_silent_s / _UNUSUAL
+            self._workers.add(worker)
+            if not hello.generation:
+                # It has served no coordinator before.
+                self._book.stats.came_up(worker, now)
+            if not event.returns:
+                self._scaler.launches.attached(worker.id, now)
+        else:
+            # Nothing leads out of draining; the worker may not have heard of it yet.
+            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+            worker.state = worker.state if drains else hello.state
+            worker.hello, worker.role = hello, hello.role
+        if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._drains.said(worker)
+        worker.connected, worker.heard_at, worker.progressed_at = True, now, now
+        worker.unresponsive = ""
+        self._flips.heard(worker)
+        self._watch(worker, now)
+        self._placer.attach(worker)
+        if was_in is not None:
+            self._losses.left_pool(*was_in, now)
+        adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
+        self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
+        self._book.room_made = True
+        return worker
+
+    def hear(self, key: WorkerKey, now: float) -> Worker | None:
+        """A worker gave a sign of life; None where it is not attached."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            if now - worker.heard_at > worker.longest_silence_s:
+                worker.longest_silence_s = min(now - worker.heard_at, self._config.worker_silent_s)
+            worker.heard_at = now
+            if now - self._heard_at > self._deaf_s:
+                self._deaf_until = now
+            self._heard_at = now
+            if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
+                self._losses.responds(worker)
+        return worker
+
+    def heard(self, event: ev.WorkerHeard, now: float) -> None:
+        self.hear(event.worker, now)
+
+    def load(self, event: ev.WorkerLoad, now: float) -> None:
+        worker = self.hear(event.worker, now)
+        if worker is None:
+            return
+        load, worker.load = event.load, event.load
+        worker.longest_silence_s *= _FORGETTING
+        if worker.flip is not None:
+            self._flips.look(worker, now)
+        self._latency.observe(worker, load.steps)
+        if worker.role == common_pb2.ROLE_DECODE and load.steps:
+            self._book.stats.recent.at(now).decode_steps(load.steps)
+        self._placer.report_kv(worker, load.kv_tokens_used)
+        self._book.room_made |= len(self._book.lanes) > 0
+        if load.num_steps != worker.num_steps or not load.num_running:
+            worker.num_steps, worker.progressed_at = load.num_steps, now
+            if worker.unresponsive:
+                self._losses.responds(worker)
+            return
+        stuck_s, limit_s = now - worker.progressed_at, self._config.worker_stuck_s
+        if stuck_s >= _STUCK_FOR_GOOD * limit_s:
+            self._losses.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
+        elif stuck_s >= limit_s:
+            self._losses.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
+
+    def changed(self, event: ev.WorkerChanged, now: float) -> None:
+        worker = self.hear(event.worker, now)
+        if worker is None:
+            return
+        change = event.change
+        if change.state == cluster_pb2.WORKER_STATE_STOPPED:
+            reason = f"stopped: {change.reason}" if change.reason else "stopped"
+            self._losses.lose(worker, reason, now, fenced=False, blame=change.failed)
+            return
+        if change.state == cluster_pb2.WORKER_STATE_DRAINING:
+            self._flips.stop(worker)
+            self._drains.said(worker)
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+                # By itself: another may have to take its place.
+                self._scaler.soon(now)
+        # Nothing leads out of draining; the worker may not have heard of it yet.
+        if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+            worker.state = change.state
+        was_in = worker.role, worker.revision
+        if change.role:
+            worker.role = change.role
+            self._flips.heard(worker)
+        self._placer.refresh(worker)
+        self._losses.left_pool(*was_in, now)
+        self._book.room_made = True
+
+    def detached(self, event: ev.WorkerDetached, now: float) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.connected = False
+            # Its time to come back begins now. The end of a silent one's stream is no sign of life.
+            if not worker.unresponsive:
+                worker.heard_at = now
+            self._placer.refresh(worker)
+            self._watch(worker, now)
+
+    def lost(self, event: ev.WorkerLost, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if worker is not None and event.incarnation in (None, worker.hello.incarnation):
+            self._losses.lose(worker, event.reason, now)
+
+    def drain_asked(self, event: ev.DrainAsked, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if worker is None:
+            self._scaler.launches.give_up(event.worker_id)
+        else:
+            self.drain(worker, event.timeout_s, event.reason, now)
+        # Another may have to take its place.
+        self._scaler.soon(now)
+
+    def flip(self, worker: Worker, role: common_pb2.Role.ValueType, now: float) -> None:
+        """An operator has a worker change its role; nothing may stand against it."""
+        self._flips.begin(worker, role, now, by_hand=True)
+
+    def drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+        """Tells a worker to leave; `timeout_s` is how long what it has may take."""
+        self._flips.stop(worker)
+        self._drains.begin(worker, timeout_s, reason, now)
+        self._watch(worker, now)
+
+    def exited(self, event: ev.WorkerExited, now: float) -> None:
+        worker = self._workers.by_id(event.worker_id)
+        if self._scaler.launches.is_starting(event.worker_id):
+            # Who is attached under its id is another.
+            worker = None
+        leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
+        if worker is not None and not leaves:
+            self._scaler.exited(event, now)
+            self._losses.lose(worker, event.reason, now)
+            return
+        if worker is not None:
+            self._losses.lose(worker, event.reason, now, fenced=False, blame=False)
+        self._scaler.exited(event, now)
+
+    def scale(self, now: float) -> None:
+        """Sizes the pools; those that the scaler starts by itself are in its effects."""
+        for action in self._scaler.decide(now):
+            worker = self._workers.by_id(action.worker_id)
+            if worker is None:
+                continue
+            if isinstance(action, Drain):
+                self.drain(worker, self._config.scaling.drain_s, action.reason, now)
+            else:
+                role = ROLE_OF[action.to]
+                if self._flips.error(worker, role) is None:
+                    self._flips.begin(worker, role, now, by_hand=False)
+
+    # ---- Time
+
+    def excuse(self, now: float) -> None:
+        """Forgives the workers a silence that was the coordinator's own.
+
+        A process that stood still (stopped, starved, a paused machine) finds timers long overdue
+        and what the workers said meanwhile unread.
+        """
+        due = self._timers.next()
+        if due is None or now - due < self._least_silent_s / 2:
+            return
+        for worker in self._workers:
+            worker.heard_at = now
+            worker.progressed_at = min(now, worker.progressed_at + now - due)
+            self._watch(worker, now)
+
+    def look_at(self, key: WorkerKey, now: float) -> None:
+        """The timer of a worker's silence went off."""
+        worker = self._workers.get(key)
+        assert worker is not None
+        if worker.leaves_by <= now:
+            self._losses.lose(worker, "did not leave in time", now)
+            return
+        silent = "was silent" if worker.connected else "was gone"
+        if worker.heard_at + self._config.worker_timeout_s <= now:
+            self._losses.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
+            return
+        if worker.heard_at + self._silent_s(worker) <= now:
+            if worker.connected and self._is_deaf(now):
+                lost_at = worker.heard_at + self._config.worker_timeout_s
+                self._timers.set(key, min(now + self._catch_up_s, lost_at, worker.leaves_by))
+                return
+            self._losses.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
+        self._watch(worker, now)
+
+    # ---- Inside
+
+    def _silent_s(self, worker: Worker) -> float:
+        """How long its requests wait for a worker that says nothing.
+
+        Up to the configured time, and less of one that has been punctual lately: what is a usual
+        silence on this machine is learned, worker by worker (an adaptive failure detector, as in
+        Hayashibara et al., "The phi accrual failure detector", 2004).
+        """
+        silent_s = self._config.worker_silent_s
+        if not worker.connected:
+            return min(silent_s, _GONE_S)
+        return min(silent_s, max(self._least_silent_s, _UNUSUAL * worker.longest_silence_s))
+
+    def _is_deaf(self, now: float) -> bool:
+        """Whether nobody is heard, or what came meanwhile is just being read.
+
+        So it is this process that was busy or stood still, for less than `excuse` can tell, rather
+        than every worker at once; and if it were every worker, none could take another's requests.
+        """
+        return now - self._heard_at > self._deaf_s or now - self._deaf_until < self._catch_up_s
+
+    def _watch(self, worker: Worker, now: float) -> None:
+        """Sets the timer of a worker's silence."""
+        silent_s = self._silent_s(worker)
+        due = worker.heard_at + silent_s
+        if due <= now:
+            # Looked at again, since others may come that could take its requests.
+            due = now + silent_s
+        due = min(due, worker.heard_at + self._config.worker_timeout_s, worker.leaves_by)
+        self._timers.set(worker.key, due)

@@ -1,0 +1,335 @@
+"""What a worker's outputs do to a request."""
+
+from __future__ import annotations
+
+from google.rpc import code_pb2
+
+from baton.coordinator.core.book import CHARGE_TOKENS, RequestBook
+from baton.coordinator.core.request import Request, RequestKey, RequestState, StreamKey, WorkerKey
+from baton.coordinator.telemetry.budget import ttft_stages
+from baton.coordinator.telemetry.stalls import Cause, SlowStep
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+_THE_REQUESTS_OWN = (
+    code_pb2.INVALID_ARGUMENT,
+    code_pb2.FAILED_PRECONDITION,
+    code_pb2.OUT_OF_RANGE,
+    code_pb2.UNIMPLEMENTED,
+    code_pb2.DEADLINE_EXCEEDED,
+)
+# What an array of 4-byte numbers holds: over an hour.
+_MAX_GAP_US = 2**32 - 1
+_NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+class _Step:
+    """One engine step of a worker; what its outputs have in common is counted once."""
+
+    __slots__ = (
+        "_gaps",
+        "_joined",
+        "_num_tokens",
+        "book",
+        "now",
+        "worker",
+    )
+
+    def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
+        self.book, self.worker, self.now = book, worker, now
+        self._num_tokens = 0
+        # Requests whose first outputs from here these are.
+        self._joined: list[Request] = []
+        # By lane and time of the last token: the gap in microseconds, and how many there are.
+        self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
+
+    def take(self, tokens: cluster_pb2.StepTokens) -> None:
+        """Sends on what is one token each. All that a token costs the core is here."""
+        find, worker, now = self.book.requests.by_handle.get, self.worker, self.now
+        # Most of a worker's requests share the gap: the last one's is at hand, counted up to here.
+        last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
+        deltas: list[tuple[StreamKey, bytes]] = []
+        num_tokens = 0
+        # As lists: a column of a message is slow to walk.
+        for handle, offset, token_id, num_chars, encoded in zip(
+            tokens.handles[:],
+            tokens.offsets[:],
+            tokens.token_ids[:],
+            tokens.num_text_chars[:],
+            tokens.deltas[:],
+            strict=True,
+        ):
+            request = find(handle)
+            if request is None:
+                continue
+            known = request.token_ids
+            if request.flows_from is not worker or offset != len(known):
+                delta = common_pb2.TokenDelta.FromString(encoded)
+                _apply_output(self, request, cluster_pb2.RequestOutput(delta=delta))
+                continue
+            known.append(token_id)
+            request.text_chars += num_chars
+            submission = request.submission
+            if not deltas:
+                deltas = self.book.deltas()
+            deltas.append((submission.to, encoded))
+            # As in `_served`, without a call.
+            if request.last_token_at != last_at or submission.lane != lane:
+                gap[1] += num_tokens - num_counted
+                assert request.last_token_at is not None
+                last_at, lane, num_counted = request.last_token_at, submission.lane, num_tokens
+                gap = self._gap_since(lane, last_at)
+            request.gaps_us.append(gap[0])
+            request.last_token_at = now
+            num_tokens += 1
+            if not offset % CHARGE_TOKENS:
+                self.book.charge(request)
+        gap[1] += num_tokens - num_counted
+        self._num_tokens += num_tokens
+
+    def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
+        """Sends an output on, each token exactly once; False when the attempt is lost instead."""
+        expected = len(request.token_ids)
+        if delta.offset > expected:
+            error = errors.Internal(
+                f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
+                f"{delta.offset - expected} are lost"
+            )
+            self.book.recover(request, self.worker, error, self.now)
+            return False
+        if delta.offset < expected:
+            overlap = expected - delta.offset
+            if overlap >= len(delta.token_ids):
+                return True
+            # The text is new all the same: a worker leaves out text that was sent.
+            delta = common_pb2.TokenDelta(
+                offset=expected,
+                token_ids=delta.token_ids[overlap:],
+                text=delta.text,
+                logprobs=delta.logprobs[overlap:],
+            )
+        num_tokens = len(delta.token_ids)
+        if not num_tokens and not delta.text:
+            return True
+        if request.last_token_at is None:
+            delta.revision = request.revision
+        request.token_ids.extend(delta.token_ids)
+        request.text_chars += len(delta.text)
+        self.book.deltas().append((request.submission.to, delta.SerializeToString()))
+        if num_tokens:
+            self._served(request, num_tokens)
+            if request.interruptions:
+                request.losses, request.suspect = [], False
+                if request.interruptions[-1].ended_at is None:
+                    request.interruptions[-1].ended_at = self.now
+            if request.state is RequestState.DECODING:
+                request.flows_from = self.worker
+        return True
+
+    def _served(self, request: Request, num_tokens: int) -> None:
+        """The request has so many tokens more."""
+        lane, last_at = request.submission.lane, request.last_token_at
+        request.last_token_at = self.now
+        if last_at is None:
+            request.first_token_at = self.now
+            self.book.admission.first_token(request, self.now)
+            stages = ttft_stages(request, self.now)
+            self.book.stats.first_token(request, self.now, stages)
+        else:
+            gap = self._gap_since(lane, last_at)
+            gap[1] += 1
+            request.gaps_us.append(gap[0])
+        self._num_tokens += num_tokens
+        if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
+            self.book.charge(request)
+
+    def count(self) -> None:
+        """Puts the sums where they belong."""
+        stats, is_slow = self.book.stats, False
+        stats.num_output_tokens += self._num_tokens
+        if not self._gaps:
+            return
+        recent = stats.recent.at(self.now)
+        side = None
+        if stats.sides and (worker := self.book.worker(self.worker)) is not None:
+            side = stats.sides.get(worker.revision)
+        for (lane, last_at), (_, count) in self._gaps.items():
+            gap_s = self.now - last_at
+            if side is not None:
+                side.lanes[lane].itl.observe(gap_s, count)
+            stats.lanes[lane].itl.observe(gap_s, count)
+            recent.lanes[lane].itl.observe(gap_s, count)
+            target_s = stats.recent.itl_target_s(lane)
+            is_slow |= target_s is not None and gap_s > target_s
+        if is_slow:
+            self._remember()
+
+    def joins(self, request: Request) -> None:
+        """Its first output from this worker is in this step."""
+        self._joined.append(request)
+
+    def _remember(self) -> None:
+        """Why this step was slow, for those of its requests that will be asked about."""
+        worker = self.book.worker(self.worker)
+        if worker is None:
+            return
+        cause, by = Cause.BATCH, None
+        for request in self._joined:
+            timings = request.decode_timings
+            handed = bool(request.handoff_id) and (
+                timings is None
+                or timings.num_handoff_tokens > 0
+                # Or it was there before.
+                or 2 * timings.num_cached_tokens > request.num_prompt_tokens
+            )
+            if not handed:
+                cause, by = Cause.PREFILL, request
+                break
+            cause, by = Cause.JOINED, request
+        if by is None and worker.local:
+            cause, by = Cause.PREFILL, self.book.requests.get(next(iter(worker.local)))
+        worker.slow_steps.append(
+            SlowStep(
+                self.now,
+                cause,
+                by.key if by is not None else None,
+                by.num_prompt_tokens if by is not None else 0,
+                self._num_tokens,
+            )
+        )
+
+    def _gap_since(self, lane: common_pb2.Lane.ValueType, last_at: float) -> list[int]:
+        gap = self._gaps.get((lane, last_at))
+        if gap is None:
+            gap_us = min(round((self.now - last_at) * 1e6), _MAX_GAP_US)
+            gap = self._gaps[lane, last_at] = [gap_us, 0]
+        return gap
+
+
+def apply_step(
+    book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
+) -> None:
+    """Applies what one engine step produced. What it costs per token is the coordinator's cost.
+
+    Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
+    serve this attempt.
+    """
+    step = _Step(book, worker, now)
+    if outputs.HasField("tokens"):
+        step.take(outputs.tokens)
+    for output in outputs.outputs:
+        request = book.requests.get(RequestKey(output.request_id))
+        if request is not None and output.attempt == request.attempt_number:
+            _apply_output(step, request, output)
+    step.count()
+
+
+def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    worker = step.worker
+    if worker == request.decode and (request.prefill is None or request.prefill_done):
+        _decode_output(step, request, output)
+    elif worker == request.prefill:
+        step.book.answered(request, worker)
+        _prefill_output(step, request, output)
+
+
+def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    book, worker, now = step.book, step.worker, step.now
+    if output.HasField("finished") and output.finished.prompt_logprobs:
+        request.prompt_logprobs = list(output.finished.prompt_logprobs)
+    if request.prefill_done:
+        return
+    if output.HasField("timings") and request.prefill_timings is None:
+        request.prefill_timings = _copied(output.timings)
+        book.lanes.cached(request, output.timings.num_cached_tokens)
+    if output.HasField("failed"):
+        _failed(book, request, worker, output.failed, now)
+        return
+    if request.num_known:
+        # Only the prompt's KV cache was wanted.
+        book.begin_decode(request, now)
+        return
+    if not step.deliver(request, output.delta):
+        return
+    if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
+        book.prefill_over(request)
+        book.cancel_decode(request)
+        book.finish(request, output.finished.reason, output.finished.stop, now)
+    elif request.first_token_at is not None and request.decode is not None:
+        book.begin_decode(request, now)
+    elif output.HasField("finished"):
+        what = "without a first token" if request.first_token_at is None else "with no reason"
+        error = errors.Internal(f"prefill worker {worker[0]} ended its part {what}")
+        book.recover(request, worker, error, now)
+
+
+def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    end = output.WhichOneof("end")
+    if end == "prefix_gone":
+        step.book.answered(request, step.worker)
+        step.book.hand_over_again(request, step.now)
+        return
+    if request.state is not RequestState.DECODING:
+        _first_decode_output(step, request, output)
+    if end is None:
+        step.deliver(request, output.delta)
+        return
+    book, worker, now = step.book, step.worker, step.now
+    if end == "failed":
+        _failed(book, request, worker, output.failed, now)
+        return
+    if not step.deliver(request, output.delta):
+        return
+    finished = output.finished
+    if finished.prompt_logprobs:
+        request.prompt_logprobs = list(finished.prompt_logprobs)
+    if finished.reason in _NATURAL_ENDS:
+        book.finish(request, finished.reason, finished.stop, now)
+    elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
+        aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
+        book.recover(request, worker, aborted, now)
+    else:
+        error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
+        book.recover(request, worker, error, now)
+
+
+def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
+    book = step.book
+    step.joins(request)
+    book.answered(request, step.worker)
+    if request.decode_timings is None and output.HasField("timings"):
+        request.decode_timings = _copied(output.timings)
+        if request.prefill is None:
+            book.lanes.cached(request, output.timings.num_cached_tokens)
+    if not output.HasField("failed"):
+        book.decoding(request, step.now)
+
+
+def _failed(
+    book: RequestBook,
+    request: Request,
+    worker: WorkerKey,
+    failed: common_pb2.RequestError,
+    now: float,
+) -> None:
+    """Another worker may do better, unless the request itself is what is wrong."""
+    error = _worker_error(failed, worker[0])
+    if error.code in _THE_REQUESTS_OWN:
+        book.fail(request, error, now)
+    else:
+        book.recover(request, worker, error, now)
+
+
+def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:
+    if failed.code == code_pb2.OK or failed.code not in code_pb2.Code.values():
+        return errors.Internal(
+            f"worker {worker_id} failed the request with code {failed.code}: {failed.message}"
+        )
+    return errors.from_message(failed)
+
+
+def _copied(timings: cluster_pb2.StageTimings) -> cluster_pb2.StageTimings:
+    # A part of a message keeps all of it alive; a request outlives the step it came in.
+    copy = cluster_pb2.StageTimings()
+    copy.CopyFrom(timings)
+    return copy

@@ -1,0 +1,55 @@
+"""How long a request waits for a worker that is on its way into an empty pool."""
+
+from __future__ import annotations
+
+import math
+
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.request import Request, RequestState
+from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.routing.load_index import ROLE_OF
+from baton.coordinator.scaling.scaling import Scaler
+from baton.v1 import common_pb2
+
+
+class Patience:
+    """Lets requests that lost their worker wait for a start, for as long as a start may take.
+
+    Without it a start that takes longer than max_recovery_s would come for nobody.
+    """
+
+    def __init__(self, config: CoreConfig, workers: WorkerRegistry, scaler: Scaler) -> None:
+        self._max_recovery_s, self._workers, self._scaler = config.max_recovery_s, workers, scaler
+
+    def waits_until(self, request: Request, now: float) -> float:
+        """When a recovering request is to be looked at again, or has waited for long enough.
+
+        While its revision has no worker in a pool, and one is on its way there, it waits; from then
+        on for max_recovery_s, as if it had lost its worker just now. In all it waits no longer than
+        max_recovery_s and what a start takes: a job the longest that any may, a person what one
+        takes as a rule.
+
+        Args:
+            request: not ended.
+            now: by the core's clock.
+
+        Returns:
+            By the core's clock; in the past where there is nothing to wait for.
+        """
+        if request.state is not RequestState.RECOVERING or not self._scaler.active:
+            return request.waits_until
+        since, members = request.state_since, self._workers.of(request.revision)
+        until = since
+        for pool, role in ROLE_OF.items():
+            there = members.presence(role)
+            if there.since < math.inf:
+                until = max(until, there.since)
+            elif there.num_coming or self._scaler.launches.num_starting(pool, request.revision):
+                until = now
+            else:
+                return request.waits_until
+        if until == since:
+            return request.waits_until
+        is_batch = request.submission.lane == common_pb2.LANE_BATCH
+        start_s = self._scaler.start_timeout_s if is_batch else self._scaler.cold_start_s
+        return min(until, since + start_s) + self._max_recovery_s

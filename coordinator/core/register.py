@@ -1,0 +1,127 @@
+"""Which requests there are, by every name they have, and which there were."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TypeVar
+
+from baton.coordinator.core.request import EndedRequest, Request, RequestKey, StreamKey
+from baton.runtime.errors import InvalidArgument
+from baton.runtime.names import request_name
+
+Found = TypeVar("Found", Request, Request | EndedRequest)
+
+
+class Register:
+    """Finds requests that have not ended, and the latest of those that have.
+
+    Args:
+        max_ended: how many of those are remembered.
+    """
+
+    def __init__(self, max_ended: int) -> None:
+        self._max_ended = max_ended
+        self._requests: dict[RequestKey, Request] = {}
+        # Dispatched ones, by what their workers call them; a handle is never used again.
+        self._by_handle: dict[int, Request] = {}
+        self._num_handles = 0
+        self._by_session: dict[int, dict[int, Request]] = {}
+        self._ended: OrderedDict[RequestKey, EndedRequest] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, key: RequestKey) -> Request | None:
+        return self._requests.get(key)
+
+    def find(self, request_id: str, tenant: str) -> Request | EndedRequest | None:
+        """By what its client calls it, among all; a request that runs goes before an older one.
+
+        Args:
+            request_id: of the request.
+            tenant: empty: whoever's it is.
+
+        Raises:
+            InvalidArgument: several tenants have one.
+        """
+        if tenant:
+            key = RequestKey(request_name(tenant, request_id))
+            return self._requests.get(key) or self._ended.get(key)
+        found = dict[str, Request | EndedRequest]()
+        for ended in self._ended.values():
+            if ended.request_id == request_id:
+                found[ended.tenant] = ended
+        for request in self._requests.values():
+            if request.submission.request_id == request_id:
+                found[request.submission.tenant] = request
+        return _only(found, request_id)
+
+    def find_running(self, request_id: str, tenant: str) -> Request | None:
+        """The same among those that have not ended."""
+        if tenant:
+            return self._requests.get(RequestKey(request_name(tenant, request_id)))
+        found = {
+            request.submission.tenant: request
+            for request in self._requests.values()
+            if request.submission.request_id == request_id
+        }
+        return _only(found, request_id)
+
+    def by_stream(self, to: StreamKey) -> Request | None:
+        return self._by_session.get(to.session, {}).get(to.stream)
+
+    def of_session(self, session: int) -> list[Request]:
+        return list(self._by_session.get(session, {}).values())
+
+    def all(self) -> list[Request]:
+        return list(self._requests.values())
+
+    @property
+    def by_handle(self) -> Mapping[int, Request]:
+        """Those whose attempt goes on, by what their workers call it."""
+        return self._by_handle
+
+    @property
+    def ended(self) -> Mapping[RequestKey, EndedRequest]:
+        """Oldest first."""
+        return self._ended
+
+    def add(self, request: Request) -> None:
+        to = request.submission.to
+        self._requests[request.key] = request
+        self._by_session.setdefault(to.session, {})[to.stream] = request
+
+    def remove(self, request: Request) -> None:
+        """It has ended, and no attempt of it goes on."""
+        to = request.submission.to
+        del self._requests[request.key]
+        session = self._by_session[to.session]
+        del session[to.stream]
+        if not session:
+            del self._by_session[to.session]
+
+    def remember(self, request: Request, record: EndedRequest) -> None:
+        """A request was removed."""
+        self._ended.pop(request.key, None)
+        self._ended[request.key] = record
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)
+
+    def begin_attempt(self, request: Request) -> None:
+        """Gives its attempt a handle."""
+        self._num_handles += 1
+        request.handle = self._num_handles
+        self._by_handle[request.handle] = request
+
+    def end_attempt(self, request: Request) -> None:
+        """Takes its handle back; idempotent."""
+        self._by_handle.pop(request.handle, None)
+
+
+def _only(found: Mapping[str, Found], request_id: str) -> Found | None:
+    """Of those of this id, by tenant."""
+    if len(found) > 1:
+        tenants = ", ".join(sorted(found))
+        raise InvalidArgument("tenant", "", f"request {request_id} is there of each of {tenants}")
+    return next(iter(found.values()), None)

@@ -1,0 +1,334 @@
+"""What the coordinator knows of one request, and the states it goes through."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, NewType
+
+from baton.runtime.errors import BatonError
+from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
+from baton.runtime.sampling import needs_exact_state
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from baton.coordinator.telemetry.stalls import Stall
+
+WorkerKey = tuple[str, int]
+"""Worker id and incarnation: one process."""
+RequestKey = NewType("RequestKey", str)
+"""What a request is called here and by workers: runtime/names.py, request_name."""
+
+
+class RequestState(Enum):
+    """admin.proto's RequestState; the values are its numbers."""
+
+    QUEUED = admin_pb2.REQUEST_STATE_QUEUED
+    PREFILLING = admin_pb2.REQUEST_STATE_PREFILLING
+    HANDING_OFF = admin_pb2.REQUEST_STATE_HANDING_OFF
+    DECODING = admin_pb2.REQUEST_STATE_DECODING
+    FINISHED = admin_pb2.REQUEST_STATE_FINISHED
+    FAILED = admin_pb2.REQUEST_STATE_FAILED
+    CANCELLED = admin_pb2.REQUEST_STATE_CANCELLED
+    RECOVERING = admin_pb2.REQUEST_STATE_RECOVERING
+    PARKED = admin_pb2.REQUEST_STATE_PARKED
+
+    # Enum's own hashes the name, in Python; members are compared by identity anyway.
+    __hash__ = object.__hash__
+
+
+_ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    # A worker may go on with what another coordinator had sent it.
+    RequestState.QUEUED: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
+    # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
+    RequestState.PREFILLING: _ENDED
+    | {
+        RequestState.HANDING_OFF,
+        RequestState.DECODING,
+        RequestState.RECOVERING,
+        RequestState.PARKED,
+    },
+    RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
+    RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
+    # Waits in its lane for another attempt, or its worker is back with the one before.
+    RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+    RequestState.CANCELLED: frozenset(),
+    # It made room for interactive work, and waits in its lane until there is some for it. Once no
+    # worker is left that could have any, it waits no longer than one that was on a lost worker.
+    RequestState.PARKED: _ENDED | {RequestState.PREFILLING, RequestState.RECOVERING},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """How long a request may stay in each state, in seconds; its own deadline always counts too.
+
+    Beyond the queue a state has no bound of its own that would be right for every prompt and
+    output length, so it is the longest life of a request; workers' own time-outs (a handoff that
+    is not committed is recomputed) act sooner.
+    """
+
+    queued_s: float = math.inf
+    recovering_s: float = math.inf
+
+    def of(self, state: RequestState) -> float:
+        if state is RequestState.QUEUED:
+            return self.queued_s
+        return self.recovering_s if state is RequestState.RECOVERING else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKey:
+    """Where a request's events go: a client session, and the request's number in it."""
+
+    session: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request that was validated and tokenized.
+
+    Attributes:
+        request_id: as its client calls it; unique among its tenant's that have not ended.
+        known_token_ids: output the caller already has; the stream continues after it.
+        known_text_chars: code points of text that went with them.
+        known_stop: what the last of them has ended the output by, as Finished.stop says it; None:
+            nothing has.
+        arrived_at: when the request reached this process, by the core's clock, in seconds.
+        timeout_s: from `arrived_at`; None for none but the coordinator's limit.
+        traceparent: W3C trace context, handed on to workers.
+        session_id: of the conversation; empty for none.
+        slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
+        tenant: who it is accounted to.
+        adapter: name of the LoRA adapter that it is computed with; empty: none.
+        revision: of the workers that the known tokens are from; empty: not known.
+    """
+
+    to: StreamKey
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: common_pb2.SamplingParams
+    lane: common_pb2.Lane.ValueType
+    arrived_at: float
+    timeout_s: float | None = None
+    known_token_ids: Sequence[int] = ()
+    known_text_chars: int = 0
+    known_stop: str | None = None
+    traceparent: str = ""
+    session_id: str = ""
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    tenant: str = DEFAULT_TENANT
+    adapter: str = ""
+    revision: str = ""
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(request_name(self.tenant, self.request_id))
+
+
+class Prediction(NamedTuple):
+    """Of a first token, in seconds.
+
+    Attributes:
+        wait_s: for others, until its own prompt is begun with.
+        work_s: from then on.
+    """
+
+    wait_s: float
+    work_s: float
+
+
+@dataclass(slots=True)
+class Interruption:
+    """Without a worker, or waiting for the next one's first token; by the core's clock."""
+
+    stage: common_pb2.Stage.ValueType
+    began_at: float
+    ended_at: float | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One admitted request. Only the core changes it, and its state only through `advance`.
+
+    Attributes:
+        key: by which it is found; `id` is for people.
+        num_prompt_tokens: of its prompt.
+        token_ids: the whole output so far, known tokens included.
+        text_chars: code points of text sent so far, known ones included.
+        deadline: of the whole request, by the core's clock.
+        hashes: of the prompt's blocks, once they were needed.
+        attempt: counts dispatches; 0 until the first.
+        attempts_before: of an ended request of this key: workers may still speak of them.
+        handle: what workers call this attempt where many are named; 0 until the first.
+        num_known: output tokens that were known when this attempt was dispatched.
+        prefill: the prefill worker of this attempt; None when it runs unsplit.
+        decode: the decode worker of this attempt; None when nothing is to be decoded.
+        flows_from: the decode worker of this attempt, once its tokens come: whatever else there was
+            to be done about its outputs is done. The registry's own key, told apart by identity.
+        prefill_done: the prefill worker's part of this attempt is over.
+        spec: what its commands have in common: a prompt becomes a message once.
+        handoff_id: of this attempt; empty when nothing is handed over.
+        skip_tokens: that its handoff leaves out.
+        hands_over_all: a handoff left out what its decode worker no longer had: never again.
+        expected: its decode worker was told of this attempt with its prefill worker.
+        exposed_us: exposed time of the handoff by its report; None until reported.
+        prefill_timings, decode_timings: as the workers reported them.
+        interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
+        num_parked: times that it made room.
+        losses: why attempts were lost, since the last new token.
+        avoid: workers that gave the request up; they get it again only where there is no other.
+        suspect: a worker died while it computed nothing but this request and others like it.
+        waits_until: for a worker that is on its way, by the core's clock; patience.py says when.
+        num_charged: tokens of its output that its tenant is not charged for any more.
+        gaps_us: microseconds between its tokens.
+        revision: of the workers that it may run on; while its output has begun it does not change.
+        prediction: of its first token, where that will show how good predictions are.
+    """
+
+    submission: Submission
+    submitted_at: float
+    deadline: float
+    key: RequestKey = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    state: RequestState = RequestState.QUEUED
+    state_since: float = 0.0
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    text_chars: int = 0
+    hashes: array[int] | None = None
+    attempt: int = 0
+    attempts_before: int = 0
+    handle: int = 0
+    num_known: int = 0
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None
+    flows_from: WorkerKey | None = None
+    prefill_done: bool = False
+    spec: cluster_pb2.RequestSpec | None = None
+    handoff_id: bytes = b""
+    skip_tokens: int = 0
+    hands_over_all: bool = False
+    expected: bool = False
+    exposed_us: int | None = None
+    prefill_timings: cluster_pb2.StageTimings | None = None
+    decode_timings: cluster_pb2.StageTimings | None = None
+    prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    interruptions: list[Interruption] = field(default_factory=list)
+    num_parked: int = 0
+    losses: list[BatonError] = field(default_factory=list)
+    avoid: dict[WorkerKey, None] = field(default_factory=dict)
+    suspect: bool = False
+    waits_until: float = -math.inf
+    dispatched_at: float | None = None
+    first_token_at: float | None = None
+    decoding_at: float | None = None
+    last_token_at: float | None = None
+    num_charged: int = field(init=False)
+    gaps_us: array[int] = field(default_factory=lambda: array("I"))
+    revision: str = FIRST_REVISION
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        self.key = self.submission.key
+        self.num_prompt_tokens = len(self.submission.prompt_token_ids)
+        self.num_charged = len(self.token_ids)
+
+    @property
+    def id(self) -> str:
+        """As its client calls it."""
+        return self.submission.request_id
+
+    @property
+    def attempt_number(self) -> int:
+        """What workers call this attempt: never used twice for one key."""
+        return self.attempts_before + self.attempt
+
+    def known_prompt(self, num_known: int) -> Sequence[int]:
+        """Known tokens that are computed with the prompt, and handed over with it.
+
+        All but the last, so that the decode worker computes one token before it goes on; none
+        where it is to go through them one by one, or they would be taken for the prompt's.
+
+        Args:
+            num_known: output tokens that are known when the prompt is computed.
+        """
+        sampling = self.submission.sampling
+        if num_known < 2 or sampling.HasField("prompt_logprobs") or needs_exact_state(sampling):
+            return ()
+        return self.token_ids[: num_known - 1]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """What a prefill worker computes of it when it is dispatched now."""
+        return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in its lane."""
+        return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
+
+    def advance(self, state: RequestState, now: float) -> None:
+        """Moves to another state.
+
+        Raises:
+            ValueError: the table has no such move.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"request {self.id}: no move from {self.state.name} to {state.name}")
+        self.state, self.state_since = state, now
+
+    def due(self, limits: StateLimits) -> float:
+        """When something must be done about it, by the core's clock."""
+        since = self.state_since
+        if self.state is RequestState.QUEUED:
+            since = self.submission.arrived_at
+        due = since + limits.of(self.state)
+        if self.state is RequestState.RECOVERING:
+            due = max(due, self.waits_until)
+        return min(self.deadline, due)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is remembered of a request that has ended.
+
+    Attributes:
+        error_code: gRPC status code of a failed request, else 0.
+        session: whose client it was.
+        ttft_target_s, itl_target_s: what it hoped for; None for nothing.
+        stalls: its longest gaps over that.
+    """
+
+    request_id: str
+    state: RequestState
+    lane: common_pb2.Lane.ValueType
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    attempt: int
+    attempt_number: int
+    prefill_worker_id: str
+    decode_worker_id: str
+    arrived_at: float
+    ended_at: float
+    budget: common_pb2.LatencyBudget
+    finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+    error_code: int = 0
+    error: str = ""
+    session: int = 0
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
+    stalls: tuple[Stall, ...] = ()

@@ -1,0 +1,411 @@
+"""The workers of the cluster, and what the coordinator has running on each."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.coordinator.core.request import RequestKey, WorkerKey
+from baton.coordinator.telemetry.stalls import MAX_SLOW_STEPS, SlowStep
+from baton.runtime.errors import (
+    Aborted,
+    AlreadyExists,
+    BatonError,
+    FailedPrecondition,
+    InvalidArgument,
+)
+from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+# Incarnations that must never come back; far more than workers die in a coordinator's life.
+_MAX_FENCED = 4096
+# Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
+_MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
+
+
+@dataclass(slots=True)
+class Flipping:
+    """A worker that gives up its role for another.
+
+    Attributes:
+        since, until: by the core's clock; what it has not finished then is done elsewhere.
+        by_hand: an operator wants it.
+        told: it has nothing of its role any more, and was told.
+    """
+
+    into: common_pb2.Role.ValueType
+    since: float
+    until: float
+    by_hand: bool
+    told: bool = False
+
+
+@dataclass(slots=True)
+class Worker:
+    """One attached worker process.
+
+    Attributes:
+        hello: as it introduced itself last.
+        key: one object, which requests and the shell refer to.
+        connected: whether its stream is up.
+        heard_at: when it last gave a sign of life, by the core's clock.
+        longest_silence_s: between two signs of life lately.
+        assigned: tokens by request that the coordinator has there: its own count of the load,
+            which is ahead of what the worker reports.
+        unanswered: of these, in the order they were sent here, those it has said nothing of yet.
+        local: of the unanswered, those whose prompt a decode worker computes itself.
+        sending: requests whose KV cache is on its way from here to their decode worker.
+        unresponsive: in words, continuing "worker w1 ...": why its requests went elsewhere and it
+            gets no new ones, for now; empty when all is well.
+        num_steps: of its engine, by its last report.
+        progressed_at: when that last changed, or nothing was running.
+        alone: a suspect request that it is given by itself, until answered.
+        slow_steps: the latest of its engine.
+        released: it drains, and was told that nothing more will come.
+        leaves_by: it is out then, whatever it still does; infinite unless it was told to drain.
+        flip: its way into the other pool, while it is on it.
+    """
+
+    hello: cluster_pb2.Hello
+    role: common_pb2.Role.ValueType
+    state: cluster_pb2.WorkerState.ValueType
+    attached_at: float
+    heard_at: float
+    key: WorkerKey = field(init=False)
+    connected: bool = True
+    longest_silence_s: float = 0.0
+    load: cluster_pb2.LoadReport | None = None
+    assigned: dict[RequestKey, int] = field(default_factory=dict)
+    assigned_tokens: int = 0
+    unanswered: dict[RequestKey, None] = field(default_factory=dict)
+    local: dict[RequestKey, None] = field(default_factory=dict)
+    sending: dict[RequestKey, None] = field(default_factory=dict)
+    unresponsive: str = ""
+    num_steps: int = 0
+    progressed_at: float = 0.0
+    alone: RequestKey | None = None
+    released: bool = False
+    slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
+    leaves_by: float = math.inf
+    flip: Flipping | None = None
+
+    def __post_init__(self) -> None:
+        self.key = self.hello.worker_id, self.hello.incarnation
+
+    @property
+    def id(self) -> str:
+        return self.key[0]
+
+    @property
+    def revision(self) -> str:
+        return self.hello.revision or FIRST_REVISION
+
+    @property
+    def serving(self) -> bool:
+        """Whether new work may be sent to it."""
+        return (
+            self.connected
+            and self.state == cluster_pb2.WORKER_STATE_SERVING
+            and not self.unresponsive
+            and self.flip is None
+        )
+
+    def trouble(self, now: float, silent_s: float) -> str:
+        """For operators: why it does nothing for anybody now, in words as `unresponsive`.
+
+        Of the last one of its role, too, whose requests could go nowhere else and wait for it.
+        """
+        if self.unresponsive or now - self.heard_at <= silent_s:
+            return self.unresponsive
+        return "is silent; its requests wait for it, since no other worker can have them"
+
+    def assign(self, key: RequestKey, num_tokens: int) -> None:
+        assert key not in self.assigned
+        self.assigned[key] = num_tokens
+        self.assigned_tokens += num_tokens
+
+    def sent(self, key: RequestKey, *, alone: bool) -> None:
+        """The worker is told to begin with an assigned request."""
+        self.unanswered[key] = None
+        if alone:
+            self.alone = key
+
+    def answered(self, key: RequestKey) -> None:
+        """The request has an output from here."""
+        self.unanswered.pop(key, None)
+        self.local.pop(key, None)
+        if self.alone == key:
+            self.alone = None
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether a decode worker is at work on a prompt."""
+        return bool(self.local)
+
+    def computing(self) -> list[RequestKey]:
+        """Unanswered requests that its engine may have been computing: as many as fit a step."""
+        found, room = list[RequestKey](), self.hello.capacity.max_num_batched_tokens
+        for key in self.unanswered:
+            found.append(key)
+            room -= self.assigned[key]
+            if room <= 0:
+                break
+        return found
+
+    def release(self, key: RequestKey) -> bool:
+        """Whether the request was here."""
+        self.answered(key)
+        num_tokens = self.assigned.pop(key, None)
+        if num_tokens is None:
+            return False
+        self.assigned_tokens -= num_tokens
+        return True
+
+
+@dataclass(slots=True)
+class Presence:
+    """Who is there of one role.
+
+    Attributes:
+        num_attached: whatever they do.
+        num_serving: that new work may be sent to.
+        num_staying: that neither drain nor change their role.
+        num_coming: of the other role, on their way into this one.
+        since: when the first attached of those that do not drain; infinite without any.
+    """
+
+    num_attached: int = 0
+    num_serving: int = 0
+    num_staying: int = 0
+    num_coming: int = 0
+    since: float = math.inf
+
+
+class AttachedWorkers:
+    """Workers that are there now: all of them, or those of one revision.
+
+    Args:
+        workers: whoever owns them changes them, and has them counted anew then (`recount`).
+
+    Attributes:
+        get: the worker; None when this incarnation of it is not among them. Asked for some twenty
+            times per request, it is the dictionary's own.
+    """
+
+    get: Callable[[WorkerKey | None], Worker | None]
+
+    def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
+        self._attached, self.get = workers, workers.get
+        # By role, since the last change; None: not counted yet.
+        self._presences: Mapping[common_pb2.Role.ValueType, Presence] | None = None
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._attached.values()))
+
+    def __len__(self) -> int:
+        return len(self._attached)
+
+    def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
+        return [
+            worker for worker in self._attached.values() if worker.role == role and worker.serving
+        ]
+
+    def presence(self, role: common_pb2.Role.ValueType) -> Presence:
+        """Who is there of a role: counted once, however many requests ask, until it changes.
+
+        For the core alone: other threads would keep what has changed meanwhile.
+        """
+        if self._presences is None:
+            self._presences = _presences(self)
+        return self._presences.get(role, _NO_PRESENCE)
+
+    def recount(self) -> None:
+        """Some have come or gone, or do something else."""
+        self._presences = None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a change was not told."""
+        assert self._presences is None or self._presences == _presences(self)
+
+    @property
+    def first(self) -> Worker | None:
+        """Any of them; None without workers."""
+        for worker in self._attached.values():
+            return worker
+        return None
+
+    @property
+    def model(self) -> common_pb2.ModelDescription | None:
+        """What they serve; None without workers."""
+        for worker in self._attached.values():
+            return worker.hello.model
+        return None
+
+
+_NO_PRESENCE = Presence()
+_NOBODY = AttachedWorkers({})
+
+
+def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, Presence]:
+    found: defaultdict[common_pb2.Role.ValueType, Presence] = defaultdict(Presence)
+    for worker in workers:
+        there = found[worker.role]
+        there.num_attached += 1
+        there.num_serving += worker.serving
+        if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+            there.num_staying += worker.flip is None
+            there.since = min(there.since, worker.attached_at)
+        if worker.flip is not None:
+            found[worker.flip.into].num_coming += 1
+    return found
+
+
+class WorkerRegistry(AttachedWorkers):
+    """All of them, with at most one incarnation per worker id.
+
+    Args:
+        model_name: what this coordinator serves; other workers are refused.
+        stable: the revision that serves what no rollout tries out.
+
+    Attributes:
+        stable: as above; a promoted revision takes its place.
+    """
+
+    def __init__(self, model_name: str, stable: str = FIRST_REVISION) -> None:
+        self._model_name, self.stable = model_name, stable
+        self._workers: dict[str, Worker] = {}
+        self._by_key: dict[WorkerKey | None, Worker] = {}
+        super().__init__(self._by_key)
+        self._by_revision: dict[str, dict[WorkerKey | None, Worker]] = {}
+        self._members: dict[str, AttachedWorkers] = {}
+        # Insertion order is age; the value says what ended the incarnation.
+        self._fenced: dict[WorkerKey, str] = {}
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def of(self, revision: str) -> AttachedWorkers:
+        """The workers that a revision has now; there may be none."""
+        return self._members.get(revision, _NOBODY)
+
+    def follow(self, revision: str) -> AttachedWorkers:
+        """The workers of a revision, as they come and go, until it is forgotten."""
+        members = self._members.get(revision)
+        if members is None:
+            self._by_revision[revision] = {}
+            members = self._members[revision] = AttachedWorkers(self._by_revision[revision])
+        return members
+
+    def forget(self, revision: str) -> None:
+        """Nobody follows it any more; of one that has workers nothing is forgotten."""
+        if not self._by_revision.get(revision, True):
+            del self._by_revision[revision], self._members[revision]
+
+    @property
+    def revisions(self) -> list[str]:
+        """Of attached workers."""
+        return [revision for revision, workers in self._by_revision.items() if workers]
+
+    def peers(self, worker: Worker) -> list[Worker]:
+        """Who serves the same role and revision, itself included if it serves."""
+        return self.of(worker.revision).serving(worker.role)
+
+    def changed(self, worker: Worker) -> None:
+        """An attached worker has another role or state, or serves when it did not, or no more."""
+        self.recount()
+        self.of(worker.revision).recount()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        for members in self._members.values():
+            members.check_integrity()
+
+    @property
+    def model(self) -> common_pb2.ModelDescription | None:
+        """What the stable revision serves, or else any; None without workers."""
+        return self.of(self.stable).model or super().model
+
+    def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
+        """Why a worker that says this may not attach; None when it may."""
+        key = (hello.worker_id, hello.incarnation)
+        current = self._workers.get(hello.worker_id)
+        if key in self._fenced:
+            reason = self._fenced[key]
+            if current is not None:
+                return AlreadyExists(
+                    f"worker {hello.worker_id}: a newer incarnation "
+                    f"{current.hello.incarnation:016x} is attached; this one {reason}"
+                )
+            return Aborted(f"worker {hello.worker_id} is fenced: this incarnation {reason}")
+        if hello.model.name != self._model_name:
+            return FailedPrecondition(
+                f"worker {hello.worker_id}: model.name is {hello.model.name!r}, "
+                f"here {self._model_name!r}"
+            )
+        revision = hello.revision or FIRST_REVISION
+        if not is_revision(revision):
+            return InvalidArgument("hello.revision", revision, REVISION_NAMES)
+        if current is not None and current.key == key and current.revision != revision:
+            return InvalidArgument("hello.revision", revision, f"was {current.revision!r} before")
+        others = [one for one in self._workers.values() if one.id != hello.worker_id]
+        if not others:
+            return None
+        # Those of one revision that are attached are alike.
+        other = next((one for one in others if one.revision == revision), None)
+        if other is None:
+            # Prompts are tokenized once, whichever revision they go to.
+            other = others[0]
+            differing = _differences("model", other.hello.model, hello.model, ("vocab_size",))
+        else:
+            differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+            theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
+            if theirs != ours:
+                differing.append(f"model.adapters are {theirs}, here {ours}")
+            differing += _differences(
+                "fingerprint",
+                other.hello.fingerprint,
+                hello.fingerprint,
+                [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
+            )
+        if not differing:
+            return None
+        return FailedPrecondition(
+            f"worker {hello.worker_id} does not fit worker {other.id}: " + "; ".join(differing)
+        )
+
+    def add(self, worker: Worker) -> None:
+        assert worker.id not in self._workers
+        self._workers[worker.id] = self._by_key[worker.key] = worker
+        self.follow(worker.revision)
+        self._by_revision[worker.revision][worker.key] = worker
+        self.changed(worker)
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Takes out a worker that must not come back.
+
+        Args:
+            worker: attached.
+            reason: in words, continuing "this incarnation ...".
+        """
+        del self._workers[worker.id], self._by_key[worker.key]
+        del self._by_revision[worker.revision][worker.key]
+        self.changed(worker)
+        self._fenced[worker.key] = reason
+        while len(self._fenced) > _MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+
+
+def _adapters(model: common_pb2.ModelDescription) -> str:
+    """With their revisions: who has other weights under a name computes other KV."""
+    return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
+
+
+def _differences(name: str, ours: Any, theirs: Any, fields: Iterable[str]) -> list[str]:
+    return [
+        f"{name}.{one} is {getattr(theirs, one)!r}, here {getattr(ours, one)!r}"
+        for one in fields
+        if getattr(ours, one) != getattr(theirs, one)
+    ]

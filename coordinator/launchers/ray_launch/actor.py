@@ -1,0 +1,84 @@
+"""What runs on a Ray node for each worker: an actor that owns the worker's process.
+
+Ray makes an actor of the class; nothing here imports Ray but to ask where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import yaml
+
+from baton.coordinator.launchers.worker_process import BATON, WorkerExit, WorkerProcess
+
+
+class WorkerActor:
+    """Owns one worker process, which ends when this process does.
+
+    Args:
+        worker_id, role, coordinator: what the worker is started with.
+        config: effective, as YAML.
+        command: what runs it; empty: what runs `baton` here.
+        environment: of the process, over this one's.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: str,
+        coordinator: str,
+        config: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        self._worker_id, self._role, self._coordinator = worker_id, role, coordinator
+        self._config, self._command, self._environment = config, command, environment
+        self._process: WorkerProcess | None = None
+        self._ended: asyncio.Future[WorkerExit] | None = None
+        self._starting = asyncio.Lock()
+        self._is_stopped = False
+
+    async def place(self) -> dict[str, str]:
+        """Where this runs: "node", Ray's id, and "host", a name."""
+        node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "host": socket.gethostname()}
+
+    async def start(self, node: str) -> None:
+        """Starts the process, unless it was stopped before."""
+        config = yaml.safe_load(self._config)
+        labels = config["worker"].get("labels", {})
+        config["worker"]["labels"] = {**labels, "ray_node": node}
+        self._ended = asyncio.get_running_loop().create_future()
+        async with self._starting:
+            if self._is_stopped:
+                return
+            self._process = await WorkerProcess.start(
+                self._worker_id,
+                self._role,
+                self._coordinator,
+                yaml.safe_dump(config),
+                self._ended.set_result,
+                command=self._command or BATON,
+                environment=self._environment,
+            )
+
+    async def exited(self) -> dict[str, Any]:
+        """Waits until the process has ended unasked; the fields of its WorkerExit."""
+        assert self._ended is not None, "start comes first"
+        return dataclasses.asdict(await asyncio.shield(self._ended))
+
+    async def stop(self, patience_s: float) -> None:
+        """Returns when nothing of the process is left, and none will be."""
+        async with self._starting:
+            self._is_stopped = True
+        if self._process is not None:
+            await self._process.stop(patience_s)
+
+    async def coordinator(self) -> str:
+        """host:port that the worker attaches to."""
+        return self._coordinator

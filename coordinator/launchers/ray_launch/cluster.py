@@ -1,0 +1,98 @@
+"""Connecting to Ray, or starting one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import sys
+from typing import Any
+
+import psutil
+import ray
+from ray.util import list_named_actors
+
+from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.calls import live_nodes, words
+from baton.coordinator.launchers.ray_launch.placement import unreachable
+from baton.runtime.config import split_address
+
+# Of the names of Baton's actors in their namespace.
+NAME_PREFIX = "baton."
+
+# Of an own Ray: the least that it takes; nothing of Baton's goes through it.
+_OBJECT_STORE_BYTES = 80_000_000
+_DIAL_TIMEOUT_S = 5.0
+
+
+class Refused(Exception):
+    """There is no Ray to start workers in; the message says why."""
+
+
+def connect(opening: wire.Open) -> int:
+    """Connects to Ray, or starts one; returns how many nodes it has. Raises Refused."""
+    address = opening.address
+    if address not in ("", "auto"):
+        host, port = split_address(address.removeprefix("ray://"), "ray.address")
+        try:
+            socket.create_connection((host.strip("[]"), port), _DIAL_TIMEOUT_S).close()
+        except OSError as error:
+            raise Refused(f"ray.address: nothing answers at {address}: {error}") from None
+    options: dict[str, Any] = {
+        "namespace": opening.namespace,
+        "runtime_env": opening.runtime_env or None,
+        "logging_level": logging.WARNING,
+    }
+    if not address:
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "_temp_dir": opening.directory,
+        }
+    try:
+        ray.init(address=address or "local", **options)
+        nodes = live_nodes()
+        if address:
+            if why := unreachable(opening.coordinator, nodes, _own_addresses()):
+                raise Refused(why)
+            _reap(opening)
+    except Refused:
+        raise
+    except Exception as error:
+        what = f"there is no Ray at {address!r}" if address else "no Ray can be started here"
+        raise Refused(f"ray.address: {what}: {words(error)}") from None
+    return len(nodes)
+
+
+def _own_addresses() -> set[str]:
+    return {one.address for found in psutil.net_if_addrs().values() for one in found}
+
+
+def _reap(opening: wire.Open) -> None:
+    """Ends what an earlier coordinator left in the namespace. Raises Refused when one lives."""
+    for name in list_named_actors():
+        if not name.startswith(NAME_PREFIX):
+            continue
+        try:
+            actor = ray.get_actor(name)
+            other = ray.get(actor.coordinator.remote(), timeout=_DIAL_TIMEOUT_S)
+        except ValueError:
+            # It is gone.
+            continue
+        except Exception:
+            other = ""
+        if other not in ("", opening.coordinator) and _answers(other):
+            raise Refused(
+                f"ray.namespace: is {opening.namespace!r}, which the coordinator at {other} uses; "
+                "give each coordinator its own"
+            )
+        print(f"baton: ended {name}, left by an earlier coordinator", file=sys.stderr, flush=True)
+        ray.kill(actor, no_restart=True)
+
+
+def _answers(address: str) -> bool:
+    host, port = split_address(address, "coordinator")
+    with contextlib.suppress(OSError):
+        socket.create_connection((host.strip("[]"), port), _DIAL_TIMEOUT_S).close()
+        return True
+    return False

@@ -1,0 +1,79 @@
+"""The Ray driver beside a coordinator: `python -m baton.coordinator.launchers.ray_launch.driver`.
+
+A process of its own, which speaks wire.py over its standard input and output: Ray ends a driver
+whose cluster is gone, blocks it while it tries, and takes its signals; the coordinator must go on.
+When its input ends, so do its workers, their actors and, if it is its own, Ray. Should it be
+killed, Ray ends its actors, and the kernel a Ray of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.calls import CALL_TIMEOUT_S, in_thread
+from baton.coordinator.launchers.ray_launch.cluster import Refused, connect
+from baton.coordinator.launchers.ray_launch.workers import RayWorkers
+
+
+def _channel() -> tuple[Any, Any]:
+    """Standard input and output as they came; Ray's processes, and its prints, get others."""
+    commands, reports = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return commands, reports
+
+
+async def _serve(
+    opening: wire.Open, commands: Any, say: Callable[[wire.Message], None], ready: wire.Ready
+) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(wire.MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
+    # Whoever asks for its end gets it in order, as with the end of the commands.
+    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
+    workers = RayWorkers(opening, say)
+    say(ready)
+    await workers.run(reader)
+    with contextlib.suppress(TimeoutError):
+        await in_thread(lambda: ray.shutdown(wait_for_processes=True), CALL_TIMEOUT_S)
+
+
+def main() -> None:
+    commands, reports = _channel()
+    # Ctrl-C is the coordinator's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def say(message: wire.Message) -> None:
+        # A coordinator that is gone hears nothing.
+        with contextlib.suppress(OSError):
+            reports.write(wire.encode(message))
+
+    opening = wire.decode(commands.readline())
+    assert isinstance(opening, wire.Open)
+    try:
+        num_nodes = connect(opening)
+    except Refused as error:
+        say(wire.Refused(str(error)))
+        os._exit(1)
+    asyncio.run(_serve(opening, commands, say, wire.Ready(opening.address, num_nodes)))
+    if not opening.address:
+        shutil.rmtree(opening.directory, ignore_errors=True)
+    sys.stderr.flush()
+    # Threads of Ray's may hang.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

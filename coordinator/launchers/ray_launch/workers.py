@@ -1,0 +1,320 @@
+"""The workers of one coordinator in a Ray that is connected: started, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.ray_launch.actor import WorkerActor
+from baton.coordinator.launchers.ray_launch.calls import (
+    CALL_TIMEOUT_S,
+    in_thread,
+    live_nodes,
+    result,
+    words,
+)
+from baton.coordinator.launchers.ray_launch.cluster import NAME_PREFIX
+from baton.coordinator.launchers.ray_launch.placement import in_use, partner_node, shortage
+from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S
+
+_HEAD_PROCESSES = ("gcs_server", "raylet")
+_PROBE_S = 1.0
+_SILENT_S = 5.0
+# As long as Ray's own clients try to reach a head that is gone.
+_GONE_S = 60.0
+# An actor that cannot be reached for so long is lost.
+_UNREACHABLE_S = 5.0
+# So long after it was made another's placement is waited for, to be beside it.
+_PARTNERS_S = 5.0
+# A worker that has no place yet is looked at so often; after so long it is told that it waits for
+# what others use.
+_LOOK_S = 2.0
+_ROOM_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker's actor.
+
+    Attributes:
+        needs: of its node, by Ray's names.
+        made_at: by time.monotonic.
+        hoped: the node that it was to have; empty for any.
+        node: Ray's id of where its process runs; empty until then.
+        settled: set once it is placed, or never will be.
+        ending: it was asked to stop, or has ended and been reported.
+    """
+
+    worker_id: str
+    role: str
+    actor: Any
+    needs: Mapping[str, float]
+    made_at: float
+    hoped: str
+    node: str = ""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: bool = False
+    watch: asyncio.Task[None] | None = None
+
+
+class RayWorkers:
+    """Starts, watches and ends workers in a Ray that is connected."""
+
+    def __init__(self, opening: wire.Open, say: Callable[[wire.Message], None]) -> None:
+        self._opening, self._say = opening, say
+        self._workers: dict[str, _Worker] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._numbers = itertools.count(1)
+        self._silent_s = 0.0
+        self._placing = asyncio.Lock()
+        own = psutil.Process().children() if not opening.address else []
+        self._head = [child for child in own if child.name() in _HEAD_PROCESSES]
+
+    async def run(self, commands: asyncio.StreamReader) -> None:
+        """Until the commands end; then nothing is left of its workers."""
+        probe = asyncio.create_task(self._probe(), name="probe")
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while line := await commands.readline():
+                match wire.decode(line):
+                    case wire.Start() as start:
+                        task = asyncio.create_task(self._start(start))
+                        self._starting[start.worker_id] = task
+                    case wire.End(worker_id):
+                        task = asyncio.create_task(self._end_started(worker_id))
+                    case other:
+                        raise ValueError(f"not for a driver: {other}")
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        finally:
+            probe.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                for worker_id in list(self._workers):
+                    group.create_task(self._end(worker_id))
+
+    async def _start(self, start: wire.Start) -> None:
+        try:
+            why = await self._try_start(start)
+        except Exception as error:
+            why = f"Ray does not start it: {words(error)}"
+        finally:
+            self._starting.pop(start.worker_id, None)
+        self._say(wire.Started(start.worker_id, why))
+
+    async def _try_start(self, start: wire.Start) -> str:
+        """Makes its actor; says why there can be none."""
+        if (earlier := self._workers.get(start.worker_id)) is not None:
+            if not earlier.ending:
+                return "it is started already"
+            await self._end(start.worker_id)
+        nodes = await in_thread(live_nodes)
+        gpus = start.gpus
+        if gpus is None:
+            has_gpus = any(node.resources.get("GPU") for node in nodes)
+            gpus = float(start.num_ranks if has_gpus else 0)
+        needs = {"CPU": start.cpus, "GPU": gpus, **start.resources}
+        lack = shortage(needs, nodes)
+        if lack and not self._opening.address:
+            # Nobody adds nodes to it.
+            return lack
+        # One after the other, or pairs that are started together would not see each other.
+        async with self._placing:
+            node = await self._partner_node(start.role)
+            actor = await in_thread(lambda: self._make_actor(start, gpus, node))
+            worker = _Worker(start.worker_id, start.role, actor, needs, monotonic(), node or "")
+            self._workers[start.worker_id] = worker
+        worker.watch = asyncio.create_task(self._watch(worker), name=f"watch {start.worker_id}")
+        return ""
+
+    async def _partner_node(self, role: str) -> str | None:
+        # Those that find no room soon hold nobody up.
+        pending = [
+            worker
+            for worker in self._workers.values()
+            if worker.role != role and not worker.settled.is_set()
+        ]
+        latest = max((worker.made_at for worker in pending), default=0.0) + _PARTNERS_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, latest - monotonic())):
+                await asyncio.gather(*(worker.settled.wait() for worker in pending))
+        placed = (
+            (worker.role, worker.node or worker.hoped)
+            for worker in self._workers.values()
+            if not worker.ending
+        )
+        return partner_node(role, [(other, node) for other, node in placed if node])
+
+    def _make_actor(self, start: wire.Start, gpus: float, node: str | None) -> Any:
+        opening = self._opening
+        options: dict[str, Any] = {
+            "name": f"{NAME_PREFIX}{start.worker_id}.{next(self._numbers)}",
+            "num_cpus": start.cpus,
+            "num_gpus": gpus,
+            "resources": start.resources,
+            # Who replaces a worker is the coordinator's business.
+            "max_restarts": 0,
+        }
+        if node is not None:
+            # As Ray Serve packs replicas: there if there is room now, otherwise anywhere.
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                node, soft=True, _spill_on_unavailable=True
+            )
+        return (
+            ray.remote(WorkerActor)
+            .options(**options)
+            .remote(
+                start.worker_id,
+                start.role,
+                opening.coordinator,
+                start.config,
+                opening.command,
+                start.environment,
+            )
+        )
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Until it has ended, and then says so unless it was asked to."""
+        try:
+            lost = await self._place(worker)
+            if not lost and not worker.ending:
+                await result(worker.actor.start.remote(worker.node))
+                fields = await self._until_exit(worker)
+                ended = wire.Exited(**fields)
+        except ActorDiedError as error:
+            lost = f"was lost with its Ray actor: {words(error)}"
+        except RayTaskError as error:
+            lost = f"could not be started: {words(error.cause)}"
+        except TimeoutError:
+            lost = f"was lost: its Ray actor cannot be reached for {_UNREACHABLE_S:g} s"
+        except Exception as error:
+            lost = f"was lost: {words(error)}"
+        worker.settled.set()
+        if worker.ending:
+            return
+        worker.ending, worker.node = True, ""
+        self._say(wire.Exited(worker.worker_id, None, lost=lost) if lost else ended)
+        # What it held of its node is free for the next.
+        with contextlib.suppress(Exception):
+            await in_thread(lambda: ray.kill(worker.actor, no_restart=True))
+
+    async def _place(self, worker: _Worker) -> str:
+        """Waits until its actor runs; says why it never will."""
+        patience_s = self._opening.placement_timeout_s
+        starting = asyncio.ensure_future(result(worker.actor.place.remote()))
+        begun_at, told = monotonic(), ""
+        while True:
+            waited_s = monotonic() - begun_at
+            done, _ = await asyncio.wait(
+                [starting], timeout=max(0.0, min(_LOOK_S, patience_s - waited_s))
+            )
+            if done:
+                break
+            # Nodes come and go, and others' work may end.
+            waited_s = monotonic() - begun_at
+            why = await self._why_not(worker, waited_s) or told
+            if waited_s >= patience_s:
+                starting.cancel()
+                why = why or "what it needs is in use, or its node is slow"
+                return f"found no room within ray.placement_timeout_s {patience_s:g}: {why}"
+            if why != told:
+                self._say(wire.Waits(worker.worker_id, why))
+                told = why
+        place = starting.result()
+        worker.node = place["node"]
+        worker.settled.set()
+        self._say(wire.Placed(worker.worker_id, place["node"], place["host"]))
+        return ""
+
+    @staticmethod
+    async def _why_not(worker: _Worker, waited_s: float) -> str:
+        """What keeps it from a place; empty while that is not known, or nothing unusual."""
+        with contextlib.suppress(Exception):
+            if lack := shortage(worker.needs, await in_thread(live_nodes)):
+                return lack
+            if waited_s >= _ROOM_S:
+                return in_use(worker.needs, await in_thread(ray.available_resources))
+        return ""
+
+    async def _until_exit(self, worker: _Worker) -> dict[str, Any]:
+        while True:
+            try:
+                return dict(await result(worker.actor.exited.remote()))
+            except ActorUnavailableError:
+                # Its connection broke, or Ray is gone and cannot say what became of it.
+                await self._reach(worker)
+
+    async def _reach(self, worker: _Worker) -> None:
+        async with asyncio.timeout(_UNREACHABLE_S):
+            while True:
+                with contextlib.suppress(ActorUnavailableError):
+                    await result(worker.actor.coordinator.remote())
+                    return
+                await asyncio.sleep(_PROBE_S)
+
+    async def _end_started(self, worker_id: str) -> None:
+        """Ends one whose start may take longer than anybody has waited for it."""
+        if (starting := self._starting.get(worker_id)) is not None:
+            await asyncio.wait([starting])
+        await self._end(worker_id)
+
+    async def _end(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            assert worker.watch is not None
+            worker.ending = True
+            if worker.node:
+                patience_s = self._opening.patience_s
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(patience_s + 2 * KILL_TIMEOUT_S):
+                        await result(worker.actor.stop.remote(patience_s))
+            with contextlib.suppress(Exception):
+                # A Ray that is gone is not waited for.
+                timeout_s = _PROBE_S if self._silent_s else CALL_TIMEOUT_S
+                await in_thread(lambda: ray.kill(worker.actor, no_restart=True), timeout_s)
+                # Its calls fail once it is gone.
+                await asyncio.wait([worker.watch], timeout=CALL_TIMEOUT_S)
+            worker.watch.cancel()
+            await asyncio.gather(worker.watch, return_exceptions=True)
+            self._workers.pop(worker_id, None)
+        self._say(wire.Ended(worker_id))
+
+    async def _probe(self) -> None:
+        """Tells when Ray does not answer, and ends this process when it never will."""
+        answered_at = monotonic()
+        asking = asyncio.ensure_future(in_thread(live_nodes, _GONE_S))
+        while True:
+            await asyncio.wait([asking], timeout=_PROBE_S)
+            if asking.done():
+                if asking.exception() is None:
+                    answered_at = monotonic()
+                await asyncio.sleep(_PROBE_S)
+                asking = asyncio.ensure_future(in_thread(live_nodes, _GONE_S))
+            silent_s = monotonic() - answered_at
+            if (is_silent := silent_s > _SILENT_S) or self._silent_s:
+                self._silent_s = silent_s if is_silent else 0.0
+                self._say(wire.Silent(self._silent_s))
+            if psutil.wait_procs(self._head, timeout=0)[0]:
+                self._give_up("one of its processes has ended")
+            if silent_s > _GONE_S:
+                self._give_up(f"it has not answered for {silent_s:.0f} s")
+
+    def _give_up(self, why: str) -> None:
+        for worker in self._workers.values():
+            if not worker.ending:
+                lost = f"was lost with Ray, which has stopped: {why}"
+                self._say(wire.Exited(worker.worker_id, None, lost=lost))
+        # Not by way of Ray's own end, which would wait for it.
+        os._exit(3)

@@ -1,0 +1,298 @@
+"""One worker as a child process: started, fed, watched, its output passed on, ended whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from baton.coordinator.launchers.tether import tethered
+from baton.runtime import worker_directory
+
+_log = logging.getLogger(__name__)
+
+# What runs `baton` in this environment; its arguments follow.
+BATON = (sys.executable, "-m", "baton.cli.main")
+
+_READ_BYTES = 64 * 2**10
+_MAX_LINE_BYTES = 4 * 2**10
+# How a traceback ends, as it is or behind the prefix of vLLM's log lines.
+_EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+# A log line of everyday work: it says nothing of why a process ended.
+_EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
+# A dead worker's engine and transfer service free what they hold, when they are let.
+_GROUP_GRACE_S = 15.0
+_GROUP_POLL_S = 0.02
+# After SIGKILL the kernel needs a moment, not more.
+KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker process that ended without being asked to.
+
+    Attributes:
+        exit_code: negative for a signal's number; None when nobody saw it end.
+        last_line: of its stderr: what it gave as its reason, whatever else was written after that;
+            empty when it wrote nothing, or last of its everyday work.
+        first_error: the first exception that it, or a process it started, wrote of, also on stdout
+            (vLLM logs there); empty when there was none. While it loads, that is where the trouble
+            began.
+        lost: without an exit code, what became of it, continuing "worker w1 ...".
+    """
+
+    worker_id: str
+    exit_code: int | None
+    last_line: str = ""
+    first_error: str = ""
+    lost: str = "was lost"
+
+    @property
+    def reason(self) -> str:
+        """In words, continuing "worker w1 ..."."""
+        if self.exit_code is None:
+            how = self.lost
+        elif self.exit_code < 0:
+            how = f"was killed by {signal.Signals(-self.exit_code).name}"
+        else:
+            how = f"exited with code {self.exit_code}"
+        return f"{how}: {self.last_line}" if self.last_line else how
+
+    @property
+    def loading_failure(self) -> str:
+        """Why it never served: an engine of several processes knows it only as "see above"."""
+        known = not self.first_error or self.first_error in self.last_line
+        return str(self) if known else f"{self}; first error: {self.first_error}"
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_id} {self.reason}"
+
+
+class _Pipe:
+    """What a process writes, as a stream.
+
+    Not asyncio's own pipes: with those, waiting for the process also waits for every process that
+    inherited its output.
+    """
+
+    def __init__(
+        self, write_end: int, reader: asyncio.StreamReader, transport: asyncio.ReadTransport
+    ) -> None:
+        self.write_end, self.reader, self._transport = write_end, reader, transport
+
+    @classmethod
+    async def open(cls) -> _Pipe:
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+            )
+        except BaseException:
+            os.close(write_end)
+            raise
+        return cls(write_end, reader, transport)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class WorkerProcess:
+    """One worker process, leading a process group of its own.
+
+    Its configuration goes in by stdin, its output comes out on this process's stderr. It gets
+    SIGTERM when this process dies, however it dies. Its directory goes with the last of it.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        process: asyncio.subprocess.Process,
+        output: _Pipe,
+        errors: _Pipe,
+        directory: Path,
+        config: bytes,
+        on_exit: Callable[[WorkerExit], None],
+    ) -> None:
+        self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
+        self._output, self._errors, self._directory = output, errors, directory
+        self._stopping = self._reported = False
+        self._last_line, self._last_words, self._first_error = "", "", ""
+        self._watch = asyncio.create_task(self._run(config), name=f"worker {worker_id}")
+
+    @classmethod
+    async def start(
+        cls,
+        worker_id: str,
+        role: str,
+        coordinator: str,
+        config: str,
+        on_exit: Callable[[WorkerExit], None],
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> WorkerProcess:
+        """Starts it; returns before it serves.
+
+        Args:
+            worker_id: unique in the cluster.
+            role: "prefill" or "decode".
+            coordinator: host:port that it attaches to.
+            config: effective, as YAML.
+            on_exit: told once, unless it was asked to stop.
+            command: what runs a worker; the arguments of `baton` follow.
+            environment: over this process's own.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        worker = ("worker", "--role", role, "--worker-id", worker_id)
+        directory = worker_directory.make()
+        settings = ("--coordinator", coordinator, "--config", "-", "--directory", str(directory))
+        with contextlib.ExitStack() as write_ends, contextlib.ExitStack() as unstarted:
+            unstarted.callback(directory.rmdir)
+            output = await _Pipe.open()
+            write_ends.callback(os.close, output.write_end)
+            unstarted.callback(output.close)
+            errors = await _Pipe.open()
+            write_ends.callback(os.close, errors.write_end)
+            unstarted.callback(errors.close)
+            process = await asyncio.create_subprocess_exec(
+                *tethered(*command, *worker, *settings),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output.write_end,
+                stderr=errors.write_end,
+                env={**os.environ, **environment},
+            )
+            unstarted.pop_all()
+        return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)
+
+    async def stop(self, patience_s: float) -> None:
+        """SIGTERM, then SIGKILL for whatever is left of its process group.
+
+        What one that ended by itself has left is let free what it holds, for a bounded time.
+        """
+        asked, self._stopping = self._stopping, True
+        try:
+            if self._process.returncode is not None:
+                await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
+            else:
+                await self._terminate(patience_s, again=asked)
+        finally:
+            # Also when nobody waits for it any more.
+            self._kill_group()
+            try:
+                await asyncio.wait([self._watch], timeout=KILL_TIMEOUT_S)
+            finally:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def _terminate(self, patience_s: float, *, again: bool) -> None:
+        # A second SIGTERM would cut its draining short.
+        if not again:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._process.wait()
+        except TimeoutError:
+            _log.warning("worker %s did not stop within %g s: killed", self._worker_id, patience_s)
+
+    async def _run(self, config: bytes) -> None:
+        """Until the process has ended and its output is read."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._feed(config))
+                group.create_task(self._relay(self._output.reader, remember=False))
+                group.create_task(self._relay(self._errors.reader, remember=True))
+                exit_code = await self._process.wait()
+                if exit_code < 0:
+                    # Killed: its output will not tell why, and what it left takes a while to end.
+                    self._report(exit_code)
+                # Its own children go with it, and let go of its output.
+                await self._end_group()
+        finally:
+            self._output.close()
+            self._errors.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._report(exit_code)
+
+    def _report(self, exit_code: int) -> None:
+        """Once, and not of a worker that was asked to stop."""
+        if self._stopping or self._reported:
+            return
+        self._reported = True
+        last_line = self._last_words or self._last_line
+        self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
+
+    async def _feed(self, config: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
+            stdin.write(config)
+            await stdin.drain()
+            stdin.close()
+            await stdin.wait_closed()
+
+    async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
+        """Passes output on as it comes, and remembers what tells why the worker ended."""
+        tail: deque[bytes] = deque([b""], maxlen=2)
+        while chunk := await pipe.read(_READ_BYTES):
+            _pass_on(chunk.decode(errors="replace"))
+            for number, part in enumerate(chunk.split(b"\n")):
+                if number:
+                    self._remember(tail[-1], remember)
+                    tail.append(b"")
+                tail[-1] = (tail[-1] + part)[:_MAX_LINE_BYTES]
+        self._remember(tail[-1], remember)
+
+    def _remember(self, line: bytes, remember: bool) -> None:
+        text = line.decode(errors="replace").strip()
+        if not self._first_error and (found := _EXCEPTION.search(text)) is not None:
+            self._first_error = found[1]
+        if not remember or not text:
+            return
+        self._last_line = "" if _EVERYDAY.match(text) else text
+        own = f"baton worker {self._worker_id}: "
+        if text.startswith(own):
+            self._last_words = text.removeprefix(own)
+
+    async def _end_group(self) -> None:
+        """What a dead worker left behind ends by itself; SIGKILL for what does not in time.
+
+        No SIGTERM: it would be the second request to stop, which cuts the cleaning up short.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
+            async with asyncio.timeout(_GROUP_GRACE_S):
+                while True:
+                    os.killpg(self._process.pid, 0)
+                    await asyncio.sleep(_GROUP_POLL_S)
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _pass_on(text: str) -> None:
+    """To this process's stderr, for as long as there is one: `baton up 2>&1 | tee` loses it first.
+
+    What nobody reads any more must not end the watch over the worker.
+    """
+    # Typed as always there, and None where it was closed before the start.
+    stderr: TextIO | None = sys.stderr
+    if stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            stderr.write(text)
+            stderr.flush()

@@ -1,0 +1,93 @@
+"""What a revision runs, and which one a new request gets.
+
+A revision is a name for model and engine arguments together. All that an output rests on is of one
+revision: weights, KV cache, sampling state. So a request stays on the one that began its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from baton.coordinator.core.request import Submission
+from baton.runtime.config import BatonConfig, parse
+from baton.runtime.names import FIRST_REVISION
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """What its workers are started with, over the configuration.
+
+    Attributes:
+        model: empty: the configured one.
+        engine_args: over the common ones and those of the pools.
+    """
+
+    name: str = FIRST_REVISION
+    model: str = ""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def num_gpus(self, configured: int) -> int:
+        """Of one worker, where one of the configuration has so many."""
+        size = self.engine_args.get("tensor_parallel_size")
+        # What is wrong with another size vLLM says.
+        return size if isinstance(size, int) and size > 0 else configured
+
+    def over(self, config: BatonConfig) -> BatonConfig:
+        """The configuration of its workers.
+
+        Raises:
+            ConfigError: it makes no sense.
+        """
+        values = config.model_dump(mode="json")
+        values["worker"]["revision"] = self.name
+        if self.model:
+            # Requests go on calling it what they did.
+            values |= {"model": self.model, "served_model_name": config.model_name}
+        for pool in ("prefill", "decode"):
+            values[pool]["engine_args"] |= self.engine_args
+        return parse(values, f"revision {self.name}")
+
+
+class Traffic:
+    """Which revision a request gets. Pure: the same session gets the same one.
+
+    Attributes:
+        stable: serves all that no rollout takes.
+        canary: gets `share` of new sessions while it is `open`; empty: there is none.
+        share: 0 to 1.
+        open: whether the canary has workers that serve, in both pools.
+        max_model_len: of the canary, in tokens; 0: not known.
+        adapters: LoRA adapters that the canary has, by name.
+    """
+
+    def __init__(self, stable: str) -> None:
+        self.stable, self.canary = stable, ""
+        self.share, self.open, self.max_model_len = 0.0, False, 0
+        self.adapters: frozenset[str] = frozenset()
+
+    def gets_new(self, revision: str) -> bool:
+        return revision == self.stable or (revision == self.canary and self.open)
+
+    def revision_of(self, submission: Submission) -> str:
+        """By a hash of the session, or of the request where it has none.
+
+        A share that grows takes sessions along that were in it before. The canary's name is in the
+        hash, so that it is not the same users who try everything.
+        """
+        if submission.revision and len(submission.known_token_ids):
+            return submission.revision
+        if not (self.open and self._fits(submission)):
+            return self.stable
+        key = submission.session_id or submission.request_id
+        place = xxhash.xxh3_64_intdigest(f"{self.canary}\0{key}".encode()) / 2**64
+        return self.canary if place < self.share else self.stable
+
+    def _fits(self, submission: Submission) -> bool:
+        """What is let in is checked by the stable one's context, and by its adapters."""
+        if submission.adapter and submission.adapter not in self.adapters:
+            return False
+        return not self.max_model_len or len(submission.prompt_token_ids) < self.max_model_len

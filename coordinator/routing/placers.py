@@ -1,0 +1,188 @@
+"""A placer for each revision, so that no choice can join workers of two.
+
+A prefix, a session's last worker, the least loaded one and the other end of a handoff are all
+looked up in one placer. So a request that is on a revision meets nothing of another one's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.output_lengths import OutputLengths
+from baton.coordinator.core.request import Prediction, Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.placement import Placer
+from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.v1 import cluster_pb2
+
+
+class Placers:
+    """Owns one placer per revision that has workers, and hands each question to the right one.
+
+    Attributes:
+        crowded: decode workers that were given interactive work since they were last looked at.
+        changed: which workers serve may have changed since this was last taken back.
+    """
+
+    def __init__(
+        self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
+    ) -> None:
+        self._config, self._workers, self._latency = config, workers, latency
+        self._outputs = OutputLengths()
+        self._now = 0.0
+        self.crowded: dict[WorkerKey, None] = {}
+        self._placers: dict[str, Placer] = {}
+        self.changed = False
+
+    def __len__(self) -> int:
+        return len(self._placers)
+
+    def at(self, now: float) -> None:
+        """What follows happens at this time."""
+        self._now = now
+        for placer in self._placers.values():
+            placer.router.now = now
+
+    def of(self, revision: str) -> Placer:
+        placer = self._placers.get(revision)
+        if placer is None:
+            # Clients may name any revision: nothing is kept of those that nobody is attached of.
+            self.keep_only(frozenset({self._workers.stable}))
+            placer = self._placers[revision] = Placer(
+                self._config,
+                self._workers.follow(revision),
+                self._latency,
+                self._outputs,
+                self.crowded,
+            )
+            placer.router.now = self._now
+        return placer
+
+    def keep_only(self, revisions: frozenset[str]) -> None:
+        """Forgets those of which nobody is attached, but for these."""
+        for revision in self._placers.keys() - revisions - set(self._workers.revisions):
+            del self._placers[revision]
+            self._workers.forget(revision)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        for revision, placer in self._placers.items():
+            placer.check_integrity()
+            for worker in self._workers:
+                assert worker.revision == revision or placer.router.load(worker.key) is None
+
+    # ---- Members.
+
+    def attach(self, worker: Worker) -> None:
+        self.changed = True
+        self._workers.changed(worker)
+        self.keep_only(frozenset({self._workers.stable, worker.revision}))
+        self.of(worker.revision).attach(worker)
+
+    def refresh(self, worker: Worker) -> None:
+        self.changed = True
+        self._workers.changed(worker)
+        self.of(worker.revision).refresh(worker)
+
+    def detach(self, worker: Worker) -> None:
+        self.changed = True
+        self.of(worker.revision).detach(worker)
+
+    def load(self, worker: Worker) -> WorkerLoad | None:
+        return self._router(worker).load(worker.key)
+
+    def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
+        self._router(worker).report_kv(worker.key, kv_tokens_used)
+
+    def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
+        self._router(worker).apply_cache(worker.key, changes)
+
+    def must_yield(self, worker: Worker) -> bool:
+        return self.of(worker.revision).must_yield(worker.key)
+
+    # ---- What workers go on with, and nobody has come back for.
+
+    def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
+        """It takes so much there, until it is let go."""
+        self._router(worker).hold(key, worker.key, num_tokens)
+
+    def held_grows(self, key: RequestKey, revision: str, num_tokens: int) -> None:
+        router = self.of(revision).router
+        if router.outgrows(key, num_tokens):
+            router.grow(key, num_tokens)
+
+    def let_go(self, key: RequestKey, revision: str) -> None:
+        """Idempotent."""
+        self.of(revision).router.release(key)
+
+    # ---- Requests, each on its revision; see Placer.
+
+    def work_s(self, request: Request) -> float:
+        return self.of(request.revision).work_s(request)
+
+    def place(self, request: Request) -> Placement | None:
+        return self.of(request.revision).place(request)
+
+    def room_at(self, request: Request) -> float:
+        return self.of(request.revision).room_at(request)
+
+    def is_crowded_out(self, request: Request) -> bool:
+        return self.of(request.revision).is_crowded_out(request)
+
+    def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
+        self.of(request.revision).assign(request, placement, yields=yields)
+
+    def adopt(self, request: Request, worker: WorkerKey) -> None:
+        self.of(request.revision).adopt(request, worker)
+
+    def computed(self, request: Request) -> None:
+        self.of(request.revision).computed(request)
+
+    def grows(self, request: Request, num_ahead: int) -> None:
+        self.of(request.revision).grows(request, num_ahead)
+
+    def released(self, request: Request) -> None:
+        self.of(request.revision).released(request)
+
+    def ended(self, request: Request) -> None:
+        self.of(request.revision).ended(request)
+
+    def prompt_that_yields(
+        self, request: Request, placement: Placement | None
+    ) -> RequestKey | None:
+        return self.of(request.revision).batch_prompts.that_yields(request, placement)
+
+    def ends_in_s(self, request: Request) -> float:
+        return self.of(request.revision).ends_in_s(request)
+
+    def goes_on_in_s(self, request: Request, waiting_s: float) -> float:
+        return self.of(request.revision).goes_on_in_s(request, waiting_s)
+
+    # ---- What is expected of a submission on a revision.
+
+    def hashes(self, submission: Submission, revision: str) -> array[int]:
+        return self.of(revision).hashes(submission)
+
+    def demand(
+        self, submission: Submission, hashes: array[int], revision: str
+    ) -> tuple[float, int, float]:
+        return self.of(revision).demand(submission, hashes)
+
+    def predicted_ttft(
+        self,
+        submission: Submission,
+        hashes: array[int],
+        revision: str,
+        in_lane_s: Callable[[float, int], float],
+    ) -> Prediction | None:
+        return self.of(revision).predicted_ttft(submission, hashes, in_lane_s)
+
+    # ---- Inside.
+
+    def _router(self, worker: Worker) -> Router:
+        return self.of(worker.revision).router

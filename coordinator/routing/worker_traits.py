@@ -1,0 +1,54 @@
+"""What placing needs to know of a worker, from how it introduced itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.v1 import cluster_pb2
+
+
+def block_size_of(hello: cluster_pb2.Hello) -> int:
+    """Tokens of a KV block."""
+    return hello.fingerprint.block_size_tokens or hello.capacity.block_size_tokens or 1
+
+
+def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
+    """Bytes of a prompt's KV cache, all layers and ranks."""
+    fingerprint = hello.fingerprint
+    num_blocks = -(-num_tokens // block_size_of(hello))
+    return (
+        fingerprint.block_bytes * fingerprint.num_layers * (fingerprint.tp_size or 1) * num_blocks
+    )
+
+
+def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTraits:
+    """What does not change of a worker; its latency is as of the latest reports of its kind."""
+    block_size = block_size_of(hello)
+    chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
+    return WorkerTraits(
+        latency=_KindModel(latency, WorkerKind.of(hello), chunk_tokens),
+        host_id=hello.host_id,
+        kv_tokens=hello.capacity.kv_tokens or 2**31,
+        block_size_tokens=block_size,
+        kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _KindModel:
+    """A kind's latency as of the latest reports, of a worker that computes prompts in chunks."""
+
+    registry: LatencyRegistry
+    kind: WorkerKind
+    chunk_tokens: int
+
+    def prefill_s(self, num_tokens: int) -> float:
+        model = self.registry.model(self.kind)
+        num_more_steps = (num_tokens - 1) // self.chunk_tokens
+        return model.prefill_s(num_tokens) + model.prefill_base_s * num_more_steps
+
+    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
+        return self.registry.model(self.kind).decode_step_s(num_requests, num_kv_tokens)

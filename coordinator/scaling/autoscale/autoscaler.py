@@ -1,0 +1,317 @@
+"""How large the two pools are to be: one pure function per decision.
+
+Prefill follows predicted TTFT at the tail, decode follows ITL and KV residency. Both look ahead by
+a cold start, grow at once, and shrink to the most that was needed within a window. When one pool is
+short and the other has slack, workers change roles before others are started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale import forecast, sizing
+from baton.coordinator.scaling.autoscale.needs import (
+    Need,
+    decode_correction,
+    decode_need,
+    prefill_feedback,
+    prefill_need,
+)
+from baton.coordinator.scaling.autoscale.sizing import POOLS, Members
+from baton.coordinator.scaling.autoscale.types import (
+    Action,
+    Decision,
+    Drain,
+    Flip,
+    Misses,
+    Observation,
+    Phase,
+    PoolDecision,
+    PoolState,
+    Sample,
+    ScalingConfig,
+    State,
+    Want,
+)
+
+# A pause between decisions longer than so many intervals says nothing about the load.
+_LONGEST_PAUSE = 12
+# For so long after a pool was too small its requests miss targets that it could keep now.
+_SETTLES_S = 30.0
+
+
+def decide(
+    observation: Observation, config: ScalingConfig, state: State, now: float
+) -> tuple[Decision, State]:
+    """One decision.
+
+    Args:
+        observation: of now.
+        config: limits, targets and times; may be another one each time.
+        state: what the decision before returned; `State()` at first.
+        now: by the core's clock, in seconds. A clock that went back, or stood still for long, costs
+            the memory of the load, and until there is a new one no pool shrinks.
+
+    Returns:
+        The decision, and the state for the next one.
+    """
+    members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
+    problem = _unusable(observation, config, now)
+    if problem:
+        # What comes meanwhile counts with the next one, over all of the time since the last.
+        return _frozen(members, config, problem, now), state
+    samples, problem = _samples(observation, config, state, now)
+    after = replace(
+        state,
+        now=now,
+        lanes=observation.lanes,
+        samples=samples,
+        busy_at=now if state.busy_at is None or _busy(observation, state) else state.busy_at,
+    )
+    if problem:
+        return _frozen(members, config, problem, now), after
+    states = {Pool.PREFILL: state.prefill, Pool.DECODE: state.decode}
+    serving = {pool: len(members[pool].serving) for pool in POOLS}
+    needs = {
+        Pool.PREFILL: prefill_need(
+            observation, config, samples, state.prefill.correction, serving[Pool.PREFILL], now
+        ),
+        Pool.DECODE: decode_need(observation, config, samples, state.decode.correction, now),
+    }
+    idle = after.busy_at is not None and now - after.busy_at >= config.idle_s
+    needs = {pool: _awake(need, idle=idle) for pool, need in needs.items()}
+    known_s = now - samples[0].at + samples[0].span_s
+    states = {
+        pool: replace(
+            states[pool],
+            wanted=sizing.remembered(
+                states[pool].wanted,
+                members[pool].current,
+                needs[pool].workers,
+                config,
+                known_s,
+                now,
+            ),
+        )
+        for pool in POOLS
+    }
+    wanted = sizing.remembered(
+        state.wanted,
+        sum(one.current for one in members.values()),
+        sum(need.workers for need in needs.values()),
+        config,
+        known_s,
+        now,
+    )
+    decision, flipped_into = _decision(members, needs, states, wanted, config, known_s, now)
+    if flipped_into is not None:
+        states[flipped_into] = replace(states[flipped_into], flipped_in_at=now)
+    states = _measured(observation, config, states, serving, now - (state.now or now), now)
+    return decision, replace(
+        after, prefill=states[Pool.PREFILL], decode=states[Pool.DECODE], wanted=wanted
+    )
+
+
+def _unusable(observation: Observation, config: ScalingConfig, now: float) -> str:
+    """Why nothing can be concluded; empty when all is well."""
+    age_s = now - observation.observed_at
+    if not math.isfinite(age_s) or age_s > config.stale_s:
+        return f"the workers were last heard of {age_s:.0f} s ago"
+    load = observation.decode
+    numbers: list[float | None] = [load.num_decodes, load.reserved_tokens, load.kv_tokens]
+    for _, lane in observation.lanes:
+        numbers += [lane.num_arrived, lane.work_s, lane.num_output_tokens, lane.num_kv_tokens]
+        numbers += [lane.queued_s, lane.num_waiting, *lane.works_s]
+    for number in numbers:
+        if number is None or not math.isfinite(number) or number < 0:
+            return f"a measurement is {number}"
+    return ""
+
+
+def _frozen(
+    members: dict[Pool, Members], config: ScalingConfig, problem: str, now: float
+) -> Decision:
+    """The pools stay as they are; one below its floor grows to it, and stuck starts are ended."""
+    decided = {}
+    for pool in POOLS:
+        current, floor = members[pool].current, config.limits(pool).floor
+        reason = f"{problem}: stays as it is"
+        if current < floor:
+            reason = f"{problem}: at least {floor} all the same"
+        decided[pool] = PoolDecision(pool, current, current, max(current, floor), reason)
+    sizes, _ = sizing.within_budget(
+        {pool: one.target for pool, one in decided.items()}, members, config
+    )
+    actions: list[Action] = []
+    for pool in POOLS:
+        actions += _ended(members[pool], now)
+        if sizes[pool] > members[pool].current:
+            actions.append(Want(pool, sizes[pool]))
+    return Decision(
+        replace(decided[Pool.PREFILL], target=sizes[Pool.PREFILL]),
+        replace(decided[Pool.DECODE], target=sizes[Pool.DECODE]),
+        tuple(actions),
+        problem,
+    )
+
+
+def _ended(members: Members, now: float) -> list[Drain]:
+    """Starts that are given up: their age is known without any measurement."""
+    return [
+        Drain(one.worker_id, f"it has been starting for {now - one.since:.0f} s")
+        for one in members.stuck
+    ]
+
+
+def _samples(
+    observation: Observation, config: ScalingConfig, state: State, now: float
+) -> tuple[tuple[Sample, ...], str]:
+    """The history with what has come since the last decision; and why it cannot be told."""
+    if state.now is None:
+        return (), "nothing is known of the load yet"
+    span_s = now - state.now
+    if span_s < 0:
+        return (), f"the clock went back {-span_s:.0f} s"
+    if span_s > _LONGEST_PAUSE * config.interval_s:
+        return (), f"nothing was decided for {span_s:.0f} s"
+    past = forecast.kept(state.samples, now)
+    if not span_s:
+        return past, "" if past else "nothing is known of the load yet"
+    lanes = frozenset(
+        name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
+    )
+    sample = forecast.sample(
+        state.lanes,
+        observation.lanes,
+        lanes,
+        now,
+        span_s,
+        observation.decode.num_decodes,
+        len(observation.of(Pool.DECODE, Phase.SERVING)),
+    )
+    if sample is None:
+        return (), "the coordinator's counts began again"
+    return (*past, sample), ""
+
+
+def _busy(observation: Observation, state: State) -> bool:
+    """Whether a request is there, or was since the last decision: of lanes without targets too."""
+    before = dict(state.lanes)
+    return observation.decode.num_decodes > 0 or any(
+        lane.queued_s > 0
+        or lane.num_waiting > 0
+        or lane.num_arrived != before.get(name, lane).num_arrived
+        for name, lane in observation.lanes
+    )
+
+
+def _awake(need: Need, *, idle: bool) -> Need:
+    """Zero only after a time without any request; then the next one wakes both pools."""
+    if need.workers or idle:
+        return need
+    return Need(1, f"{need.reason}, but there was one lately")
+
+
+def _measured(
+    observation: Observation,
+    config: ScalingConfig,
+    states: dict[Pool, PoolState],
+    serving: dict[Pool, int],
+    span_s: float,
+    now: float,
+) -> dict[Pool, PoolState]:
+    """What the next decision is to know of what this one measured.
+
+    A pool that was lately smaller than it had to be explains by itself what was missed.
+    """
+    lanes, found = dict(observation.lanes), dict(states)
+    one = found[Pool.PREFILL]
+    if one.wanted[-1][1] > serving[Pool.PREFILL]:
+        found[Pool.PREFILL] = replace(one, misses=Misses(), small_at=now)
+    elif now - one.small_at < _SETTLES_S:
+        found[Pool.PREFILL] = replace(one, misses=Misses())
+    else:
+        measured = [(lanes[name], target) for name, target in config.targets if name in lanes]
+        found[Pool.PREFILL] = prefill_feedback(one, measured, span_s)
+    one = found[Pool.DECODE]
+    factor = decode_correction(one.correction, observation.decode)
+    found[Pool.DECODE] = replace(one, correction=factor)
+    return found
+
+
+def _decision(
+    members: dict[Pool, Members],
+    needs: dict[Pool, Need],
+    states: dict[Pool, PoolState],
+    wanted: Sequence[tuple[float, int]],
+    config: ScalingConfig,
+    known_s: float,
+    now: float,
+) -> tuple[Decision, Pool | None]:
+    needed = {pool: needs[pool].workers for pool in POOLS}
+    recent = sizing.lately(states, config, known_s, now)
+    most = sizing.kept(members, needed, states, wanted, recent, config, known_s)
+    sizes, why = {}, {}
+    for pool in POOLS:
+        sizes[pool], why[pool] = sizing.bounded(
+            members[pool].current, needed[pool], most[pool], config, pool
+        )
+    actions: list[Action] = []
+    flip = sizing.flips(sizes, members, needed, states, recent, config, now)
+    moved = dict.fromkeys(POOLS, 0)
+    gone: set[str] = set()
+    if flip is not None:
+        number, into = flip
+        giver = sizing.other(into)
+        moved[into], moved[giver] = number, -number
+        why[into] = f"{number} from {giver.value}, which needs {needed[giver]}"
+        why[giver] = f"{number} to {into.value}, which is short"
+        for worker in sizing.leaving(sizing.able(members[giver]), number):
+            actions.append(Flip(worker.worker_id, into, needs[into].reason))
+            gone.add(worker.worker_id)
+    after = {pool: members[pool].current + moved[pool] for pool in POOLS}
+    # Who has given workers away has shrunk enough for now.
+    sizes = {pool: after[pool] if moved[pool] < 0 else sizes[pool] for pool in POOLS}
+    if flip is not None:
+        # Starts in whose place a worker comes are given up, unless both pools together keep them.
+        into, giver = flip[1], sizing.other(flip[1])
+        spared = min(after[into], sum(most.values()) - sizes[giver])
+        sizes[into] = max(sizes[into], spared)
+    allowed, poor = sizing.within_budget(sizes, _moved(members, moved), config)
+    decided = {}
+    for pool in POOLS:
+        need = needs[pool]
+        notes = "; ".join(note for note in (why[pool], poor[pool]) if note)
+        reason = f"{need.reason}: {need.workers} needed" + (f"; {notes}" if notes else "")
+        decided[pool] = PoolDecision(
+            pool, members[pool].current, need.workers, allowed[pool], reason
+        )
+        actions += _ended(members[pool], now)
+        if allowed[pool] != after[pool]:
+            actions.append(Want(pool, allowed[pool]))
+        staying = replace(
+            members[pool],
+            serving=tuple(one for one in members[pool].serving if one.worker_id not in gone),
+        )
+        actions += [
+            Drain(one.worker_id, reason)
+            for one in sizing.leaving(staying, after[pool] - allowed[pool])
+        ]
+    into_pool = flip[1] if flip is not None else None
+    return Decision(decided[Pool.PREFILL], decided[Pool.DECODE], tuple(actions)), into_pool
+
+
+def _moved(members: dict[Pool, Members], moved: dict[Pool, int]) -> dict[Pool, Members]:
+    """As they are once the flips are done: who comes counts as serving."""
+    found = dict(members)
+    for pool in POOLS:
+        one = members[pool]
+        if moved[pool] < 0:
+            found[pool] = replace(one, serving=one.serving[: len(one.serving) + moved[pool]])
+        elif moved[pool]:
+            giver = members[sizing.other(pool)]
+            found[pool] = replace(one, serving=(*one.serving, *giver.serving[: moved[pool]]))
+    return found

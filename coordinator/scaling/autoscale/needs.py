@@ -1,0 +1,219 @@
+"""How many workers each pool needs, by the latency model and by what was measured. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from baton.coordinator.scaling.autoscale import forecast, queueing
+from baton.coordinator.scaling.autoscale.types import (
+    DecodeLoad,
+    LaneLoad,
+    Misses,
+    Observation,
+    PoolState,
+    Sample,
+    ScalingConfig,
+    Targets,
+)
+
+# Bursts above this are named in a reason.
+_NOTED = 1.3
+# And corrections above this.
+_TOLD = 1.02
+# Corrections from measurements stay between 1 and this.
+_MOST_CORRECTION = 2.0
+# A few prompts tell little of how uneven all are.
+_MOST_UNEVEN = 4.0
+_UP, _DOWN, _FOLLOWS = 1.15, 0.99, 0.1
+# In standard errors: what exceeds it is more than chance.
+_SURE = 2.0
+# For how long a miss counts.
+_REMEMBERED_S = 60.0
+
+
+class Need(NamedTuple):
+    """Attributes: workers: at least 0; reason: in words, with the numbers."""
+
+    workers: int
+    reason: str
+
+
+def prefill_feedback(
+    state: PoolState,
+    lanes: Sequence[tuple[LaneLoad, Targets]],
+    span_s: float,
+) -> PoolState:
+    """The pool with what was measured of TTFT in the last `span_s`.
+
+    The factor on prompts' work grows while more requests miss the target than may, by more than
+    chance, in a pool that the model says is large enough; each miss is held against it once. It
+    shrinks back to 1 by itself. So what the model does not know of is paid for with workers.
+    Prompts that alone take longer than the target may miss: no number of workers would help.
+    """
+    fades = math.exp(-max(0.0, span_s) / _REMEMBERED_S)
+    allowed, seen = state.misses.allowed * fades, state.misses.seen * fades
+    for lane, target in lanes:
+        if target.ttft_s is None:
+            continue
+        hopeless = sum(work >= target.ttft_s for work in lane.works_s) / max(1, len(lane.works_s))
+        allowed += lane.num_first * min(1.0, target.may_miss + hopeless)
+        seen += lane.num_late
+    if seen > allowed + _SURE * math.sqrt(max(1.0, allowed)):
+        factor = min(_MOST_CORRECTION, state.correction * _UP)
+        return replace(state, correction=factor, misses=Misses())
+    factor = max(1.0, state.correction * _DOWN) if seen <= allowed else state.correction
+    return replace(state, correction=factor, misses=Misses(allowed, seen))
+
+
+def decode_correction(correction: float, load: DecodeLoad) -> float:
+    """The factor on decode steps: how much longer gaps are than the model says, followed slowly."""
+    measured_s, predicted_s = load.itl_s, load.itl_predicted_s
+    if measured_s is None or predicted_s is None:
+        return correction
+    if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and predicted_s > 0):
+        return correction
+    ratio = min(_MOST_CORRECTION, measured_s / predicted_s)
+    return max(1.0, correction + (ratio - correction) * _FOLLOWS)
+
+
+def prefill_need(
+    observation: Observation,
+    config: ScalingConfig,
+    samples: tuple[Sample, ...],
+    correction: float,
+    num_serving: int,
+    now: float,
+) -> Need:
+    """Enough for the load expected at the end of a cold start, and for what has piled up."""
+    lanes = dict(observation.lanes)
+    rising = forecast.growth(samples, now, config.cold_start_s)
+    offered = forecast.load(samples, now, lambda one: one.work) * rising * correction
+    bursts = forecast.burstiness(samples)
+    most, reason = 0, "no request is expected"
+    for name, target in config.targets:
+        lane = lanes.get(name)
+        if lane is None or target.ttft_s is None:
+            continue
+        within_s = target.ttft_s * (1 - config.margin)
+        works = tuple(work * correction for work in lane.works_s)
+        number = queueing.prefill_workers(offered, works, within_s, target.may_miss, bursts)
+        ahead_s = _backlog_s(lane, target, num_serving, within_s)
+        wanted = offered + ahead_s / config.drain_backlog_s if ahead_s > 0 else 0.0
+        cleared = math.ceil(min(wanted, queueing.MOST))
+        if max(number, cleared) > most:
+            most = max(number, cleared)
+            late = queueing.share_late(most, offered, works, within_s, bursts)
+            reason = (
+                f"{offered:.2f} s of prompts per second"
+                f"{f', rising {rising:.2f} x in {config.cold_start_s:g} s' if rising > 1 else ''}"
+                f": {late:.1%} of {name} requests over {target.ttft_s * 1e3:.0f} ms with {most}"
+            )
+            if cleared > number:
+                reason = (
+                    f"{ahead_s:.1f} s of {name} prompts have piled up beside {offered:.2f} s per "
+                    f"second: {most} clear them in {config.drain_backlog_s:g} s"
+                )
+            if bursts > _NOTED:
+                reason += f", in bursts ({bursts:.1f} x the variance)"
+            if correction > _TOLD:
+                reason += f" (counted {correction:.2f} x, since TTFT was missed)"
+    return Need(most, reason)
+
+
+def _backlog_s(lane: LaneLoad, target: Targets, num_serving: int, within_s: float) -> float:
+    """Work ahead of the tail beyond what the workers can do in time."""
+    mean_s = math.fsum(lane.works_s) / len(lane.works_s) if lane.works_s else 0.0
+    return max(0.0, lane.queued_s - num_serving * max(0.0, within_s - mean_s) - mean_s)
+
+
+def decode_need(
+    observation: Observation,
+    config: ScalingConfig,
+    samples: tuple[Sample, ...],
+    correction: float,
+    now: float,
+) -> Need:
+    """Enough for the requests that decode and prefill now, and for those expected."""
+    itl_s = min((one.itl_s for _, one in config.targets if one.itl_s is not None), default=math.inf)
+    within_s = itl_s * (1 - config.margin) / correction
+    load, latency = observation.decode, observation.latency
+    rising = forecast.growth(samples, now, config.cold_start_s)
+    rate = forecast.load(samples, now, lambda one: one.rate)
+    tokens = forecast.load(samples, now, lambda one: one.output_tokens)
+    held = forecast.load(samples, now, lambda one: one.kv_tokens)
+    # Of one request: on average, and with all of its output.
+    held_each = held / rate if rate else load.reserved_tokens / max(1, load.num_decodes)
+    room_each = (held + tokens / 2) / rate if rate else held_each
+    if load.num_decodes:
+        room_each = max(room_each, load.reserved_tokens / load.num_decodes)
+    # What a worker may have at a time, by step time and by room.
+    by_time = queueing.most_requests(latency, within_s, held_each)
+    room = load.kv_tokens * config.kv_share
+    by_room = max(1.0, room / room_each) if room and room_each else math.inf
+    each = min(by_time, by_room)
+    waiting = sum(
+        dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
+    )
+    present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
+    # Of a step, and what each request adds to it.
+    base_s = latency.step_base_s * correction
+    kv_s = latency.step_per_kv_token_s * held_each * correction
+    slope_s = latency.step_per_request_s * correction + kv_s
+
+    def made(one: Sample) -> float:
+        """Tokens per second of the requests that were there."""
+        step_s = base_s + slope_s * one.present / one.num_workers
+        return one.present / step_s if step_s > 0 else 0.0
+
+    # Outputs may be longer than expected: what has been made for a while counts as expected.
+    expected, lasting = tokens * rising, forecast.load(samples, now, made)
+    # Requests differ in what they hold: a few long ones more make steps as long as many.
+    uneven = _unevenness(observation, config) if by_time <= by_room else 0.0
+    share = kv_s / slope_s if slope_s > 0 else 0.0
+    percentile = max(
+        (one.percentile for _, one in config.targets if one.itl_s is not None), default=50.0
+    )
+    spread = bursts + uneven * share * share
+    number, usual = queueing.decode_workers(
+        base_s, slope_s, max(expected, lasting), each, percentile, spread
+    )
+    # Of those that are here now some are here by chance, and gone before a worker would be.
+    surely = present - _SURE * math.sqrt(present * bursts)
+    at_once = _workers(surely, each)
+    if not number and not at_once:
+        return Need(0, "no request is expected")
+    reason = f"{usual:.0f} requests at a time"
+    if rising > 1 and expected > lasting:
+        reason += f", rising {rising:.2f} x in {config.cold_start_s:g} s"
+    if at_once > number:
+        reason = (
+            f"{present} requests, {load.num_in_prefill + waiting} of them before their first token"
+        )
+    limit = f"{itl_s * 1e3:.0f} ms" if by_time <= by_room else "its KV cache"
+    reason += f": a worker takes {each:.0f} within {limit}"
+    if correction > _TOLD:
+        reason += f" (ITL is {correction:.2f} x what is predicted)"
+    return Need(max(number, at_once), reason)
+
+
+def _unevenness(observation: Observation, config: ScalingConfig) -> float:
+    """The squared coefficient of variation of prompts, by their work; at most 4."""
+    lanes = dict(observation.lanes)
+    works = [work for name in _lanes(config) if name in lanes for work in lanes[name].works_s]
+    mean_s = math.fsum(works) / len(works) if works else 0.0
+    if not mean_s > 0:
+        return 0.0
+    ratios = [work / mean_s for work in works]
+    return min(_MOST_UNEVEN, max(0.0, math.fsum(one * one for one in ratios) / len(works) - 1))
+
+
+def _lanes(config: ScalingConfig) -> list[str]:
+    return [name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None]
+
+
+def _workers(number: float, each: float) -> int:
+    """For so many requests at a time."""
+    return max(1, math.ceil(number / each - 1e-9)) if number > 0 else 0

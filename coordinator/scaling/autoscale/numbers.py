@@ -1,0 +1,63 @@
+"""What a decision rested on, as numbers by name, for people and for graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.sizing import Members
+from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation, Phase, ScalingConfig
+
+
+def numbers(
+    observation: Observation,
+    before: Observation | None,
+    span_s: float,
+    pool: Pool,
+    config: ScalingConfig,
+) -> Mapping[str, float]:
+    """Of one pool. What nobody measured is left out.
+
+    Args:
+        observation: that was decided on.
+        before: the one before it; rates are between the two.
+        span_s: between the two.
+        pool: that the decision is of.
+        config: whose targets count.
+    """
+    members = Members.of(observation, pool, config, observation.observed_at)
+    found = {
+        "serving": float(len(members.serving)),
+        "starting": float(len(members.starting) + len(members.stuck)),
+        "draining": float(len(observation.of(pool, Phase.DRAINING))),
+    }
+    targets = dict(config.targets)
+    if pool is Pool.DECODE:
+        load = observation.decode
+        found["requests"] = float(load.num_decodes)
+        found["requests_in_prefill"] = float(load.num_in_prefill)
+        if load.kv_tokens and members.serving:
+            room = load.kv_tokens * len(members.serving)
+            found["kv_reserved_share"] = load.reserved_tokens / room
+        if load.itl_s is not None:
+            found["itl_ms"] = load.itl_s * 1e3
+        if load.itl_predicted_s is not None:
+            found["itl_predicted_ms"] = load.itl_predicted_s * 1e3
+        wanted = [one.itl_s for one in targets.values() if one.itl_s is not None]
+        if wanted:
+            found["itl_target_ms"] = min(wanted) * 1e3
+        return found
+    earlier = dict(before.lanes) if before is not None else {}
+    for name, lane in observation.lanes:
+        found[f"{name}_waiting"] = float(lane.num_waiting)
+        found[f"{name}_queued_s"] = lane.queued_s
+        if before is not None and span_s > 0:
+            old = earlier.get(name, LaneLoad())
+            found[f"{name}_requests_per_s"] = (lane.num_arrived - old.num_arrived) / span_s
+            found[f"{name}_work_s_per_s"] = (lane.work_s - old.work_s) / span_s
+        if lane.ttft_s is not None:
+            found[f"{name}_ttft_ms"] = lane.ttft_s * 1e3
+        target = targets.get(name)
+        if target is not None and target.ttft_s is not None:
+            found[f"{name}_ttft_target_ms"] = target.ttft_s * 1e3
+    return found

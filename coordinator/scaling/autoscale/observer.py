@@ -1,0 +1,193 @@
+"""What the autoscaler sees of the coordinator's core.
+
+It sizes the pools of the stable revision. A canary's workers are its rollout's, and no relief: the
+demand is that of all requests, so that the stable pools can take everything back at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.lanes.lanes import LANES, Lanes
+from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.routing.load_index import POOL_OF, Pool
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.scaling.autoscale.types import (
+    DecodeLoad,
+    LaneLoad,
+    Observation,
+    Phase,
+    ScalingConfig,
+    WorkerView,
+)
+from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime.enum_names import lane_name
+from baton.runtime.latency import LatencyModel
+from baton.v1 import cluster_pb2, common_pb2
+
+_INTERACTIVE = common_pb2.LANE_INTERACTIVE
+
+
+class Observer:
+    """Reads the core's parts; forgets the measurements that an observation has reported."""
+
+    def __init__(
+        self,
+        workers: WorkerRegistry,
+        placer: Placers,
+        lanes: Lanes,
+        stats: CoreStats,
+        latency: LatencyRegistry,
+        seed: LatencyModel,
+    ) -> None:
+        self._workers, self._placer, self._lanes = workers, placer, lanes
+        self._stats, self._latency, self._seed = stats, latency, seed
+
+    def observe(
+        self, config: ScalingConfig, now: float, starting: Iterable[WorkerView] = ()
+    ) -> Observation:
+        """Everything that a decision rests on.
+
+        Args:
+            config: whose percentiles are measured.
+            now: by the core's clock.
+            starting: workers that were asked for and are not attached yet.
+        """
+        workers = list(self._workers.of(self._workers.stable))
+        # They hold GPUs until they have left.
+        leaving = [
+            one
+            for one in self._workers
+            if one.revision != self._workers.stable
+            and one.state == cluster_pb2.WORKER_STATE_DRAINING
+        ]
+        loads: dict[Pool, list[WorkerLoad]] = {pool: [] for pool in Pool}
+        for worker in workers:
+            entry = self._placer.load(worker)
+            if entry is not None and worker.role in POOL_OF:
+                loads[POOL_OF[worker.role]].append(entry)
+        decode = self._decode(loads[Pool.DECODE], workers, config)
+        full = _full(loads[Pool.DECODE], decode)
+        at_workers_s = sum(entry.queued_s(now) for entry in loads[Pool.PREFILL])
+        return Observation(
+            observed_at=max((one.heard_at for one in workers), default=now),
+            workers=(
+                *(_view(one) for one in (*workers, *leaving) if one.role in POOL_OF),
+                *starting,
+            ),
+            latency=self._model(workers),
+            lanes=tuple(
+                (
+                    lane_name(lane),
+                    self._lane(lane, config, at_workers_s if lane == _INTERACTIVE else 0.0, full),
+                )
+                for lane in LANES
+            ),
+            decode=decode,
+        )
+
+    def _model(self, workers: Sequence[Worker]) -> LatencyModel:
+        for worker in workers:
+            return self._latency.model(WorkerKind.of(worker.hello))
+        return self._seed
+
+    def _lane(
+        self,
+        lane: common_pb2.Lane.ValueType,
+        config: ScalingConfig,
+        at_workers_s: float,
+        decode_is_full: bool,
+    ) -> LaneLoad:
+        demand = self._stats.demand[lane]
+        waiting_s = 0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.stable)
+        target = dict(config.targets).get(lane_name(lane))
+        ttft_s, num_first, num_late = None, len(demand.ttfts_s), 0
+        if target is not None and num_first:
+            ttft_s = _percentile([(one, 1) for one in demand.ttfts_s], target.percentile)
+            if target.ttft_s is not None:
+                num_late = sum(one > target.ttft_s for one in demand.ttfts_s)
+        demand.ttfts_s.clear()
+        return LaneLoad(
+            num_arrived=demand.num_arrived,
+            work_s=demand.work_s,
+            num_output_tokens=demand.num_output_tokens,
+            num_kv_tokens=demand.num_kv_tokens,
+            works_s=tuple(demand.works_s),
+            queued_s=at_workers_s + waiting_s,
+            num_waiting=self._lanes.num_queued(lane),
+            ttft_s=ttft_s,
+            num_first=num_first,
+            num_late=num_late,
+        )
+
+    def _decode(
+        self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
+    ) -> DecodeLoad:
+        num_decodes = sum(entry.num_decodes for entry in loads)
+        steps = [
+            step
+            for worker in workers
+            if worker.role == common_pb2.ROLE_DECODE and worker.load is not None
+            for step in worker.load.steps
+            if step.num_decodes
+        ]
+        model = self._model(workers)
+        gaps = [(step.duration_us / 1e6, step.num_decodes) for step in steps]
+        predicted = [
+            (model.decode_step_s(step.num_decodes, step.num_kv_tokens), step.num_decodes)
+            for step in steps
+        ]
+        percentile = min(
+            (one.percentile for _, one in config.targets if one.itl_s is not None), default=95.0
+        )
+        return DecodeLoad(
+            num_decodes=num_decodes,
+            num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
+            reserved_tokens=sum(entry.reserved_tokens for entry in loads),
+            kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
+            itl_s=_percentile(gaps, percentile) if gaps else None,
+            itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
+        )
+
+
+def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
+    """Whether requests wait for decode workers: none has room for one more of the usual size."""
+    if not decode.num_decodes:
+        return False
+    usual = decode.reserved_tokens / decode.num_decodes
+    # Outputs that outgrow what was expected of them leave less than nothing.
+    return all(entry.free_tokens < usual for entry in loads)
+
+
+def _view(worker: Worker) -> WorkerView:
+    if worker.flip is not None:
+        # It is as good as one that starts there, and needs no cold start.
+        into = POOL_OF[worker.flip.into]
+        return WorkerView(worker.id, into, Phase.STARTING, worker.flip.since, flips=True)
+    phase = Phase.SERVING if worker.serving else Phase.STARTING
+    if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
+        phase = Phase.DRAINING
+    elif worker.state == cluster_pb2.WORKER_STATE_SERVING:
+        # One that does not respond for now is a member all the same.
+        phase = Phase.SERVING
+    return WorkerView(
+        worker.id,
+        POOL_OF[worker.role],
+        phase,
+        worker.attached_at,
+        worker.assigned_tokens,
+        responds=worker.serving,
+    )
+
+
+def _percentile(weighted: Sequence[tuple[float, int]], percent: float) -> float:
+    """The least value that so much of the weight does not exceed."""
+    ordered = sorted(weighted)
+    left = percent / 100 * sum(weight for _, weight in ordered)
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return ordered[-1][0]

@@ -1,0 +1,366 @@
+"""What the autoscaler is told, what it remembers and what it answers; all frozen.
+
+`decide(observation, config, state, now)` in autoscaler.py is pure. Who owns the cluster calls it
+on a timer, keeps the state it returns, and carries out the actions: how many workers a role is to
+have, who is to drain, who is to change roles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.coordinator.routing.load_index import Pool
+from baton.runtime.latency import LatencyModel
+
+# Loads come and go within a minute, and are averaged over two.
+_LEAST_WINDOW_S, _YOUNG_S = 60.0, 120.0
+
+
+class Phase(Enum):
+    """Of a worker's life, as far as sizing goes."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a lane is promised; None: nothing, so that it never makes a pool grow.
+
+    Attributes:
+        ttft_s: time to first token, at most.
+        itl_s: seconds between two tokens, at most.
+        percentile: of requests and tokens that these hold for.
+    """
+
+    ttft_s: float | None = 0.5
+    itl_s: float | None = 0.05
+    percentile: float = 95.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "itl_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"targets.{name} is {value}; must be more than 0, or null")
+        if not 0 < self.percentile < 100:
+            raise ValueError(f"targets.percentile is {self.percentile}; must be between 0 and 100")
+
+    @property
+    def may_miss(self) -> float:
+        """The share that may be later."""
+        return 1 - self.percentile / 100
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Attributes: floor, ceiling: workers; gpus: of one worker."""
+
+    floor: int = 1
+    ceiling: int = 64
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= self.ceiling:
+            raise ValueError(
+                f"floor is {self.floor} and ceiling {self.ceiling}; must be 0 <= floor <= ceiling"
+            )
+        if self.gpus < 1:
+            raise ValueError(f"gpus is {self.gpus}; must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Times in seconds.
+
+    Attributes:
+        targets: by lane's name.
+        prefill, decode: limits of the pools.
+        max_gpus: of both pools together, workers that start or drain included; None: no limit.
+        interval_s: between two decisions.
+        cold_start_s: until a started worker serves: how far ahead the load is forecast.
+        start_timeout_s: a worker that starts for longer is stuck and counts no more.
+        down_window_s: a pool shrinks to the most that was wanted within this time; None: see
+            `window_s`.
+        max_up, max_down: factor up and share down of a pool in one decision; one worker always.
+        drain_backlog_s: within which work that has piled up is to be done.
+        margin: of a target, that predictions leave unused.
+        kv_share: of a decode worker's KV cache that may be filled.
+        stale_s: an observation older than this freezes the pools.
+        flip: whether a worker may change roles.
+        flip_quiet_s: between a flip and one back.
+        idle_s: without a request for so long a pool with floor 0 goes to zero.
+    """
+
+    targets: tuple[tuple[str, Targets], ...] = (("interactive", Targets()),)
+    prefill: PoolLimits = field(default_factory=PoolLimits)
+    decode: PoolLimits = field(default_factory=PoolLimits)
+    max_gpus: int | None = None
+    interval_s: float = 5.0
+    cold_start_s: float = 60.0
+    start_timeout_s: float = 600.0
+    down_window_s: float | None = None
+    max_up: float = 2.0
+    max_down: float = 0.25
+    drain_backlog_s: float = 20.0
+    margin: float = 0.04
+    kv_share: float = 0.9
+    stale_s: float = 20.0
+    flip: bool = True
+    flip_quiet_s: float = 120.0
+    idle_s: float = 300.0
+
+    @property
+    def window_s(self) -> float:
+        """How long a worker that is not needed is kept, where that is not configured.
+
+        As long as it is paid for while it starts again, at least a minute: whenever it will be
+        needed next, that costs at most twice what the best choice would have (Karlin et al.,
+        Competitive Snoopy Caching, 1988, on renting or buying).
+        """
+        if self.down_window_s is not None:
+            return self.down_window_s
+        return max(_LEAST_WINDOW_S, self.cold_start_s)
+
+    @property
+    def young_s(self) -> float:
+        """A load that has been known for less takes no worker away.
+
+        Of requests that last long the first have hardly ended, and the short ones among them first.
+        """
+        return _YOUNG_S if self.down_window_s is None else min(_YOUNG_S, self.down_window_s)
+
+    def limits(self, pool: Pool) -> PoolLimits:
+        return self.prefill if pool is Pool.PREFILL else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker.
+
+    Attributes:
+        since: when it entered its phase, by the core's clock.
+        num_tokens: assigned to it: who has least is drained first.
+        gpus: that it has; None: as many as its pool's limits say.
+        stays: it was started elsewhere, and is neither drained nor moved to another pool.
+        responds: it takes new work now; one that does not can be drained, not moved.
+        flips: of one that starts: it comes from the other pool, without a cold start.
+    """
+
+    worker_id: str
+    pool: Pool
+    phase: Phase
+    since: float
+    num_tokens: int = 0
+    gpus: int | None = None
+    stays: bool = False
+    responds: bool = True
+    flips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """One lane; totals since the coordinator started, which never fall.
+
+    Attributes:
+        num_arrived: requests, those refused for overload included.
+        work_s: of prefill that they brought, cached prefixes left out.
+        num_output_tokens: expected of them.
+        num_kv_tokens: of KV cache that they hold on average while they decode.
+        works_s: of the latest ones, in any order: how uneven prompts are.
+        queued_s: of prefill work that is not done, at workers and in the lane; without the lane's
+            while it waits for room on decode workers.
+        num_waiting: requests in the lane.
+        ttft_s: measured at the target's percentile since the last observation; None: no request.
+        num_first, num_late: first tokens since the last observation; of these, after the target.
+    """
+
+    num_arrived: int = 0
+    work_s: float = 0.0
+    num_output_tokens: float = 0.0
+    num_kv_tokens: float = 0.0
+    works_s: tuple[float, ...] = ()
+    queued_s: float = 0.0
+    num_waiting: int = 0
+    ttft_s: float | None = None
+    num_first: int = 0
+    num_late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """The decode pool now.
+
+    Attributes:
+        num_decodes: requests assigned, those still in prefill included.
+        num_in_prefill: of these.
+        reserved_tokens: KV tokens of them all, expected output included.
+        kv_tokens: room of one worker.
+        itl_s: measured at the target's percentile of the latest steps; None: none was made.
+        itl_predicted_s: the model's for the same steps, at the same percentile.
+    """
+
+    num_decodes: int = 0
+    num_in_prefill: int = 0
+    reserved_tokens: int = 0
+    kv_tokens: int = 0
+    itl_s: float | None = None
+    itl_predicted_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything that one decision rests on.
+
+    Attributes:
+        observed_at: when the workers were last heard of, by the core's clock.
+        workers: starting ones too.
+        latency: what steps cost.
+        lanes: by name.
+    """
+
+    observed_at: float
+    workers: tuple[WorkerView, ...]
+    latency: LatencyModel
+    lanes: tuple[tuple[str, LaneLoad], ...] = ()
+    decode: DecodeLoad = field(default_factory=DecodeLoad)
+
+    def of(self, pool: Pool, phase: Phase) -> list[WorkerView]:
+        return [one for one in self.workers if one.pool is pool and one.phase is phase]
+
+
+# ---- What it remembers.
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What arrived in one interval, of all lanes that a pool grows for; per second.
+
+    Attributes:
+        rate: requests.
+        work: seconds of prefill work.
+        output_tokens, kv_tokens: as in LaneLoad.
+        span_s: of the interval.
+        present: requests at its end, from their arrival to their last token.
+        num_workers: decode workers that served then, at least 1.
+    """
+
+    at: float
+    span_s: float
+    rate: float
+    work: float
+    output_tokens: float
+    kv_tokens: float
+    present: float = 0.0
+    num_workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Requests of late, the older the less they count.
+
+    Attributes:
+        allowed: how many may miss their target.
+        seen: how many have.
+    """
+
+    allowed: float = 0.0
+    seen: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """Of one pool.
+
+    Attributes:
+        wanted: what was wanted when, within the window, oldest first.
+        correction: factor on predictions that measurements ask for.
+        misses: since it was last raised.
+        small_at: when it was last smaller than it had to be.
+        flipped_in_at: when the latest worker came from the other pool.
+    """
+
+    wanted: tuple[tuple[float, int], ...] = ()
+    correction: float = 1.0
+    misses: Misses = field(default_factory=Misses)
+    small_at: float = -1e18
+    flipped_in_at: float = -1e18
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything between two decisions; `State()` knows nothing.
+
+    Attributes:
+        now: of the latest decision.
+        lanes: as observed then.
+        samples: of the past, oldest first.
+        wanted: of both pools together, as in PoolState.
+        busy_at: when a request was last there.
+    """
+
+    now: float | None = None
+    lanes: tuple[tuple[str, LaneLoad], ...] = ()
+    samples: tuple[Sample, ...] = ()
+    prefill: PoolState = field(default_factory=PoolState)
+    decode: PoolState = field(default_factory=PoolState)
+    wanted: tuple[tuple[float, int], ...] = ()
+    busy_at: float | None = None
+
+
+# ---- What it answers.
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The role is to have so many workers, starting and serving ones counted once."""
+
+    pool: Pool
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A serving worker is to leave, or a starting one to be given up."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A serving worker is to change to the other pool."""
+
+    worker_id: str
+    to: Pool
+    reason: str
+
+
+Action = Want | Drain | Flip
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDecision:
+    """Of one pool; workers.
+
+    Attributes:
+        current: serving, and starting ones that are not stuck.
+        needed: by the load alone.
+        target: within limits, steps, window and budget.
+        reason: in words, with the numbers.
+    """
+
+    pool: Pool
+    current: int
+    needed: int
+    target: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    prefill: PoolDecision
+    decode: PoolDecision
+    actions: tuple[Action, ...] = ()
+    frozen: str = ""

@@ -1,0 +1,63 @@
+"""Workers that are to leave: nothing new, what they have ends, and then they are let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.routing.placers import Placers
+from baton.v1 import cluster_pb2
+
+_DRAINING = cluster_pb2.WORKER_STATE_DRAINING
+# A worker is out so long after its time, whatever it does: at the end of its time it frees what it
+# holds and says so.
+_LEAVE_S = 20.0
+
+
+class Drains:
+    """Owns those that said that they drain and have not been let go.
+
+    Args:
+        emit: takes effects.
+    """
+
+    def __init__(
+        self, workers: WorkerRegistry, placer: Placers, emit: Callable[[ev.Effect], None]
+    ) -> None:
+        self._workers, self._placer, self._emit = workers, placer, emit
+        # In the order they said so: sets of names differ between processes.
+        self._draining: dict[WorkerKey, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._draining)
+
+    def begin(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
+        """Tells a worker; it is out some time after `timeout_s`, if not before."""
+        worker.state = _DRAINING
+        worker.leaves_by = now + timeout_s + _LEAVE_S
+        self._placer.refresh(worker)
+        command = cluster_pb2.DrainCommand(reason=reason)
+        command.timeout.FromMicroseconds(round(timeout_s * 1e6))
+        self._emit(ev.SendCommand(worker.key, command))
+
+    def said(self, worker: Worker) -> None:
+        """The worker itself says that it drains."""
+        if not worker.released:
+            self._draining[worker.key] = None
+
+    def release(self) -> None:
+        """Lets go of those that nothing is assigned to any more.
+
+        Only once they said themselves that they drain: what was sent to them before is ahead of
+        this command in their stream.
+        """
+        for key in tuple(self._draining):
+            worker = self._workers.get(key)
+            if worker is not None and worker.assigned:
+                continue
+            del self._draining[key]
+            if worker is not None:
+                worker.released = True
+                self._emit(ev.SendCommand(key, cluster_pb2.ReleaseCommand()))

@@ -1,0 +1,155 @@
+"""Workers that change their role: no new work, what they have ends or moves, then the other pool.
+
+Nothing is loaded again: an engine computes prompts and decodes alike, and a worker carries out
+commands of either role. So a flip is a matter of what the coordinator gives it, and of its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.book import RequestBook
+from baton.coordinator.core.request import Request, RequestState, WorkerKey
+from baton.coordinator.core.workers import Flipping, Worker, WorkerRegistry
+from baton.coordinator.lanes.lanes import LANES
+from baton.coordinator.routing.load_index import POOL_OF
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.scaling.scaling import Scaler
+from baton.runtime.errors import BatonError, FailedPrecondition
+from baton.v1 import cluster_pb2, common_pb2
+
+
+class Flips:
+    """Owns the workers that are on their way into the other pool.
+
+    Prompts there are finished. An output moves, or ends there: whichever is sooner by the latency
+    model. What has not ended in time is computed again elsewhere; where there is no elsewhere, the
+    worker keeps its role, and at once when nobody else is left in its pool, or comes back when it
+    was told already: those who lost the others wait for it.
+
+    Args:
+        limit_s: what a worker may take to finish what it has.
+        emit: takes effects.
+    """
+
+    def __init__(
+        self,
+        book: RequestBook,
+        workers: WorkerRegistry,
+        placer: Placers,
+        scaler: Scaler,
+        limit_s: float,
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._book, self._workers, self._placer, self._scaler = book, workers, placer, scaler
+        self._limit_s, self._emit = limit_s, emit
+        # In the order they began.
+        self._flipping: dict[WorkerKey, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._flipping)
+
+    def error(self, worker: Worker, role: common_pb2.Role.ValueType) -> BatonError | None:
+        """Why a worker cannot change to this role now; None when it can, or has it already."""
+        if worker.role == role or (worker.flip is not None and worker.flip.into == role):
+            return None
+        name, serves = f"worker {worker.id}", POOL_OF[worker.role].value
+        if worker.flip is not None:
+            return FailedPrecondition(f"{name} is changing its role; wait until it serves")
+        if not worker.serving:
+            return FailedPrecondition(f"{name} does not serve: only a serving worker can change")
+        if self._workers.peers(worker) == [worker]:
+            return FailedPrecondition(
+                f"{name} is the only one that serves {serves}: scale {serves} up first"
+            )
+        return None
+
+    def begin(
+        self, worker: Worker, role: common_pb2.Role.ValueType, now: float, *, by_hand: bool
+    ) -> None:
+        """From now on it gets nothing new. There is no `error`."""
+        if worker.role == role or worker.flip is not None:
+            return
+        worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
+        if by_hand:
+            self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
+        self._flipping[worker.key] = None
+        self._placer.refresh(worker)
+        self.look(worker, now)
+
+    def look(self, worker: Worker, now: float) -> None:
+        """Moves what ends here later than it would go on elsewhere; everything, when time is up.
+
+        To be called again and again while the worker flips.
+        """
+        flip = worker.flip
+        if flip is None or flip.told:
+            return
+        elsewhere = bool(self._workers.peers(worker))
+        late = now >= flip.until
+        if late and not elsewhere:
+            self._give_up(worker)
+            return
+        if not elsewhere:
+            return
+        for key in tuple(worker.assigned):
+            request = self._book.requests.get(key)
+            if request is not None and self._moves(request, worker, late=late):
+                self._book.move(request, now)
+
+    def advance(self) -> None:
+        """Tells those their new role that have nothing of the old one any more."""
+        for key in tuple(self._flipping):
+            worker = self._workers.get(key)
+            if worker is None or worker.flip is None:
+                self._flipping.pop(key, None)
+                continue
+            told, others = worker.flip.told, self._workers.of(worker.revision).presence(worker.role)
+            if not others.num_staying:
+                if told:
+                    # It changes, and back again.
+                    self._tell(worker, worker.role)
+                self._give_up(worker)
+            elif not told and not worker.assigned and others.num_serving:
+                worker.flip.told = True
+                self._tell(worker, worker.flip.into)
+
+    def heard(self, worker: Worker) -> None:
+        """A worker has said which role it serves."""
+        self._scaler.launches.moved(worker.id, POOL_OF[worker.role])
+        if worker.flip is not None and worker.role == worker.flip.into:
+            self._end(worker)
+
+    def stop(self, worker: Worker) -> None:
+        """It is to leave instead."""
+        if worker.flip is not None:
+            self._end(worker)
+
+    # ---- Inside.
+
+    def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
+        self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
+
+    def _moves(self, request: Request, worker: Worker, *, late: bool) -> bool:
+        if late:
+            return request.state in (RequestState.DECODING, RequestState.PREFILLING)
+        # Its turn to be looked at comes when its first token is here.
+        if request.decode != worker.key or request.state is not RequestState.DECODING:
+            return False
+        waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
+        goes_on_s = self._placer.goes_on_in_s(request, waiting_s)
+        return goes_on_s < self._placer.ends_in_s(request)
+
+    def _give_up(self, worker: Worker) -> None:
+        assert worker.flip is not None
+        if worker.flip.by_hand:
+            pool, into = POOL_OF[worker.role], POOL_OF[worker.flip.into]
+            self._scaler.not_flipped(worker.id, pool, into, worker.flip.since)
+        self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        worker.flip = None
+        self._flipping.pop(worker.key, None)
+        self._placer.refresh(worker)
+        self._book.room_made = True

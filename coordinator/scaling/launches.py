@@ -1,0 +1,287 @@
+"""The worker processes that the core has started: until they attach, while they serve, as they end.
+
+No I/O, no clock: it says which are to start and to end, and is told what became of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
+from baton.coordinator.telemetry.stats import CoreStats
+
+# After a start that failed, twice as long after each one that follows.
+_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
+# One that dies sooner after it attached has not started properly either.
+_STABLE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A process from the order to start it until nothing of it is left.
+
+    Attributes:
+        revision: that it was started as.
+        since: when it was ordered.
+        attached_at: None: not yet.
+        ends: it is to end, or has left: it holds its GPUs until the launcher says otherwise.
+        waits: why it cannot be started yet, in words; empty when nothing keeps it.
+    """
+
+    worker_id: str
+    pool: Pool
+    since: float
+    revision: Revision
+    attached_at: float | None = None
+    ends: bool = False
+    waits: str = ""
+
+    @property
+    def starting(self) -> bool:
+        return self.attached_at is None and not self.ends
+
+
+@dataclass(slots=True)
+class _Starts:
+    """How starting goes in one pool and revision: what failed in a row, why, when to try again."""
+
+    num_failed: int = 0
+    problem: str = ""
+    failed_at: float = 0.0
+    not_before: float = 0.0
+
+
+class Launches:
+    """Owns the processes. Ids are never used twice.
+
+    Args:
+        workers: that are attached.
+        emit: takes effects.
+        stable: what is started unless told otherwise.
+
+    Attributes:
+        stable: as above; a promoted revision takes its place.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerRegistry,
+        stats: CoreStats,
+        emit: Callable[[ev.Effect], None],
+        stable: Revision,
+    ) -> None:
+        self._workers, self._stats, self._emit = workers, stats, emit
+        self.stable, self._first = stable, stable.name
+        self._all: dict[str, _Launch] = {}
+        self._num_starting: Counter[tuple[Pool, str]] = Counter()
+        # What fails of one revision holds up no other.
+        self._starts: defaultdict[tuple[Pool, str], _Starts] = defaultdict(_Starts)
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    # ---- What others may ask.
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Of processes that are not known to have ended."""
+        return list(self._all)
+
+    def has(self, worker_id: str) -> bool:
+        """Whether a process was started here and is not known to have ended."""
+        return worker_id in self._all
+
+    def revision_of(self, worker_id: str) -> Revision | None:
+        """What a process was started as; None: not here."""
+        one = self._all.get(worker_id)
+        return one.revision if one is not None else None
+
+    def num_starting(self, pool: Pool, revision: str = "") -> int:
+        """Started and not attached; each counts once. Of the stable revision unless told."""
+        return self._num_starting[pool, revision or self.stable.name]
+
+    def is_starting(self, worker_id: str) -> bool:
+        one = self._all.get(worker_id)
+        return one is not None and one.starting
+
+    def views(self) -> Iterator[WorkerView]:
+        """Those that nobody sees among the attached: they start, or hold GPUs still.
+
+        What starts of a revision that is not the stable one is the rollout's to count.
+        """
+        for one in self._all.values():
+            if one.starting and one.revision.name != self.stable.name:
+                continue
+            if one.starting:
+                yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
+            elif one.ends and self._workers.by_id(one.worker_id) is None:
+                yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
+
+    def problem(self, pool: Pool, revision: str = "") -> str:
+        """Why workers of this pool did not start lately; empty when all is well."""
+        starts = self._starts.get((pool, revision or self.stable.name))
+        return starts.problem if starts is not None else ""
+
+    def waiting(self, pool: Pool, revision: str = "") -> str:
+        """Which workers of this pool cannot be started yet, and why; empty when none waits."""
+        key = pool, revision or self.stable.name
+        waiting = [
+            one
+            for one in self._all.values()
+            if (one.pool, one.revision.name) == key and one.starting and one.waits
+        ]
+        if not waiting:
+            return ""
+        first, others = waiting[0], len(waiting) - 1
+        told = f"worker {first.worker_id} {first.waits}"
+        return f"{told}; {others} more wait" if others else told
+
+    def not_before(self, pool: Pool) -> float:
+        """When the next stable one may be started, by the core's clock."""
+        return self._starts[pool, self.stable.name].not_before
+
+    # ---- What the scaler and a rollout want.
+
+    def start(self, pool: Pool, number: int, now: float, revision: Revision | None = None) -> None:
+        """Starts so many; while starts fail one at a time, each later than the one before.
+
+        Args:
+            pool: that they are for.
+            number: none for 0 and less.
+            now: by the core's clock.
+            revision: the stable one unless told.
+        """
+        revision = revision or self.stable
+        starts = self._starts[pool, revision.name]
+        if now < starts.not_before:
+            return
+        if starts.num_failed:
+            number = min(number, 1 - self.num_starting(pool, revision.name))
+        prefix = pool.value if revision.name == self._first else f"{pool.value}-{revision.name}"
+        for _ in range(number):
+            worker_id = next(
+                name
+                for name in (f"{prefix}-{count}" for count in self._numbers[prefix])
+                if self._workers.by_id(name) is None
+            )
+            self._all[worker_id] = _Launch(worker_id, pool, now, revision)
+            self._num_starting[pool, revision.name] += 1
+            self._emit(ev.StartWorker(worker_id, pool, revision))
+
+    def give_up_stuck(self, revision: str, before: float) -> None:
+        """Those of a revision that start since then, or for longer, are not waited for."""
+        for one in tuple(self._all.values()):
+            if one.revision.name == revision and one.starting and one.since <= before:
+                self._end(one)
+
+    def give_up(self, worker_id: str) -> None:
+        """One that has not attached is not waited for any longer; others are left alone."""
+        one = self._all.get(worker_id)
+        if one is not None and one.starting:
+            self._end(one)
+
+    # ---- What happens.
+
+    def attached(self, worker_id: str, now: float) -> None:
+        """A worker is there for the first time, and has served no other coordinator."""
+        one = self._all.get(worker_id)
+        if one is not None and one.attached_at is None:
+            self._num_starting[one.pool, one.revision.name] -= one.starting
+            one.attached_at = now
+            self._stats.cold_started(now - one.since)
+
+    def waits(self, worker_id: str, reason: str) -> None:
+        """A process cannot be started yet; with an empty reason nothing keeps it any more."""
+        if (one := self._all.get(worker_id)) is not None:
+            one.waits = reason
+
+    def moved(self, worker_id: str, pool: Pool) -> None:
+        """A worker serves in this pool from now on."""
+        one = self._all.get(worker_id)
+        # Of one that still starts it was a namesake, as in `left`.
+        if one is not None and not one.starting:
+            one.pool = pool
+
+    def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
+        """A worker is out of the cluster: of its process nothing is to be left either.
+
+        Returns:
+            Whether it was started here and was not to leave.
+        """
+        one = self._all.get(worker_id)
+        # Of one that still starts it was a namesake, which an earlier coordinator had started.
+        if one is None or one.ends or one.starting:
+            return False
+        self._end(one)
+        if not wanted:
+            self._lost(one, reason, now)
+        return not wanted
+
+    def exited(self, event: ev.WorkerExited, now: float) -> bool:
+        """A process has ended, or was never there.
+
+        Of one that was to end anyway nothing is left once its launcher says so: what it started may
+        outlive it, and hold its GPUs.
+
+        Returns:
+            Whether it was not to.
+        """
+        one = self._all.get(event.worker_id)
+        if one is None:
+            return False
+        if one.ends:
+            if event.gone:
+                del self._all[one.worker_id]
+            return False
+        # What it may have left behind is to go, and holds its GPUs until then.
+        self._end(one)
+        loading = event.loading_failure if one.attached_at is None else ""
+        self._lost(one, loading or event.reason, now)
+        return True
+
+    def settle(self, pool: Pool, now: float, revision: str = "") -> None:
+        """Forgets what failed once a later one has served for a while, or none is wanted."""
+        key = pool, revision or self.stable.name
+        starts = self._starts[key]
+        if not starts.num_failed:
+            return
+        later = [
+            one
+            for one in self._all.values()
+            if (one.pool, one.revision.name) == key
+            and one.since >= starts.failed_at
+            and not one.ends
+        ]
+        stable = any(
+            one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
+        )
+        unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
+        if stable or unwanted:
+            del self._starts[key]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the processes that start are not those counted."""
+        starting = (one for one in self._all.values() if one.starting)
+        assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
+
+    # ---- Inside.
+
+    def _end(self, one: _Launch) -> None:
+        self._num_starting[one.pool, one.revision.name] -= one.starting
+        one.ends = True
+        self._emit(ev.EndWorker(one.worker_id))
+
+    def _lost(self, one: _Launch, reason: str, now: float) -> None:
+        if one.attached_at is not None and now - one.attached_at >= _STABLE_S:
+            return
+        starts = self._starts[one.pool, one.revision.name]
+        starts.num_failed += 1
+        wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
+        starts.failed_at, starts.not_before = now, now + wait_s
+        starts.problem = f"worker {one.worker_id} {reason}"
+        self._stats.num_failed_starts += 1

@@ -1,0 +1,247 @@
+"""The Admin service's calls on rollouts: start, share, status, promote, abort."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.lanes.lanes import LANES
+from baton.coordinator.rollouts.comparison import Side, Verdict, judge
+from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.rollouts.rollout import Rollout, Rollouts
+from baton.coordinator.rollouts.rollout_errors import serving
+from baton.coordinator.routing.load_index import ROLE_OF, Pool
+from baton.coordinator.server.shell import Shell
+from baton.coordinator.server.status import percentiles
+from baton.coordinator.telemetry.times import drain_s, duration
+from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.errors import InvalidArgument
+from baton.v1 import admin_pb2, cluster_pb2
+
+_VERDICTS = {
+    Verdict.TOO_FEW: admin_pb2.ROLLOUT_VERDICT_TOO_FEW_SAMPLES,
+    Verdict.NO_WORSE: admin_pb2.ROLLOUT_VERDICT_NO_WORSE,
+    Verdict.WORSE: admin_pb2.ROLLOUT_VERDICT_WORSE,
+}
+
+
+class RolloutCalls:
+    """Answers them; whatever is wrong is raised as a BatonError."""
+
+    def __init__(self, shell: Shell, config: BatonConfig) -> None:
+        self._shell, self._config = shell, config
+
+    @property
+    def _rollouts(self) -> Rollouts:
+        return self._shell.core.rollouts
+
+    def start(self, request: admin_pb2.StartRolloutRequest) -> admin_pb2.StartRolloutResponse:
+        stable = self._shell.core.scaler.launches.stable
+        revision = Revision(
+            request.revision,
+            request.model or stable.model,
+            {**stable.engine_args, **_engine_args(request.engine_args)},
+        )
+        sizes = {
+            pool: getattr(request, pool.value) for pool in Pool if request.HasField(pool.value)
+        }
+        refused = self._rollouts.start_error(revision, request.share, sizes)
+        if refused is not None:
+            raise refused
+        try:
+            revision.over(self._config)
+        except ConfigError as error:
+            allowed = f"must make sense with the configuration: {error}"
+            raise InvalidArgument("engine_args", dict(request.engine_args), allowed) from None
+        self._shell.post(ev.RolloutAsked(revision, request.share, sizes, request.abort_if_worse))
+        return admin_pb2.StartRolloutResponse(message=self._started(revision.name, request.share))
+
+    def set_share(
+        self, request: admin_pb2.SetRolloutShareRequest
+    ) -> admin_pb2.SetRolloutShareResponse:
+        if (refused := self._rollouts.share_error(request.share)) is not None:
+            raise refused
+        self._shell.post(ev.ShareAsked(request.share))
+        name = self._rollouts.traffic.canary
+        message = f"{100 * request.share:.3g} % of new sessions go to revision {name}"
+        return admin_pb2.SetRolloutShareResponse(message=message)
+
+    def promote(self, request: admin_pb2.PromoteRolloutRequest) -> admin_pb2.PromoteRolloutResponse:
+        within_s = _drain_s(request)
+        if (refused := self._rollouts.promote_error()) is not None:
+            raise refused
+        rollout = self._rollouts.rollout
+        assert rollout is not None
+        self._shell.post(ev.PromotionAsked(within_s))
+        name, old = rollout.revision.name, rollout.stable
+        if self._rollouts.rollout is None:
+            message = (
+                f"revision {name} is the stable one; workers of {old} finish what they have, "
+                "and leave"
+            )
+        else:
+            lacking = ", ".join(
+                f"{pool.value} {number}"
+                for pool, number in self._lacking(rollout).items()
+                if number
+            )
+            message = (
+                f"revision {name} becomes the stable one when all its workers serve (missing: "
+                f"{lacking}); then those of {old} finish what they have, and leave"
+            )
+        if rollout.sides:
+            judged = judge(rollout.sides[old], rollout.sides[name])
+            if judged.verdict is not Verdict.NO_WORSE:
+                message += f"; {judged.reason}"
+        wanted = _in_configuration(rollout.revision)
+        message += f". So that the next coordinator serves it too, {wanted} in the configuration"
+        return admin_pb2.PromoteRolloutResponse(message=message)
+
+    def abort(self, request: admin_pb2.AbortRolloutRequest) -> admin_pb2.AbortRolloutResponse:
+        within_s = _drain_s(request)
+        if (refused := self._rollouts.abort_error()) is not None:
+            raise refused
+        name, stable = self._rollouts.traffic.canary, self._rollouts.traffic.stable
+        running = self._running()[name]
+        self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
+        message = (
+            f"everything new goes to revision {stable}; workers of {name} finish the requests that "
+            f"they have ({running}), and leave"
+        )
+        return admin_pb2.AbortRolloutResponse(message=message)
+
+    def status(self) -> admin_pb2.RolloutStatus:
+        rollouts, now = self._rollouts, self._shell.now()
+        traffic, running = rollouts.traffic, self._running()
+        shown = rollouts.rollout or rollouts.last
+        found = admin_pb2.RolloutStatus(
+            share=traffic.share, last=rollouts.outcome, stable_revision=traffic.stable
+        )
+        sides: Mapping[str, Side] = shown.sides if shown is not None else {}
+        stable = shown.stable if shown is not None else traffic.stable
+        known = {stable}
+        found.stable.CopyFrom(self._revision(Revision(stable), sides.get(stable), running))
+        if shown is not None:
+            canary = shown.revision
+            known.add(canary.name)
+            found.canary.CopyFrom(self._revision(canary, sides.get(canary.name), running))
+        if shown is not None and sides:
+            judged = judge(sides[stable], sides[shown.revision.name])
+            found.verdict, found.verdict_reason = _VERDICTS[judged.verdict], judged.reason
+        if rollouts.rollout is not None:
+            found.phase = _phase(rollouts.rollout, is_open=traffic.open)
+            found.problem = self._problem(rollouts.rollout)
+            found.abort_if_worse = rollouts.rollout.abort_if_worse
+            if sides:
+                found.compared_for.CopyFrom(duration(now - rollouts.rollout.since))
+        others = {*rollouts.retiring, *self._shell.core.workers.revisions} - known
+        found.others.extend(
+            self._revision(Revision(name), None, running) for name in sorted(others)
+        )
+        return found
+
+    # ---- Inside.
+
+    def _started(self, name: str, share: float) -> str:
+        rollout, traffic = self._rollouts.rollout, self._rollouts.traffic
+        gets = f"revision {name} gets {100 * share:.3g} % of new sessions"
+        if traffic.open:
+            return f"{gets} from now on"
+        sizes = rollout.sizes if rollout is not None else {}
+        starting = " and ".join(
+            f"{number} {pool.value}" for pool, number in sizes.items() if number
+        )
+        being = f"; {starting} workers are being started" if starting else ""
+        return f"{gets} once it serves in both pools{being}"
+
+    def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
+        counts = serving(self._shell.core.workers, rollout.revision.name)
+        return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
+
+    def _problem(self, rollout: Rollout) -> str:
+        launches, name = self._shell.core.scaler.launches, rollout.revision.name
+        found = (
+            told
+            for pool in Pool
+            for told in (launches.problem(pool, name), launches.waiting(pool, name))
+        )
+        return "; ".join(filter(None, found))
+
+    def _running(self) -> Counter[str]:
+        """Requests by revision."""
+        return Counter(request.revision for request in self._shell.core.running())
+
+    def _revision(
+        self, revision: Revision, side: Side | None, running: Mapping[str, int]
+    ) -> admin_pb2.RevisionStatus:
+        name = revision.name
+        found = admin_pb2.RevisionStatus(
+            name=name,
+            model=revision.model,
+            engine_args={key: json.dumps(one) for key, one in revision.engine_args.items()},
+            pools=[self._pool(name, pool) for pool in Pool],
+            num_running=running.get(name, 0),
+        )
+        if side is None:
+            return found
+        found.num_admitted, found.num_ended = side.num_admitted, side.num_ended
+        found.num_recoveries, found.num_moved = side.num_recoveries, side.num_moved
+        found.errors.update(side.errors)
+        for lane in LANES:
+            latency = side.lanes[lane]
+            found.lanes.add(lane=lane, ttft=percentiles(latency.ttft), itl=percentiles(latency.itl))
+        return found
+
+    def _pool(self, revision: str, pool: Pool) -> admin_pb2.RevisionPool:
+        core, role = self._shell.core, ROLE_OF[pool]
+        workers = [one for one in core.workers.of(revision) if one.role == role]
+        rollout = core.rollouts.rollout
+        desired = 0
+        if rollout is not None and rollout.revision.name == revision:
+            desired = rollout.sizes[pool]
+        elif revision == core.workers.stable:
+            desired = core.scaler.desired(pool)
+        return admin_pb2.RevisionPool(
+            role=role,
+            num_serving=sum(one.serving for one in workers),
+            num_starting=core.scaler.launches.num_starting(pool, revision),
+            num_draining=sum(one.state == cluster_pb2.WORKER_STATE_DRAINING for one in workers),
+            desired=desired,
+        )
+
+
+def _phase(rollout: Rollout, *, is_open: bool) -> admin_pb2.RolloutPhase.ValueType:
+    if rollout.drains_s is not None:
+        return admin_pb2.ROLLOUT_PHASE_PROMOTING
+    return admin_pb2.ROLLOUT_PHASE_RUNNING if is_open else admin_pb2.ROLLOUT_PHASE_WAITING
+
+
+def _engine_args(sent: Mapping[str, str]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for name, text in sent.items():
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            raise InvalidArgument(f'engine_args["{name}"]', text, "must be JSON") from None
+    return found
+
+
+def _drain_s(
+    request: admin_pb2.PromoteRolloutRequest | admin_pb2.AbortRolloutRequest,
+) -> float | None:
+    if not request.HasField("drain_timeout"):
+        return None
+    return drain_s("drain_timeout", request.drain_timeout)
+
+
+def _in_configuration(revision: Revision) -> str:
+    """What is to be changed there so that the next coordinator serves this revision."""
+    lines = [f"worker.revision: {revision.name}"]
+    if revision.model:
+        lines.append(f"model: {revision.model}")
+    if revision.engine_args:
+        lines.append(f"engine_args: {json.dumps(dict(revision.engine_args))}")
+    return "set " + ", ".join(lines)

@@ -1,0 +1,286 @@
+"""The Admin service's calls on sizes: scale, targets, autoscale, drain, flip, decisions, watch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.workers import Worker
+from baton.coordinator.lanes.lanes import LANES
+from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.scaling.scaling import Remembered, Scaler
+from baton.coordinator.server.shell import Shell
+from baton.coordinator.server.stall import StallGuard
+from baton.coordinator.telemetry import times
+from baton.runtime.enum_names import lane_name
+from baton.runtime.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    shown,
+)
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+_Role: TypeAlias = "common_pb2.Role.ValueType"
+_ROLES = "ROLE_PREFILL (1) or ROLE_DECODE (2)"
+_MAX_WATCHERS = 64
+_INTERVAL_S, _SHORTEST_INTERVAL_S = 1.0, 0.1
+# How old it may be what a watcher is told again: looking takes as long for one as for all of them.
+_SHARED_S = _SHORTEST_INTERVAL_S / 2
+
+
+class ScalingCalls:
+    """Answers them; whatever is wrong is raised as a BatonError.
+
+    Args:
+        shell: of the coordinator.
+        pool: describes a pool.
+        snapshot: describes pools, workers and the rollout as they are now.
+    """
+
+    def __init__(
+        self,
+        shell: Shell,
+        drain_s: float,
+        pool: Callable[[_Role], admin_pb2.PoolInfo],
+        snapshot: Callable[[], admin_pb2.WatchEvent],
+    ) -> None:
+        self._shell, self._drain_s = shell, drain_s
+        self._pool, self._snapshot = pool, snapshot
+        self._watchers = set[object]()
+        # What watchers were told last, what of it matters, and when that was so.
+        self._seen, self._matters, self._seen_at = admin_pb2.WatchEvent(), b"", float("-inf")
+
+    @property
+    def _scaler(self) -> Scaler:
+        return self._shell.core.scaler
+
+    def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
+        pool, scaler = _pool_of(request.role), self._scaler
+        refused = scaler.scale_error(pool, request.workers)
+        if refused is not None:
+            raise refused
+        self._shell.post(ev.ScaleAsked(pool, request.workers))
+        info = self._pool(request.role)
+        past = scaler.decisions[pool]
+        message = f"{pool.value} is to have {request.workers} workers; {info.num_serving} serve now"
+        if scaler.autoscale:
+            message += (
+                ": a size set by hand wins over autoscaling, which goes on for the other pool, "
+                "until `baton autoscale on`"
+            )
+            if past:
+                message += f"; the load alone needs {past[-1].decision.needed}"
+        return admin_pb2.ScalePoolResponse(pool=info, message=message)
+
+    def set_targets(self, request: admin_pb2.SetTargetsRequest) -> admin_pb2.SetTargetsResponse:
+        if (refused := self._scaler.error()) is not None:
+            raise refused
+        known, lanes = self._scaler.targets, {lane: lane_name(lane) for lane in LANES}
+        changed = dict[str, Targets]()
+        for number, asked in enumerate(request.targets):
+            if asked.lane not in lanes:
+                allowed = "LANE_INTERACTIVE (1) or LANE_BATCH (2)"
+                raise InvalidArgument(f"targets[{number}].lane", int(asked.lane), allowed)
+            name = lanes[asked.lane]
+            changed[name] = _changed(changed.get(name) or known[name], asked, number)
+        if changed:
+            self._shell.post(ev.TargetsAsked(changed))
+        return admin_pb2.SetTargetsResponse(targets=self.targets())
+
+    def targets(self) -> list[admin_pb2.LaneTargets]:
+        """Of all lanes."""
+        known = self._scaler.targets
+        return [
+            admin_pb2.LaneTargets(
+                lane=lane,
+                ttft_ms=round((known[name].ttft_s or 0) * 1e3),
+                itl_ms=round((known[name].itl_s or 0) * 1e3),
+                percentile=known[name].percentile,
+            )
+            for lane in LANES
+            if (name := lane_name(lane)) in known
+        ]
+
+    def set_autoscale(
+        self, request: admin_pb2.SetAutoscaleRequest
+    ) -> admin_pb2.SetAutoscaleResponse:
+        if (refused := self._scaler.error()) is not None:
+            raise refused
+        self._shell.post(ev.AutoscaleAsked(request.enabled))
+        return admin_pb2.SetAutoscaleResponse(enabled=self._scaler.autoscale)
+
+    def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
+        drain_s = self._drain_s
+        if request.HasField("timeout"):
+            drain_s = times.drain_s("timeout", request.timeout)
+        scaler = self._scaler
+        if not scaler.launches.is_starting(request.worker_id):
+            worker = self._worker(request.worker_id)
+            pool, num_requests = POOL_OF[worker.role], len(worker.assigned)
+            message = f"{worker.id} takes nothing new; its requests ({num_requests}) end or move"
+        else:
+            pool, message = None, f"{request.worker_id} has not attached yet: it is ended"
+        self._shell.post(ev.DrainAsked(request.worker_id, drain_s, "an operator asked for it"))
+        if scaler.active and pool is not None:
+            desired = scaler.desired(pool)
+            message += f"; {pool.value} is to have {desired} workers: scale it to keep one less"
+        return admin_pb2.DrainWorkerResponse(message=message)
+
+    def flip(self, request: admin_pb2.FlipWorkerRequest) -> admin_pb2.FlipWorkerResponse:
+        into = _pool_of(request.role)
+        worker = self._worker(request.worker_id)
+        if worker.role == request.role:
+            return admin_pb2.FlipWorkerResponse(message=f"{worker.id} serves {into.value} already")
+        refused = self._shell.core.flip_error(worker, request.role)
+        if refused is not None:
+            raise refused
+        num_requests = len(worker.assigned)
+        self._shell.post(ev.FlipAsked(worker.id, request.role, "an operator asked for it"))
+        message = (
+            f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "
+            "moved"
+        )
+        return admin_pb2.FlipWorkerResponse(message=message)
+
+    def decisions(self, request: admin_pb2.ListDecisionsRequest) -> admin_pb2.ListDecisionsResponse:
+        if (refused := self._scaler.error()) is not None:
+            raise refused
+        pools: Sequence[Pool] = tuple(Pool)
+        if request.role != common_pb2.ROLE_UNSPECIFIED:
+            pools = [_pool_of(request.role)]
+        return admin_pb2.ListDecisionsResponse(
+            decisions=[one for pool in pools for one in self._latest(pool, request.limit)]
+        )
+
+    async def watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:
+        """Writes events until it is cancelled; each is made when the one before has been taken."""
+        interval_s = _INTERVAL_S
+        if request.HasField("min_interval"):
+            interval_s = request.min_interval.ToNanoseconds() / 1e9
+            if not _SHORTEST_INTERVAL_S <= interval_s <= times.LONGEST_S:
+                allowed = f"at least {_SHORTEST_INTERVAL_S:g} s"
+                raise InvalidArgument("min_interval", f"{interval_s:g} s", allowed)
+        if len(self._watchers) >= _MAX_WATCHERS:
+            raise ResourceExhausted(
+                f"{len(self._watchers)} watch; at most {_MAX_WATCHERS}",
+                reason="TOO_MANY_WATCHERS",
+                retry_after_s=interval_s,
+            )
+        watcher = object()
+        self._watchers.add(watcher)
+        guard = StallGuard(context, lambda: self._watchers.discard(watcher))
+        try:
+            told, last = float("-inf"), b""
+            # What the caller has just asked for is to be seen in the first one.
+            self._look()
+            while True:
+                now = self._shell.now()
+                if now - self._seen_at >= _SHARED_S:
+                    self._look()
+                decisions = [
+                    _described(one, now)
+                    for pool in Pool
+                    for one in list(self._scaler.decisions[pool])[-1:]
+                    if one.since > told
+                ]
+                told = now
+                if self._matters != last or decisions:
+                    last = self._matters
+                    event = admin_pb2.WatchEvent(decisions=decisions)
+                    event.MergeFrom(self._seen)
+                    await guard.write(event)
+                await asyncio.sleep(interval_s)
+        finally:
+            guard.close()
+            self._watchers.discard(watcher)
+
+    def worker(self, worker_id: str) -> Worker:
+        """Of that name. Raises NotFound."""
+        worker = self._shell.core.workers.by_id(worker_id)
+        if worker is None:
+            attached = ", ".join(sorted(one.id for one in self._shell.core.workers)) or "none"
+            raise NotFound(f"no worker {shown(worker_id)}; attached: {attached}")
+        return worker
+
+    # ---- Inside.
+
+    def _worker(self, worker_id: str) -> Worker:
+        worker = self.worker(worker_id)
+        if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
+            raise FailedPrecondition(f"worker {worker_id} is draining")
+        return worker
+
+    def _look(self) -> None:
+        """For all who watch."""
+        self._seen, self._seen_at = self._snapshot(), self._shell.now()
+        self._matters = _what_matters(self._seen)
+
+    def _latest(self, pool: Pool, limit: int) -> list[admin_pb2.ScalingDecision]:
+        found = list(reversed(self._scaler.decisions[pool]))
+        now = self._shell.now()
+        return [_described(one, now) for one in found[: limit or None]]
+
+
+def _described(one: Remembered, now: float) -> admin_pb2.ScalingDecision:
+    # When the core's clock began.
+    epoch = time.time() - now
+    return admin_pb2.ScalingDecision(
+        at=times.timestamp(epoch + one.at),
+        since=times.timestamp(epoch + one.since),
+        role=ROLE_OF[one.decision.pool],
+        from_workers=one.decision.current,
+        to_workers=one.decision.target,
+        needed_workers=one.decision.needed,
+        reason=one.decision.reason,
+        inputs=one.numbers,
+    )
+
+
+def _pool_of(role: _Role) -> Pool:
+    pool = POOL_OF.get(role)
+    if pool is None:
+        raise InvalidArgument("role", int(role), _ROLES)
+    return pool
+
+
+def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targets:
+    """Raises InvalidArgument where what is asked for makes no sense."""
+    found = known
+    if asked.HasField("ttft_ms"):
+        found = replace(found, ttft_s=asked.ttft_ms / 1e3 or None)
+    if asked.HasField("itl_ms"):
+        found = replace(found, itl_s=asked.itl_ms / 1e3 or None)
+    if asked.HasField("percentile"):
+        if not 0 < asked.percentile < 100:
+            allowed = "more than 0 and less than 100"
+            raise InvalidArgument(f"targets[{number}].percentile", asked.percentile, allowed)
+        found = replace(found, percentile=asked.percentile)
+    return found
+
+
+def _what_matters(event: admin_pb2.WatchEvent) -> bytes:
+    """Of the state, without what changes by itself."""
+    one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers, rollout=event.rollout)
+    one.rollout.ClearField("compared_for")
+    for lane in one.pools.lanes:
+        lane.ClearField("oldest_wait")
+    for worker in one.workers:
+        worker.ClearField("silent_for")
+        worker.ClearField("latency")
+        worker.ClearField("attached_at")
+        load = worker.load
+        worker.load.CopyFrom(
+            cluster_pb2.LoadReport(
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                kv_tokens_used=load.kv_tokens_used,
+            )
+        )
+    return one.SerializeToString(deterministic=True)

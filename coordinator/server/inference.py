@@ -1,0 +1,340 @@
+"""The Inference service: single calls and multiplexed sessions over one shell."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.request import StreamKey
+from baton.coordinator.server.intake import Intake
+from baton.coordinator.server.session_events import TAKES_BATCHES, generate_events
+from baton.coordinator.server.shell import ClientSession, Shell
+from baton.coordinator.server.stall import StallGuard, slow_reader
+from baton.runtime.access import ANYONE, Caller
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.errors import (
+    BatonError,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    Unauthenticated,
+    abort,
+)
+from baton.runtime.guard import authorization
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+# A session's first valid credential has to come by then.
+_UNKNOWN_S = 10.0
+# Messages of a client in one, and how many of these are taken before others have their turn.
+_MAX_BATCH, _MAX_AT_ONCE = 64, 16
+
+# Both write encoded messages.
+_GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
+_SessionContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.SessionRequest, bytes]"
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """What clients call."""
+
+    def __init__(self, shell: Shell, intake: Intake, config: CoordinatorConfig) -> None:
+        self._shell, self._intake, self._config = shell, intake, config
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: object
+    ) -> common_pb2.ModelDescription:
+        return self._intake.model()
+
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: _GenerateContext
+    ) -> None:
+        arrived_at = self._shell.now()
+        session = self._shell.open_session()
+        guard = _guard(self._shell, session, context)
+        try:
+            deadline_s = context.time_remaining()
+            shown, peer = authorization(context), context.peer()
+            caller = self._intake.caller(request, shown, peer, arrived_at)
+            _enter(self._intake, session, 0, caller, request, arrived_at)
+            submission = await self._intake.submission(
+                request, StreamKey(session.number, 0), arrived_at, deadline_s, caller
+            )
+            session.live.add(0)
+            self._shell.post(ev.Submitted(submission))
+            await _write_one(session, guard)
+        except BatonError as error:
+            await abort(context, error)
+        finally:
+            guard.close()
+            self._shell.close_session(session)
+            session.release()
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: object, context: _SessionContext
+    ) -> None:
+        del request_iterator  # Reading through the context leaves writing to another task.
+        call = _SessionCall(self._shell, self._intake, self._config, context)
+        try:
+            await call.run()
+        except BatonError as error:
+            await abort(context, error)
+        finally:
+            call.close()
+
+
+def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
+    """As the generated code does it, but for what is written: events are encoded already."""
+    handlers: dict[str, Any] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate, inference_pb2.GenerateRequest.FromString
+        ),
+        "Session": grpc.stream_stream_rpc_method_handler(
+            service.Session, inference_pb2.SessionRequest.FromString
+        ),
+        "GetModel": grpc.unary_unary_rpc_method_handler(
+            service.GetModel,
+            inference_pb2.GetModelRequest.FromString,
+            common_pb2.ModelDescription.SerializeToString,
+        ),
+    }
+    name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
+    server.add_registered_method_handlers(name, handlers)
+
+
+def _guard(shell: Shell, session: ClientSession, context: Any) -> StallGuard:
+    """Of a session's writes."""
+
+    def slow(began_at: float, ended_at: float) -> None:
+        # Of the loop's clock and the core's only differences may be compared.
+        now = shell.now()
+        shell.wrote_slowly(session, now - (ended_at - began_at), now)
+
+    return StallGuard(context, lambda: shell.close_session(session), on_slow=slow)
+
+
+def _enter(
+    intake: Intake,
+    session: ClientSession,
+    stream: int,
+    caller: Caller,
+    request: inference_pb2.GenerateRequest,
+    now: float,
+) -> None:
+    """Takes the caller's place for a request; the call itself counts to each tenant it serves.
+
+    Raises:
+        ResourceExhausted: there is none.
+    """
+    if caller.grants is not None:
+        # A gateway's is many tenants': one that holds too many is refused there by itself.
+        session.holders.enter(
+            stream, caller.grants.tenant, lambda: intake.hold_call(caller, request, now)
+        )
+    if (place := intake.enter(caller, request, now)) is not None:
+        session.places[stream] = place
+
+
+async def _write_one(session: ClientSession, guard: StallGuard) -> None:
+    """Writes the events of the session's only stream, up to its last."""
+    while True:
+        taken = await session.outbox.take()
+        if session.slow:
+            raise slow_reader()
+        for event, is_last in generate_events(taken):
+            await guard.write(event)
+            if is_last:
+                return
+        if session.left is not None and session.outbox.empty:
+            raise session.left
+
+
+class _SessionCall:
+    """One Session stream: submissions in, batches of events out."""
+
+    def __init__(
+        self, shell: Shell, intake: Intake, config: CoordinatorConfig, context: _SessionContext
+    ) -> None:
+        self._shell, self._intake, self._context = shell, intake, context
+        self._max_requests = config.max_requests_per_session
+        self._session = session = shell.open_session()
+        self._guard = _guard(shell, session, context)
+        self._submitting: dict[int, asyncio.Task[None]] = {}
+        # Why nobody holds it, once it is to end for that.
+        self._nobodys: BatonError | None = None
+        self._last_refusal: BatonError = Unauthenticated(
+            f"no valid credential within {_UNKNOWN_S:g} s"
+        )
+
+    async def run(self) -> None:
+        """Until the client has said and heard everything.
+
+        Raises:
+            BatonError: what ends the whole session.
+        """
+        reader = asyncio.create_task(self._read())
+        reader.add_done_callback(lambda _: self._session.outbox.wake())
+        timer = None
+        if not self._is_somebodys:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(_UNKNOWN_S, self._end_nobodys, reader)
+        try:
+            await self._write(reader)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    @property
+    def _is_somebodys(self) -> bool:
+        """Whether it is counted to a tenant, or need not be."""
+        return bool(self._session.holders) or not self._intake.needs_credentials
+
+    def _end_nobodys(self, reader: asyncio.Task[None]) -> None:
+        """Nobody keeps a stream open without being recognised, or beyond what a tenant may hold."""
+        if not self._is_somebodys and not reader.done():
+            self._nobodys = self._last_refusal
+            reader.cancel()
+
+    def close(self) -> None:
+        """Cancels whatever has not ended.
+
+        Without a wait: gRPC may cancel the call once more while its end waits for something.
+        """
+        for task in self._submitting.values():
+            task.cancel()
+        self._guard.close()
+        self._shell.close_session(self._session)
+        self._session.release()
+
+    async def _read(self) -> None:
+        while isinstance(message := await self._context.read(), inference_pb2.SessionRequest):
+            if len(message.batch) > _MAX_BATCH:
+                what = f"{len(message.batch)} messages"
+                raise InvalidArgument("batch", what, f"at most {_MAX_BATCH}")
+            for number, one in enumerate(message.batch or (message,), start=1):
+                self._take(one)
+                if number % _MAX_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _take(self, message: inference_pb2.SessionRequest) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(message.submit)
+        elif kind == "cancel":
+            self._cancel(message.cancel.stream)
+        else:
+            raise InvalidArgument("message", None, "must be submit or cancel")
+
+    def _submit(self, submit: inference_pb2.Submit) -> None:
+        session, stream = self._session, submit.stream
+        if session.left is not None:
+            raise session.left
+        if session.outbox.overfull or not self._shell.is_open(session):
+            # Refusals need no worker: a client that reads none could send wrong requests for ever.
+            raise slow_reader()
+        if stream in session.live:
+            raise InvalidArgument(
+                "submit.stream", stream, "must differ from those of requests that have not ended"
+            )
+        if len(session.live) >= self._max_requests:
+            error = ResourceExhausted(
+                f"{len(session.live)} requests run in this session; at most {self._max_requests}",
+                reason="SESSION_FULL",
+                retry_after_s=1.0,
+            )
+            session.end(stream, error)
+            return
+        session.live.add(stream)
+        to, arrived_at, request = (
+            StreamKey(session.number, stream),
+            self._shell.now(),
+            submit.request,
+        )
+        try:
+            caller = self._caller(stream, request, arrived_at)
+            submission = self._intake.submission_at_once(request, to, arrived_at, caller)
+        except Exception as error:
+            self._refuse(stream, error)
+            return
+        if submission is not None:
+            self._shell.post(ev.Submitted(submission))
+        else:
+            admitting = self._admit(to, request, arrived_at, caller)
+            self._submitting[stream] = asyncio.create_task(admitting)
+
+    def _caller(
+        self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
+    ) -> Caller:
+        """Who asks, with a place among their requests. Raises BatonError."""
+        if not self._intake.needs_credentials:
+            return ANYONE
+        context = self._context
+        shown, peer = authorization(context), context.peer()
+        caller = self._intake.caller(request, shown, peer, arrived_at)
+        try:
+            _enter(self._intake, self._session, stream, caller, request, arrived_at)
+        except ResourceExhausted as error:
+            self._last_refusal = error
+            raise
+        return caller
+
+    async def _admit(
+        self,
+        to: StreamKey,
+        request: inference_pb2.GenerateRequest,
+        arrived_at: float,
+        caller: Caller,
+    ) -> None:
+        """Tokenizes one request off the event loop and hands it to the core."""
+        submission = None
+        try:
+            try:
+                submission = await self._intake.submission(request, to, arrived_at, caller=caller)
+            except Exception as error:
+                self._refuse(to.stream, error)
+            # Given up meanwhile, it has no end at which its requests would be cancelled.
+            if submission is not None and self._shell.is_open(self._session):
+                self._shell.post(ev.Submitted(submission))
+        finally:
+            self._submitting.pop(to.stream, None)
+
+    def _refuse(self, stream: int, error: Exception) -> None:
+        """A wrong request fails alone: one request's trouble must not end the others."""
+        if not isinstance(error, BatonError):
+            error = Internal(f"the request could not be prepared: {error!r}")
+        self._session.end(stream, error)
+
+    def _cancel(self, stream: int) -> None:
+        task = self._submitting.pop(stream, None)
+        if task is None:
+            self._shell.post(ev.StreamCancelled(StreamKey(self._session.number, stream)))
+        elif task.cancel():
+            task.add_done_callback(lambda done: self._cancelled(stream, done))
+
+    def _cancelled(self, stream: int, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            finished = inference_pb2.Finished(reason=common_pb2.FINISH_REASON_CANCELLED)
+            self._session.end(stream, finished)
+
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        """Until the client has said and heard everything; raises what the reader raised."""
+        session, head = self._session, TAKES_BATCHES
+        while True:
+            taken = await session.outbox.take()
+            if session.slow:
+                raise slow_reader()
+            if taken:
+                await self._guard.write(head + taken)
+                head = b""
+            if session.left is not None and session.outbox.empty:
+                raise session.left
+            if reader.done():
+                if self._nobodys is not None:
+                    raise self._nobodys
+                reader.result()
+                if not session.live and session.outbox.empty:
+                    return

@@ -1,0 +1,346 @@
+"""From a client's message to a submission: validated, named, tokenized."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from google.rpc import code_pb2
+
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.known_end import known_stop
+from baton.coordinator.core.request import StreamKey, Submission
+from baton.coordinator.lanes.lanes import lane_config
+from baton.coordinator.server.tokenization import Tokenizer
+from baton.coordinator.server.validation import (
+    ModelLimits,
+    check_lane,
+    check_lengths,
+    check_request,
+    check_token_ids,
+)
+from baton.runtime.access import ANYONE, Access, Caller
+from baton.runtime.config import BatonConfig
+from baton.runtime.enum_names import lane_name
+from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
+from baton.runtime.names import DEFAULT_TENANT
+from baton.v1 import common_pb2, inference_pb2
+
+# Sampling parameters that were found good: how many are remembered, and how long one may be.
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 1024, 256
+# W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+
+
+class Intake:
+    """Turns requests into submissions.
+
+    Limits of the model come from the workers; before the first one attaches, from the model's own
+    configuration.
+
+    Args:
+        access: who may ask; None: anybody.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Tokenizer,
+        config: BatonConfig,
+        model_path: str,
+        access: Access | None = None,
+    ) -> None:
+        self._core, self._tokenizer, self._config = core, tokenizer, config
+        self._access = access
+        self._model_path = model_path
+        self._known: common_pb2.ModelDescription | None = None
+        self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
+        # By how they are encoded, and the size of the vocabulary that their tokens are in.
+        self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
+        self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
+
+    def model(self) -> common_pb2.ModelDescription:
+        """What is served, as well as it is known by now."""
+        self._known = self._core.workers.model or self._known
+        if self._known is not None:
+            return self._known
+        return common_pb2.ModelDescription(
+            name=self._core.model_name,
+            max_model_len=self._tokenizer.max_model_len or 0,
+            vocab_size=self._tokenizer.vocab_size,
+            tokenizer=self._model_path,
+            adapters=[
+                common_pb2.LoraAdapter(name=name) for name in sorted(self._config.lora_adapters)
+            ],
+        )
+
+    @property
+    def needs_credentials(self) -> bool:
+        return self._access is not None and self._access.needs_credentials
+
+    def caller(
+        self,
+        request: inference_pb2.GenerateRequest,
+        authorization: str,
+        peer: str,
+        now: float,
+    ) -> Caller:
+        """Who asks for a request, by its own credential or else its stream's.
+
+        Raises:
+            Unauthenticated, PermissionDenied.
+        """
+        if self._access is None or not self._access.needs_credentials:
+            return ANYONE
+        with self._counting(request, now):
+            caller = self._access.caller(request.authorization or authorization, peer=peer)
+            self._access.check_request(
+                caller,
+                tenant=request.tenant,
+                lane="batch" if request.lane == common_pb2.LANE_BATCH else "interactive",
+                sampling=request.sampling,
+                peer=peer,
+            )
+        return caller
+
+    def hold_call(
+        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None]:
+        """Counts the call that the request came with to its caller; see Access.hold_call."""
+        assert self._access is not None
+        with self._counting(request, now):
+            return self._access.hold_call(caller)
+
+    def enter(
+        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None] | None:
+        """Takes one of the caller's places; see Access.enter."""
+        if self._access is None:
+            return None
+        with self._counting(request, now):
+            return self._access.enter(caller)
+
+    async def submission(
+        self,
+        request: inference_pb2.GenerateRequest,
+        to: StreamKey,
+        arrived_at: float,
+        deadline_s: float | None = None,
+        caller: Caller = ANYONE,
+    ) -> Submission:
+        """Checks and tokenizes one request.
+
+        Args:
+            request: as the client sent it.
+            to: where its events go.
+            arrived_at: by the core's clock.
+            deadline_s: of the gRPC call, from now on; None for none.
+            caller: who asks.
+
+        Raises:
+            BatonError: it is wrong, or there is no room for it.
+        """
+        with self._counting(request, arrived_at):
+            lane, sampling = self._checked(request, caller)
+            prompt = array("I", request.resume.prompt_token_ids)
+            if not prompt:
+                self._num_pending[lane] += 1
+                try:
+                    prompt = await self._tokenizer.prompt_token_ids(request)
+                finally:
+                    self._num_pending[lane] -= 1
+            return self._submission(request, sampling, prompt, to, arrived_at, deadline_s, caller)
+
+    def submission_at_once(
+        self,
+        request: inference_pb2.GenerateRequest,
+        to: StreamKey,
+        arrived_at: float,
+        caller: Caller = ANYONE,
+    ) -> Submission | None:
+        """The same without waiting; None where a long text is to be tokenized off the event loop.
+
+        Raises:
+            BatonError: it is wrong, or there is no room for it.
+        """
+        known = request.resume.prompt_token_ids
+        if not known and not self._tokenizer.is_quick(request):
+            return None
+        try:
+            _, sampling = self._checked(request, caller)
+            prompt = array("I", known) if known else self._tokenizer.prompt_at_once(request)
+            return self._submission(request, sampling, prompt, to, arrived_at, None, caller)
+        except BatonError as error:
+            self._count(request, error, arrived_at)
+            raise
+
+    @contextlib.contextmanager
+    def _counting(
+        self, request: inference_pb2.GenerateRequest, arrived_at: float
+    ) -> Iterator[None]:
+        """Counts what is refused here: the core never hears of it."""
+        try:
+            yield
+        except BatonError as error:
+            self._count(request, error, arrived_at)
+            raise
+
+    def _count(
+        self, request: inference_pb2.GenerateRequest, error: BatonError, arrived_at: float
+    ) -> None:
+        """It is refused for that."""
+        if not isinstance(error, ResourceExhausted):
+            self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
+            return
+        lane = common_pb2.LANE_BATCH
+        if request.lane != lane:
+            lane = common_pb2.LANE_INTERACTIVE
+        self._core.stats.shed(lane, error.reason, arrived_at)
+
+    def _checked(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> tuple[common_pb2.Lane.ValueType, common_pb2.SamplingParams]:
+        """The request's lane, and how it is sampled, as one message for all that say the same.
+
+        Raises what is wrong before any work is done for it.
+        """
+        limits = self._limits()
+        encoded = request.sampling.SerializeToString()
+        sampling = self._samplings.get((encoded, limits.vocab_size))
+        coordinator = self._config.coordinator
+        check_request(request, coordinator, limits, sampling_is_known=sampling is not None)
+        if sampling is None:
+            sampling = self._remembered(encoded, limits)
+        lane = request.lane or common_pb2.LANE_INTERACTIVE
+        max_queued = lane_config(self._config.lanes, lane).max_queued
+        # Asked again when the work is done. What is resumed takes the place that it has.
+        refused = None
+        if not request.resume.token_ids or not self._runs(request, caller):
+            refused = self._core.admission_error(lane)
+        if refused is None and self._num_pending[lane] >= max_queued:
+            refused = ResourceExhausted(
+                f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
+                f"tokenized; at most {max_queued}",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        if refused is not None:
+            raise refused
+        if request.HasField("tokens") or request.resume.prompt_token_ids:
+            return lane, sampling
+        num_least = self._tokenizer.min_tokens(request)
+        if limits.max_model_len is not None and num_least >= limits.max_model_len:
+            raise InvalidArgument(
+                request.WhichOneof("prompt") or "prompt",
+                f"at least {num_least} tokens",
+                f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
+                "tokens and must leave room for one",
+            )
+        return lane, sampling
+
+    def _submission(
+        self,
+        request: inference_pb2.GenerateRequest,
+        sampling: common_pb2.SamplingParams,
+        prompt: array[int],
+        to: StreamKey,
+        arrived_at: float,
+        deadline_s: float | None,
+        caller: Caller,
+    ) -> Submission:
+        limits, grants = self._limits(), caller.grants
+        if self._access is not None:
+            self._access.check_prompt(caller, len(prompt))
+        if not request.HasField("tokens") and not request.resume.prompt_token_ids:
+            # A tokenizer may know tokens that the model does not.
+            check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
+        lane = request.lane or common_pb2.LANE_INTERACTIVE
+        lane_limits = lane_config(self._config.lanes, lane)
+        check_lengths(request, len(prompt), limits)
+        check_lane(request, len(prompt), lane_limits, lane_name(lane))
+        timeouts = [deadline_s] if deadline_s is not None else []
+        if request.HasField("timeout"):
+            timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
+        own_limit = grants.max_output_tokens if grants is not None else None
+        found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
+        if request.default_max_tokens:
+            found.append(max(request.default_max_tokens, sampling.min_tokens))
+        if found and not sampling.HasField("max_tokens"):
+            room = (limits.max_model_len or math.inf) - len(prompt)
+            limited = common_pb2.SamplingParams(max_tokens=int(min(*found, room)))
+            limited.MergeFrom(sampling)
+            sampling = limited
+        known = array("I", request.resume.token_ids)
+        tokenizer = self._tokenizer
+        stop = known_stop(
+            known,
+            sampling,
+            tokenizer.eos_token_id,
+            tokenizer.more_eos_token_ids,
+            tokenizer.decode,
+        )
+        traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
+        return Submission(
+            to=to,
+            request_id=request.request_id or os.urandom(12).hex(),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            lane=lane,
+            arrived_at=arrived_at,
+            timeout_s=min(timeouts, default=None),
+            known_token_ids=known,
+            known_text_chars=request.resume.num_text_chars,
+            known_stop=stop,
+            traceparent=traceparent,
+            session_id=request.session_id,
+            slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
+            slo_itl_s=request.slo.itl_ms / 1e3 or None,
+            adapter="" if request.model == limits.name else request.model,
+            tenant=_tenant(request, caller),
+            revision=request.resume.revision,
+        )
+
+    def _runs(self, request: inference_pb2.GenerateRequest, caller: Caller) -> bool:
+        """Whether one of the same name does."""
+        name, tenant = request.request_id, _tenant(request, caller)
+        return bool(name) and self._core.running_request(name, tenant) is not None
+
+    def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
+        """One message for all requests that say the same, which most do; it is never changed.
+
+        Not the request's own: the whole of it, prompt and all, would live as long as a part.
+
+        Args:
+            encoded: sampling parameters that were checked.
+            limits: that they were checked by.
+        """
+        found = common_pb2.SamplingParams.FromString(encoded)
+        if len(encoded) <= _MAX_KNOWN_BYTES:
+            self._samplings[encoded, limits.vocab_size] = found
+            if len(self._samplings) > _MAX_KNOWN:
+                del self._samplings[next(iter(self._samplings))]
+        return found
+
+    def _limits(self) -> ModelLimits:
+        model, known = self.model(), self._known_limits
+        if known is None or known[0] is not model:
+            limits = ModelLimits(
+                model.name,
+                model.max_model_len or None,
+                model.vocab_size or None,
+                frozenset(adapter.name for adapter in model.adapters),
+            )
+            known = self._known_limits = model, limits
+        return known[1]
+
+
+def _tenant(request: inference_pb2.GenerateRequest, caller: Caller) -> str:
+    """Who it is accounted to."""
+    if caller.grants is not None:
+        return caller.grants.tenant
+    return request.tenant or DEFAULT_TENANT

@@ -1,0 +1,149 @@
+"""One worker's attach stream: numbering, acknowledgement and replay, across reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from baton.coordinator.core.events import Command
+from baton.coordinator.core.request import WorkerKey
+from baton.runtime.errors import BatonError
+from baton.runtime.wire import field, length_tag, varint_tag
+from baton.v1 import cluster_pb2, common_pb2
+
+_MAX_KEPT_MESSAGES = 8192
+_MAX_KEPT_BYTES = 64 * 2**20
+# Received without an answer, before one is sent only to acknowledge.
+_ACK_EVERY = 64
+# What one message may carry of what waits; a command that is longer goes by itself.
+MAX_BATCH_MESSAGES, _MAX_BATCH_BYTES = 256, 2**20
+
+_MESSAGE = cluster_pb2.CoordinatorMessage.DESCRIPTOR
+_SEQ, _ACK = varint_tag(_MESSAGE, "seq"), varint_tag(_MESSAGE, "ack")
+_BATCH = length_tag(_MESSAGE, "batch")
+# By what a message carries.
+_TAGS: dict[type[Command], int] = {
+    cluster_pb2.PrefillCommand: length_tag(_MESSAGE, "prefill"),
+    cluster_pb2.DecodeCommand: length_tag(_MESSAGE, "decode"),
+    cluster_pb2.ExpectCommand: length_tag(_MESSAGE, "expect"),
+    cluster_pb2.CancelCommand: length_tag(_MESSAGE, "cancel"),
+    cluster_pb2.SetRoleCommand: length_tag(_MESSAGE, "set_role"),
+    cluster_pb2.DrainCommand: length_tag(_MESSAGE, "drain"),
+    cluster_pb2.ReleaseCommand: length_tag(_MESSAGE, "release"),
+    cluster_pb2.ProfileCommand: length_tag(_MESSAGE, "profile"),
+    cluster_pb2.RolloutRecord: length_tag(_MESSAGE, "rollout"),
+}
+
+
+class WorkerLink:
+    """What was said to one worker incarnation and not acknowledged, and what was heard.
+
+    Commands are encoded once, when they are given, and kept as bytes. A link outlives the streams
+    it runs over: one that ends and comes back within this incarnation and coordinator loses
+    nothing.
+
+    Attributes:
+        role: that the worker is to serve.
+        adopted: what it goes on with, by its last Hello.
+        received: highest sequence number processed.
+        stream: the stream it runs over now; a newer one takes over from an older.
+        wake: set when the writer has something to do.
+        takes_batches: several messages may go as one.
+        error: what ends the stream, once `ended`.
+    """
+
+    def __init__(self, key: WorkerKey) -> None:
+        self.key = key
+        self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
+        self.adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
+        self.received = 0
+        self.stream: object | None = None
+        self.wake = asyncio.Event()
+        self.takes_batches = False
+        self.ended = False
+        self.error: BatonError | None = None
+        self._acknowledged = 0
+        self._kept: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._first_seq = self._next_to_send = self._next_seq = 1
+
+    def open(self, stream: object) -> None:
+        """A stream begins; sending goes on after what the worker has acknowledged."""
+        self.stream = stream
+        self._next_to_send = self._first_seq
+        self._acknowledged = self.received
+        self.wake.set()
+
+    def end(self, error: BatonError | None) -> None:
+        """The worker is out of the cluster; None lets it end the stream itself."""
+        self.error = error
+        self.ended = error is not None
+        self._kept.clear()
+        self._first_seq = self._next_to_send = self._next_seq
+        self._num_bytes = 0
+        self.wake.set()
+
+    def leave(self) -> None:
+        """Ends the stream and nothing else: the worker looks for the next coordinator."""
+        self.stream = None
+        self.wake.set()
+
+    def send(self, command: Command) -> bool:
+        """Keeps a command until it is acknowledged.
+
+        Returns:
+            False when more is kept than may be: the worker does not keep up.
+        """
+        body = command.SerializeToString()
+        message = field(_SEQ, self._next_seq) + field(_TAGS[type(command)], len(body)) + body
+        self._next_seq += 1
+        self._kept.append(message)
+        self._num_bytes += len(message)
+        self.wake.set()
+        return len(self._kept) <= _MAX_KEPT_MESSAGES and self._num_bytes <= _MAX_KEPT_BYTES
+
+    def acknowledge(self, seq: int) -> None:
+        """The worker has processed all up to `seq`."""
+        while self._kept and self._first_seq <= seq:
+            self._num_bytes -= len(self._kept.popleft())
+            self._first_seq += 1
+        self._next_to_send = max(self._next_to_send, self._first_seq)
+
+    def next_to_send(self) -> bytes | None:
+        """Kept messages that this stream has not carried, as one, with the newest acknowledgement.
+
+        Returns:
+            An encoded CoordinatorMessage; None when nothing waits.
+        """
+        first = self._next_to_send - self._first_seq
+        num_unsent = self._next_seq - self._next_to_send
+        if num_unsent <= 0:
+            return None
+        parts = [self._kept[first]]
+        if self.takes_batches and num_unsent > 1:
+            num_bytes = len(parts[0])
+            for index in range(first + 1, first + min(num_unsent, MAX_BATCH_MESSAGES)):
+                message = self._kept[index]
+                num_bytes += len(message)
+                if num_bytes > _MAX_BATCH_BYTES:
+                    break
+                parts.append(message)
+        self._next_to_send += len(parts)
+        if len(parts) > 1:
+            parts = [part for one in parts for part in (field(_BATCH, len(one)), one)]
+        return b"".join([self.bare_acknowledgement(), *parts])
+
+    def bare_acknowledgement(self) -> bytes:
+        """An encoded CoordinatorMessage."""
+        self._acknowledged = self.received
+        return field(_ACK, self.received)
+
+    def processed(self, seq: int) -> None:
+        """The worker's message `seq` took effect."""
+        self.received = seq
+        if self.received - self._acknowledged >= _ACK_EVERY:
+            self.wake.set()
+
+    @property
+    def owes_acknowledgement(self) -> bool:
+        return self.received - self._acknowledged >= _ACK_EVERY

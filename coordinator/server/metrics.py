@@ -1,0 +1,229 @@
+"""The core's counters as Prometheus metrics, read when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from baton.coordinator.core.core import Core
+from baton.coordinator.routing.load_index import ROLE_OF, Pool
+from baton.coordinator.server.rollout_metrics import rollout_metrics
+from baton.runtime.config import BatonConfig
+from baton.runtime.enum_names import lane_name
+from baton.runtime.histogram import Histogram
+from baton.v1 import cluster_pb2
+
+# Of LaneStats: attribute, metric name, what it says.
+_LANE_HISTOGRAMS = (
+    ("ttft", "gen_ai_server_time_to_first_token_seconds", "Time to first token, from arrival."),
+    (
+        "tpot",
+        "gen_ai_server_time_per_output_token_seconds",
+        "Mean gap between a request's tokens after the first.",
+    ),
+    ("e2e", "gen_ai_server_request_duration_seconds", "Whole request, from arrival."),
+    ("itl", "baton_inter_token_latency_seconds", "Every gap between two outputs of a stream."),
+    ("queue", "baton_request_queue_seconds", "Wait in the lane until dispatched."),
+)
+
+
+class CoreCollector(Collector):
+    """Reads the core from the scraping thread: numbers and snapshots only.
+
+    Args:
+        core: that counts.
+        config: whose targets and limits are shown beside what came of them.
+    """
+
+    def __init__(self, core: Core, config: BatonConfig) -> None:
+        self._core, self._config = core, config
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._core.stats
+        for attribute, name, documentation in _LANE_HISTOGRAMS:
+            family = HistogramMetricFamily(name, documentation, labels=["lane"])
+            for lane, lane_stats in stats.lanes.items():
+                _add(family, [lane_name(lane)], getattr(lane_stats, attribute))
+            yield family
+        queued = GaugeMetricFamily("baton_queue_depth", "Requests waiting.", labels=["lane"])
+        running = GaugeMetricFamily("baton_requests_running", "Dispatched.", labels=["lane"])
+        waits = GaugeMetricFamily(
+            "baton_wait_ratio",
+            "How much longer than predicted a wait is reckoned with, by what came of others.",
+            labels=["lane"],
+        )
+        for lane, lane_stats in stats.lanes.items():
+            queued.add_metric([lane_name(lane)], self._core.num_queued(lane))
+            running.add_metric([lane_name(lane)], lane_stats.num_running)
+            waits.add_metric([lane_name(lane)], self._core.wait_ratio(lane))
+        yield queued
+        yield running
+        yield waits
+        yield from self._totals()
+        yield self._workers()
+        yield from self._scaling()
+        yield from self._promises()
+        yield from rollout_metrics(self._core)
+
+    def _totals(self) -> Iterator[Metric]:
+        stats = self._core.stats
+        requests = CounterMetricFamily(
+            "baton_requests", "Requests that ended.", labels=["lane", "outcome"]
+        )
+        for (lane, outcome), count in tuple(stats.requests.items()):
+            requests.add_metric([lane_name(lane), outcome], count)
+        yield requests
+        tokens = CounterMetricFamily("baton_tokens", "Tokens.", labels=["kind"])
+        tokens.add_metric(["prompt"], stats.num_prompt_tokens)
+        tokens.add_metric(["output"], stats.num_output_tokens)
+        yield tokens
+        for name, documentation, counts in (
+            ("baton_sheds", "Submissions not admitted for overload.", stats.sheds),
+            ("baton_rejections", "Submissions that were wrong.", stats.rejections),
+            ("baton_handoff_failures", "Handoffs that never loaded.", stats.handoff_failures),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=["reason"])
+            for reason, count in tuple(counts.items()):
+                family.add_metric([reason], count)
+            yield family
+        for name, documentation, counts in (
+            ("baton_handoffs", "Handoffs committed.", stats.handoffs),
+            (
+                "baton_handoff_bytes",
+                "Bytes of committed handoffs; throughput is its rate.",
+                stats.handoff_bytes,
+            ),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=["transport"])
+            for transport, count in tuple(counts.items()):
+                family.add_metric([transport], count)
+            yield family
+        yield CounterMetricFamily(
+            "baton_handoff_fallbacks",
+            "Times that a handoff's transport failed and the next one took over.",
+            value=stats.num_handoff_fallbacks,
+        )
+        exposed = HistogramMetricFamily(
+            "baton_handoff_exposed_seconds",
+            "From the last layer computed until the commit was verified.",
+            labels=[],
+        )
+        _add(exposed, [], stats.handoff_exposed)
+        yield exposed
+        for name, documentation, count in (
+            ("baton_workers_lost", "Workers that did not leave cleanly.", stats.num_workers_lost),
+            (
+                "baton_workers_unresponsive",
+                "Times that a silent or stuck worker's requests went elsewhere.",
+                stats.num_workers_unresponsive,
+            ),
+            ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
+            ("baton_parked", "Times that batch requests made room.", stats.num_parked),
+            (
+                "baton_moved",
+                "Times that requests went on elsewhere for their worker to change its role.",
+                stats.num_moved,
+            ),
+            (
+                "baton_prefixes_gone",
+                "Times that a decode worker had dropped what its handoff left out.",
+                stats.num_prefixes_gone,
+            ),
+            (
+                "baton_failed_starts",
+                "Workers that ended before they had served for a while.",
+                stats.num_failed_starts,
+            ),
+            (
+                "baton_adopted",
+                "Requests that workers went on with after another coordinator's end.",
+                stats.num_adopted,
+            ),
+        ):
+            yield CounterMetricFamily(name, documentation, value=count)
+
+    def _workers(self) -> Metric:
+        family = GaugeMetricFamily("baton_workers", "Attached.", labels=["pool", "state"])
+        for pool, role in ROLE_OF.items():
+            workers = [worker for worker in self._core.workers if worker.role == role]
+            serving = sum(worker.serving for worker in workers)
+            draining = sum(worker.state == cluster_pb2.WORKER_STATE_DRAINING for worker in workers)
+            family.add_metric([pool.value, "serving"], serving)
+            family.add_metric([pool.value, "draining"], draining)
+            family.add_metric([pool.value, "other"], len(workers) - serving - draining)
+        return family
+
+    def _scaling(self) -> Iterator[Metric]:
+        stats, scaler = self._core.stats, self._core.scaler
+        desired = GaugeMetricFamily(
+            "baton_workers_desired", "How many a pool is to have.", labels=["pool"]
+        )
+        starting = GaugeMetricFamily(
+            "baton_workers_starting", "Started and not attached.", labels=["pool"]
+        )
+        starts = CounterMetricFamily("baton_cold_starts", "Workers that came up.", labels=["pool"])
+        for pool in Pool:
+            desired.add_metric([pool.value], scaler.desired(pool))
+            starting.add_metric([pool.value], scaler.launches.num_starting(pool))
+            starts.add_metric([pool.value], stats.cold_starts[pool.value])
+        yield desired
+        yield starting
+        yield starts
+        scalings = CounterMetricFamily(
+            "baton_scale_decisions",
+            "Decisions that change a pool's size, and workers that flip into it.",
+            labels=["pool", "direction"],
+        )
+        for labels, count in tuple(stats.scalings.items()):
+            scalings.add_metric(labels, count)
+        yield scalings
+        family = HistogramMetricFamily(
+            "baton_cold_start_seconds",
+            "How long workers took to come up, by stage; total: from the order on.",
+            labels=["stage"],
+        )
+        for stage, histogram in stats.cold_start_s.items():
+            _add(family, [stage], histogram)
+        yield family
+
+    def _promises(self) -> Iterator[Metric]:
+        """What alerts and dashboards compare with."""
+        scaler, lanes = self._core.scaler, self._config.lanes
+        targets = GaugeMetricFamily(
+            "baton_target_seconds",
+            "What was promised; a lane without a target has none.",
+            labels=["lane", "signal"],
+        )
+        for lane, target in scaler.targets.items():
+            for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
+                if target_s is not None:
+                    targets.add_metric([lane, signal], target_s)
+        yield targets
+        limit = GaugeMetricFamily("baton_queue_limit", "More are refused.", labels=["lane"])
+        limit.add_metric(["interactive"], lanes.interactive.max_queued)
+        limit.add_metric(["batch"], lanes.batch.max_queued)
+        yield limit
+        ceiling = GaugeMetricFamily(
+            "baton_workers_max", "How many a pool may have.", labels=["pool"]
+        )
+        for pool in Pool:
+            ceiling.add_metric([pool.value], scaler.limits(pool)[1])
+        yield ceiling
+
+
+def registry(core: Core, config: BatonConfig) -> CollectorRegistry:
+    """A registry with everything the coordinator shows."""
+    found = CollectorRegistry()
+    found.register(CoreCollector(core, config))
+    return found
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, histogram.buckets(), sum_value=histogram.total)

@@ -1,0 +1,167 @@
+"""What a client session is still to be told: bounded, however slowly it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from baton.coordinator.server.session_events import Event, coalesced, encoded_event, split
+from baton.v1 import inference_pb2
+
+# Of one stream's tokens that wait for the reader, and of everything that waits.
+MAX_STREAM_BYTES = 1 * 2**20
+MAX_SESSION_BYTES = 64 * 2**20
+# What a batch takes beside its bytes, about.
+_BATCH_BYTES = 64
+# When so much waits, the reader lags: a stream's tokens become one event, and are counted.
+_SEGMENT_BYTES = 512 * 2**10
+# One message, about; a client's own limit is several times that.
+_MAX_MESSAGE_BYTES = 2 * 2**20
+# That a request is admitted waits so long, at most, for something to go with: every message costs
+# as much as a hundred tokens. It goes at once when so many wait, as when a client resumes.
+_ACCEPTED_WAIT_S = 0.005
+_MAX_ACCEPTED_WAITING = 16
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Batches in order, and what they take; once sealed, also what each stream's tokens take."""
+
+    batches: list[bytes] = field(default_factory=list)
+    num_bytes: int = 0
+    stream_bytes: Counter[int] = field(default_factory=Counter)
+
+    def add(self, batch: bytes) -> None:
+        self.batches.append(batch)
+        self.num_bytes += len(batch) + _BATCH_BYTES
+
+
+class Outbox:
+    """Encoded events in order; while many wait, a stream's token deltas grow into one.
+
+    Everything that one worker message gave the session is here before its writer runs, so it
+    leaves as one batch. Tokens are kept as bytes: a part of a worker's message would keep all of it
+    in memory for as long as the client takes to read it.
+
+    Args:
+        max_stream_bytes: of one stream's waiting tokens.
+        max_bytes: of everything waiting.
+
+    Attributes:
+        slow_streams: held more than they may when `push_deltas` last looked: their readers are too
+            slow.
+    """
+
+    def __init__(
+        self, max_stream_bytes: int = MAX_STREAM_BYTES, max_bytes: int = MAX_SESSION_BYTES
+    ) -> None:
+        self._max_stream_bytes, self._max_bytes = max_stream_bytes, max_bytes
+        self._sealed: deque[_Segment] = deque()
+        self._growing = _Segment()
+        self._sealed_bytes = 0
+        self._stream_bytes: Counter[int] = Counter()
+        self._posted = asyncio.Event()
+        self._num_accepted_waiting = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.slow_streams: list[int] = []
+
+    @property
+    def empty(self) -> bool:
+        return not self._sealed and not self._growing.batches
+
+    @property
+    def num_bytes(self) -> int:
+        return self._sealed_bytes + self._growing.num_bytes
+
+    @property
+    def overfull(self) -> bool:
+        """Whether the session as a whole holds more than it may."""
+        return self.num_bytes > self._max_bytes
+
+    def wake(self) -> None:
+        """Lets `take` return, with nothing if need be."""
+        self._posted.set()
+
+    def push_deltas(self, batch: bytes) -> bool:
+        """Adds encoded token deltas; they follow all that their streams were given before.
+
+        Returns:
+            Whether so much has come to wait that `slow_streams` and `overfull` want a look.
+        """
+        self._posted.set()
+        has_sealed = False
+        # What a worker may say in one message is more than is to be kept as one piece.
+        for part in (batch,) if len(batch) <= _SEGMENT_BYTES else split(batch):
+            self._growing.add(part)
+            if self._growing.num_bytes > _SEGMENT_BYTES:
+                self._seal()
+                has_sealed = True
+        return has_sealed
+
+    def push(self, stream: int, event: Event) -> None:
+        """Adds an event other than tokens."""
+        self._growing.add(encoded_event(stream, event))
+        if not isinstance(event, inference_pb2.Accepted):
+            self._posted.set()
+            return
+        self._num_accepted_waiting += 1
+        if self._num_accepted_waiting >= _MAX_ACCEPTED_WAITING:
+            self._posted.set()
+        elif self._timer is None and not self._posted.is_set():
+            self._timer = asyncio.get_running_loop().call_later(_ACCEPTED_WAIT_S, self.wake)
+
+    def clear(self) -> None:
+        """Gives up what waits; `take` returns with nothing."""
+        self._sealed.clear()
+        self._stream_bytes.clear()
+        self._sealed_bytes, self._growing = 0, _Segment()
+        self._posted.set()
+
+    async def take(self) -> bytes:
+        """Waits for events and takes out as many, oldest first, as one message may hold.
+
+        Returns:
+            An encoded SessionEvents.
+        """
+        await self._posted.wait()
+        self._num_accepted_waiting = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        taken: list[bytes] = []
+        num_bytes = 0
+        while self._sealed and (
+            not taken or num_bytes + self._sealed[0].num_bytes <= _MAX_MESSAGE_BYTES
+        ):
+            segment = self._sealed.popleft()
+            taken += segment.batches
+            num_bytes += segment.num_bytes
+            self._sealed_bytes -= segment.num_bytes
+            self._stream_bytes -= segment.stream_bytes
+        if not self._sealed and (
+            not taken or num_bytes + self._growing.num_bytes <= _MAX_MESSAGE_BYTES
+        ):
+            taken += self._growing.batches
+            self._growing = _Segment()
+        if self.empty:
+            self._posted.clear()
+        return b"".join(taken)
+
+    def _seal(self) -> None:
+        """Nothing is added to the growing segment any more."""
+        growing, segment = self._growing, _Segment()
+        self._growing = _Segment()
+        events = coalesced(b"".join(growing.batches))
+        for event in events.events:
+            if event.HasField("delta"):
+                segment.stream_bytes[event.stream] += event.delta.ByteSize()
+        segment.add(events.SerializeToString())
+        self._sealed.append(segment)
+        self._sealed_bytes += segment.num_bytes
+        self._stream_bytes += segment.stream_bytes
+        self.slow_streams = [
+            stream
+            for stream, num_bytes in self._stream_bytes.items()
+            if num_bytes > self._max_stream_bytes
+        ]

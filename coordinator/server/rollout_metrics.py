@@ -1,0 +1,73 @@
+"""A rollout as Prometheus metrics: the label says "stable" or "canary", so series stay few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from baton.coordinator.core.core import Core
+from baton.coordinator.telemetry.sketch import Sketch
+from baton.runtime.enum_names import lane_name
+
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+def rollout_metrics(core: Core) -> Iterator[Metric]:
+    """Of the rollout that runs, read from the scraping thread; without one only the share."""
+    share = GaugeMetricFamily(
+        "baton_rollout_share", "Of new sessions that the canary gets; 0 to 1."
+    )
+    share.add_metric([], core.rollouts.traffic.share)
+    yield share
+    workers = GaugeMetricFamily(
+        "baton_rollout_workers", "Workers that serve, by revision.", labels=["revision"]
+    )
+    requests = CounterMetricFamily(
+        "baton_rollout_requests",
+        "Requests that ended or failed, attempts that were lost, requests that the canary gave up; "
+        "since both revisions are compared.",
+        labels=["revision", "outcome"],
+    )
+    latencies = {
+        name: GaugeMetricFamily(
+            f"baton_rollout_{name}_seconds", what, labels=["revision", "lane", "quantile"]
+        )
+        for name, what in (
+            ("ttft", "Time to first token, since both revisions are compared."),
+            ("itl", "Gaps between outputs, since both revisions are compared."),
+        )
+    }
+    rollout = core.rollouts.rollout
+    revisions = (
+        {} if rollout is None else {"stable": rollout.stable, "canary": rollout.revision.name}
+    )
+    for label, name in revisions.items():
+        workers.add_metric([label], sum(one.serving for one in core.workers.of(name)))
+        side = rollout.sides.get(name) if rollout is not None else None
+        if side is None:
+            continue
+        for outcome, count in (
+            ("ended", side.num_ended),
+            ("failed", sum(tuple(side.errors.values()))),
+            ("recovered", side.num_recoveries),
+            ("given_up", side.num_moved),
+        ):
+            requests.add_metric([label, outcome], count)
+        for lane, latency in side.lanes.items():
+            for one, family in latencies.items():
+                for quantile, value_s in _quantiles(getattr(latency, one)):
+                    family.add_metric([label, lane_name(lane), f"{quantile:g}"], value_s)
+    yield workers
+    yield requests
+    yield from latencies.values()
+
+
+def _quantiles(sketch: Sketch) -> Iterator[tuple[float, float]]:
+    """Of a copy: it goes on growing meanwhile."""
+    copy = Sketch()
+    copy.counts, copy.max_s = dict(sketch.counts), sketch.max_s
+    copy.num = sum(copy.counts.values())
+    if copy.num:
+        yield from zip(_QUANTILES, copy.percentiles_s(100 * one for one in _QUANTILES), strict=True)

@@ -1,0 +1,335 @@
+"""The coordinator process: everything started in order, and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+from grpc_health.v1 import health_pb2
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.launchers.crew import Crew
+from baton.coordinator.launchers.launcher import BATON
+from baton.coordinator.launchers.launchers import make_launcher
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.server import attach, inference, metrics
+from baton.coordinator.server.admin import AdminService
+from baton.coordinator.server.attach import ClusterService
+from baton.coordinator.server.inference import InferenceService
+from baton.coordinator.server.intake import Intake
+from baton.coordinator.server.shell import Shell
+from baton.coordinator.server.status import SAMPLE_S
+from baton.coordinator.server.tokenization import Tokenizer
+from baton.runtime import demo_model, exposure, rpc, tracing
+from baton.runtime.access import Access
+from baton.runtime.addresses import is_wildcard, joined, outward_address
+from baton.runtime.config import BatonConfig
+from baton.runtime.errors import RESTARTING, BatonError, Unavailable
+from baton.runtime.lifecycle import settled_heap, stop_requested
+from baton.runtime.metrics import MetricsServer
+from baton.runtime.refusals import Refusals
+from baton.runtime.tracing import Tracing
+from baton.v1 import admin_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_INFERENCE = "baton.v1.Inference"
+_SERVICES = (_INFERENCE, "baton.v1.Admin", "baton.v1.Cluster")
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# After requests have ended: for clients to read their last events.
+_CLOSE_GRACE_S = 1.0
+
+
+def _restarting() -> Unavailable:
+    why = "the coordinator is restarting: resume with the tokens received"
+    return Unavailable(why, reason=RESTARTING)
+
+
+class WorkersFailed(BatonError):
+    """The workers that were to be started cannot serve; the message says which and why."""
+
+
+class Coordinator:
+    """The coordinator's servers, as an async context manager.
+
+    Args:
+        config: effective.
+        launched: whether its workers are started beside it.
+
+    Attributes:
+        address: host:port of gRPC, once entered.
+        metrics_address: host:port of the Prometheus endpoint, once entered.
+
+    Raises:
+        ConfigError: on entering: no such model, an address in use, a listener that is open to
+            anybody on other hosts, files of `security` that cannot be used.
+    """
+
+    address: str
+    metrics_address: str
+
+    def __init__(self, config: BatonConfig, *, launched: bool = False) -> None:
+        self._config, self._launched = config, launched
+        self.shell = Shell(Core(CoreConfig.of(config)))
+        self._members_changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Coordinator:
+        tracing.require(self._config.tracing)
+        coordinator, security = self._config.coordinator, self._config.security
+        exposure.check_coordinator(coordinator.listen, security)
+        exposure.check_metrics("coordinator.metrics_listen", coordinator.metrics_listen, security)
+        refusals = Refusals()
+        self._access = Access(security, refusals)
+        model = demo_model.ensure(self._config.model, weights=False)
+        async with contextlib.AsyncExitStack() as half_way:
+            # A model that is not here yet is fetched: not on the event loop.
+            self._tokenizer = await asyncio.to_thread(Tokenizer, model)
+            half_way.callback(self._tokenizer.close)
+            # Whoever attaches before it is over sets its timer.
+            half_way.callback(self.shell.close)
+            self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
+            half_way.push_async_callback(asyncio.to_thread, self._tracing.close)
+            self.shell.tracing = self._tracing
+            registry = metrics.registry(self.shell.core, self._config)
+            registry.register(refusals)
+            self._metrics = MetricsServer(
+                coordinator.metrics_listen,
+                "coordinator.metrics_listen",
+                registry,
+                security,
+                refusals,
+            )
+            half_way.push_async_callback(asyncio.to_thread, self._metrics.close)
+            await self._start_server(model, half_way)
+            half_way.pop_all()
+        return self
+
+    async def _start_server(self, model: str, half_way: contextlib.AsyncExitStack) -> None:
+        coordinator = self._config.coordinator
+        protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
+        # Longer prompts than are allowed still arrive, so that the answer can name the limit.
+        self._server = rpc.server(
+            max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
+            protection=protection,
+        )
+        half_way.push_async_callback(self._server.stop, None)
+        intake = Intake(self.shell.core, self._tokenizer, self._config, model, self._access)
+        inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
+        admin = AdminService(self.shell, intake, self._config)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
+        attach.add_to_server(ClusterService(self.shell, coordinator), self._server)
+        self._health = rpc.add_health_and_reflection(self._server, _SERVICES)
+        self.address = rpc.bind(self._server, coordinator.listen, "coordinator.listen", protection)
+        self.metrics_address = self._metrics.address
+        await self._server.start()
+        for service in ("", "baton.v1.Admin", "baton.v1.Cluster"):
+            await self._health.set(service, _SERVING)
+        await self._health.set(_INFERENCE, _NOT_SERVING)
+        self.shell.watch_members(self._members_changed.set)
+        self._tasks = [
+            asyncio.create_task(self._follow_health(), name="health"),
+            asyncio.create_task(_sample(admin), name="history"),
+        ]
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Each of these happens, also when a wait before it is cancelled.
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(asyncio.to_thread, self._tracing.close)
+            closing.callback(self._tokenizer.close)
+            closing.callback(self.shell.close)
+            closing.push_async_callback(self._stop_servers)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _stop_servers(self) -> None:
+        if self._launched:
+            self.shell.post(ev.EverythingEnds("the coordinator stopped"))
+        else:
+            self.shell.leave(_restarting())
+        await asyncio.gather(
+            self._server.stop(_CLOSE_GRACE_S), asyncio.to_thread(self._metrics.close)
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admits nothing more and waits for what runs, for so long at most.
+
+        What has not ended then fails; without launched workers, who end too, it is left to the
+        next coordinator.
+        """
+        await self._health.set(_INFERENCE, _NOT_SERVING)
+        self.shell.post(ev.AdmissionClosed(restarts=not self._launched))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.shell.idle()
+        except TimeoutError:
+            _log.warning("requests did not end within %g s", timeout_s)
+            if self._launched:
+                why = f"the coordinator stopped after {timeout_s:g} s"
+                self.shell.post(ev.EverythingEnds(why))
+
+    def drain_workers(self, worker_ids: Iterable[str], timeout_s: float) -> None:
+        """Tells workers to take nothing new and leave."""
+        for worker_id in worker_ids:
+            self.shell.post(ev.DrainAsked(worker_id, timeout_s, "the coordinator stops"))
+
+    async def wait_serving(self, worker_ids: Iterable[str]) -> None:
+        """Until all these workers serve, or are no longer waited for."""
+        wanted, changed = list(worker_ids), asyncio.Event()
+        self.shell.watch_members(changed.set)
+        while self.not_serving(wanted):
+            changed.clear()
+            await changed.wait()
+
+    def not_serving(self, worker_ids: Iterable[str]) -> list[str]:
+        """Those of these workers that were started and have not attached."""
+        return [one for one in worker_ids if self.shell.core.scaler.launches.is_starting(one)]
+
+    async def _follow_health(self) -> None:
+        serving = False
+        while True:
+            await self._members_changed.wait()
+            self._members_changed.clear()
+            if self.shell.core.can_serve is not serving:
+                serving = not serving
+                await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
+
+
+async def _sample(admin: AdminService) -> None:
+    """Keeps the history of the cell's status."""
+    while True:
+        admin.sample()
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def serve(
+    config: BatonConfig,
+    *,
+    launch: bool,
+    ready: Callable[[str], None],
+    stop: asyncio.Event | None = None,
+    command: Sequence[str] = BATON,
+) -> int:
+    """Runs a coordinator until it is asked to stop.
+
+    Args:
+        config: effective.
+        launch: whether to start the configured workers too, as `launcher` says.
+        ready: called once with host:port, when requests can be served (without `launch`: when
+            workers can attach).
+        stop: set to stop it; None for SIGINT and SIGTERM.
+        command: what runs a worker, as in LocalLauncher.
+
+    Returns:
+        The exit code: 0 after a stop that was asked for.
+
+    Raises:
+        ConfigError: it cannot start.
+        WorkersFailed: a worker ended before all served, or they took too long. Nothing is left
+            running in either case.
+    """
+    stop = stop if stop is not None else stop_requested()
+    async with settled_heap(), Coordinator(config, launched=launch) as coordinator:
+        addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
+        _log.info("listening", extra=addresses)
+        if not launch:
+            ready(coordinator.address)
+            await stop.wait()
+            # 1. Admit nothing more; let what runs end. 2. The streams end, the servers close.
+            # Workers stay: they go on with what has not ended, for the next coordinator.
+            await coordinator.drain(config.coordinator.drain_timeout_s)
+            return 0
+        return await _serve_with_workers(coordinator, config, ready, stop, command)
+
+
+async def _serve_with_workers(
+    coordinator: Coordinator,
+    config: BatonConfig,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+    command: Sequence[str],
+) -> int:
+    shell = coordinator.shell
+    crew = shell.crew = Crew(shell.post)
+    launcher = make_launcher(
+        config, _dialled(coordinator.address), crew.on_exit, command, on_waits=crew.on_waits
+    )
+    crew.use(launcher)
+    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
+    try:
+        shell.post(ev.LauncherReady(sizes))
+        first = shell.core.scaler.launches.worker_ids
+        timeout_s = config.worker.start_timeout_s
+        if await _all_serve(coordinator, first, crew.first_failure, stop, timeout_s):
+            ready(coordinator.address)
+            await stop.wait()
+        # 1. Admit nothing more, size nothing any more; let what runs end.
+        await coordinator.drain(config.coordinator.drain_timeout_s)
+        # 2. The workers leave.
+        started = shell.core.scaler.launches.worker_ids
+        coordinator.drain_workers(started, config.worker.drain_timeout_s)
+    finally:
+        # 3. Nothing of them is left; 4. the servers close, in the caller.
+        await crew.close()
+    return 0
+
+
+async def _all_serve(
+    coordinator: Coordinator,
+    worker_ids: Iterable[str],
+    failure: asyncio.Future[str],
+    stop: asyncio.Event,
+    timeout_s: float,
+) -> bool:
+    """Waits until all workers serve; False when asked to stop first.
+
+    Once they do, one that ends is replaced; until then it tells of something that is wrong.
+
+    Raises:
+        WorkersFailed: one ended, or they took too long.
+    """
+    serving = asyncio.create_task(coordinator.wait_serving(worker_ids))
+    stopped = asyncio.create_task(stop.wait())
+    tasks = (serving, stopped)
+    try:
+        await asyncio.wait(
+            (*tasks, failure), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if stopped.done():
+            return False
+        if failure.done():
+            raise WorkersFailed(failure.result())
+        if not serving.done():
+            late = ", ".join(coordinator.not_serving(worker_ids))
+            raise WorkersFailed(f"not serving after worker.start_timeout_s {timeout_s:g}: {late}")
+        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _dialled(address: str) -> str:
+    """The address as workers on this host dial it.
+
+    Of every interface it is the one towards the outside: workers on other hosts must be able to
+    dial these workers, who listen where they find the coordinator.
+    """
+    host, _, port = address.rpartition(":")
+    if not is_wildcard(host):
+        return address
+    family, loopback = (socket.AF_INET6, "::1") if ":" in host else (socket.AF_INET, "127.0.0.1")
+    return joined(outward_address(family) or loopback, port)

@@ -1,0 +1,128 @@
+"""Events of a client session on their way out, encoded once and by hand.
+
+Tokens are most of what a coordinator sends. They are encoded when they come, all that one worker
+message gave a session at once, and from then on they are bytes: encoded messages one after the
+other are merged, so that batches are put together by joining them. Building messages of them would
+cost three times as much.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from baton.coordinator.core.request import StreamKey
+from baton.runtime.errors import BatonError, from_message, to_message
+from baton.runtime.wire import field, length_tag, varint_tag
+from baton.v1 import common_pb2, inference_pb2
+
+Event: TypeAlias = inference_pb2.Accepted | inference_pb2.Finished | BatonError
+
+_EVENTS = length_tag(inference_pb2.SessionEvents.DESCRIPTOR, "events")
+_STREAM = varint_tag(inference_pb2.SessionEvent.DESCRIPTOR, "stream")
+_DELTA, _ACCEPTED, _FINISHED, _FAILED = (
+    length_tag(inference_pb2.SessionEvent.DESCRIPTOR, name)
+    for name in ("delta", "accepted", "finished", "failed")
+)
+_GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
+# Of tokens with logprobs: each time another size.
+_MANY_BYTES = 128
+# Goes before a session's first events.
+TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
+
+
+def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
+    """Encoded tokens as a SessionEvents message for each session, by its number."""
+    found: dict[int, list[bytes]] = {}
+    number, parts = -1, list[bytes]()
+    for to, data in deltas:
+        if to.session != number:
+            number = to.session
+            parts = found.setdefault(number, [])
+        heads, num_bytes = _delta_heads(to.stream), len(data)
+        head = heads.get(num_bytes)
+        if head is None:
+            head = _head(to.stream, _DELTA, num_bytes)
+            if num_bytes < _MANY_BYTES:
+                heads[num_bytes] = head
+        parts.append(head)
+        parts.append(data)
+    return {session: b"".join(parts) for session, parts in found.items()}
+
+
+def encoded_event(stream: int, event: Event) -> bytes:
+    """A SessionEvents message with one event that is no tokens."""
+    if isinstance(event, BatonError):
+        tag, data = _FAILED, to_message(event).SerializeToString()
+    else:
+        tag = _ACCEPTED if isinstance(event, inference_pb2.Accepted) else _FINISHED
+        data = event.SerializeToString()
+    return _head(stream, tag, len(data)) + data
+
+
+def split(batch: bytes) -> list[bytes]:
+    """The same events, each encoded by itself."""
+    events = inference_pb2.SessionEvents.FromString(batch).events
+    return [inference_pb2.SessionEvents(events=[event]).SerializeToString() for event in events]
+
+
+def coalesced(batch: bytes) -> inference_pb2.SessionEvents:
+    """The events of an encoded batch, each stream's deltas in one, where the first of them was."""
+    found: list[tuple[inference_pb2.SessionEvent, list[common_pb2.TokenDelta]]] = []
+    deltas: dict[int, list[common_pb2.TokenDelta]] = {}
+    for event in inference_pb2.SessionEvents.FromString(batch).events:
+        if not event.HasField("delta"):
+            # What follows it may not come before it.
+            deltas.pop(event.stream, None)
+            found.append((event, []))
+        elif event.stream in deltas:
+            deltas[event.stream].append(event.delta)
+        else:
+            deltas[event.stream] = []
+            found.append((event, deltas[event.stream]))
+    for event, more in found:
+        if more:
+            _extend(event.delta, more)
+    return inference_pb2.SessionEvents(events=[event for event, _ in found])
+
+
+def generate_events(batch: bytes) -> Iterator[tuple[bytes, bool]]:
+    """The same for a call of Generate: GenerateEvent messages, and whether each is the last.
+
+    Raises:
+        BatonError: that the request failed with.
+    """
+    for event in coalesced(batch).events:
+        if event.HasField("delta"):
+            data = event.delta.SerializeToString()
+            yield field(_GENERATE_DELTA, len(data)) + data, False
+        elif event.HasField("accepted"):
+            accepted = inference_pb2.GenerateEvent(accepted=event.accepted)
+            yield accepted.SerializeToString(), False
+        elif event.HasField("finished"):
+            finished = inference_pb2.GenerateEvent(finished=event.finished)
+            yield finished.SerializeToString(), True
+        else:
+            raise from_message(event.failed)
+
+
+def _extend(delta: common_pb2.TokenDelta, more: list[common_pb2.TokenDelta]) -> None:
+    """Puts contiguous deltas into the first."""
+    for one in more:
+        delta.token_ids.extend(one.token_ids)
+        delta.logprobs.extend(one.logprobs)
+    # Text at once: text that grows in a message leaves its old self behind in its memory.
+    delta.text += "".join(one.text for one in more)
+
+
+def _head(stream: int, tag: int, num_bytes: int) -> bytes:
+    """What comes before so many bytes of an event, under its tag, in a SessionEvents message."""
+    head = field(_STREAM, stream) + field(tag, num_bytes)
+    return field(_EVENTS, len(head) + num_bytes) + head
+
+
+@functools.lru_cache(maxsize=2**14)
+def _delta_heads(stream: int) -> dict[int, bytes]:
+    """What came before tokens of a stream, by their bytes: of a few sizes, which come again."""
+    return {}

@@ -1,0 +1,415 @@
+"""The asyncio shell around the core: its clock, its timer, and where its effects go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.request import StreamKey, WorkerKey
+from baton.coordinator.launchers.crew import Crew
+from baton.coordinator.server.call_holders import CallHolders
+from baton.coordinator.server.link import WorkerLink
+from baton.coordinator.server.outbox import Outbox
+from baton.coordinator.server.profiles import Profiles
+from baton.coordinator.server.session_events import encoded_deltas
+from baton.coordinator.server.stall import slow_reader
+from baton.coordinator.server.traces import request_span
+from baton.coordinator.telemetry.stalls import MAX_STALLS, Cause, Stall
+from baton.runtime.errors import BatonError
+from baton.runtime.tracing import Tracing
+from baton.v1 import cluster_pb2, inference_pb2
+
+_log = logging.getLogger(__name__)
+
+# The event loop's clock may be a millisecond behind ours.
+_TIMER_SLACK_S = 0.001
+_MAX_SLOW_WRITES = 256
+_DEAF = "acknowledges nothing it is sent"
+
+
+class ClientSession:
+    """One client stream: its outbox, and which of its streams have not ended.
+
+    Attributes:
+        slow: it was given up, since more waited for its reader than may.
+        left: why it ends once its reader has what waits, while its requests go on; None: it stays.
+        places: what gives back a stream's place among its caller's requests, where one is counted.
+        holders: tenants that the call is counted to.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outbox = Outbox()
+        self.live: set[int] = set()
+        self.slow = False
+        self.left: BatonError | None = None
+        self.places: dict[int, Callable[[], None]] = {}
+        self.holders = CallHolders()
+
+    def give_back_places(self) -> None:
+        """Nothing of it runs any more."""
+        places, self.places = self.places, {}
+        for give_back in places.values():
+            give_back()
+
+    def release(self) -> None:
+        """Gives back every place, and the call: it is over."""
+        self.give_back_places()
+        self.holders.release()
+
+    def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
+        """The stream's last event."""
+        self.live.discard(stream)
+        if self.places and (give_back := self.places.pop(stream, None)) is not None:
+            give_back()
+        if self.holders:
+            self.holders.leave(stream)
+        self.outbox.push(stream, last)
+
+
+class Shell:
+    """Feeds events to the core and carries out its effects, all on one event loop.
+
+    Attributes:
+        tracing: takes the spans of requests; None: nobody does.
+        generation: of this coordinator; random per start, never 0.
+        started_at: wall clock, seconds since the epoch.
+        crew: who starts and ends workers here; None: nobody does.
+        profiles: of workers, that are being recorded.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.tracing: Tracing | None = None
+        # Of sessions: when a write began that its client was slow to take, and when it was taken.
+        self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
+        self.generation = secrets.randbits(64) or 1
+        self.started_at = time.time()
+        self.crew: Crew | None = None
+        self._sessions: dict[int, ClientSession] = {}
+        self._numbers = itertools.count(1)
+        self._links: dict[WorkerKey, WorkerLink] = {}
+        self.profiles = Profiles(self._command)
+        self._refusal: BatonError | None = None
+        self._left: BatonError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._follow_ups: deque[ev.Event] = deque()
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._appliers: dict[type, Callable[..., None]] = {
+            ev.SendAccepted: self._send_accepted,
+            ev.SendDeltas: self._send_deltas,
+            ev.SendFinished: self._send_finished,
+            ev.SendFailed: self._send_failed,
+            ev.SendCommand: self._send_command,
+            ev.WelcomeWorker: self._welcome_worker,
+            ev.RefuseWorker: self._refuse_worker,
+            ev.FenceWorker: self._fence_worker,
+            ev.TellTrace: self._tell_trace,
+            ev.StartWorker: self._start_worker,
+            ev.EndWorker: self._end_worker,
+            ev.Decided: self._decided,
+        }
+
+    @staticmethod
+    def now() -> float:
+        """The core's clock, in seconds."""
+        return time.monotonic()
+
+    def post(self, event: ev.Event) -> None:
+        """Applies an event and everything that follows from it, now."""
+        self._follow_ups.append(event)
+        if len(self._follow_ups) > 1:
+            return
+        members_changed = False
+        try:
+            while self._follow_ups:
+                event = self._follow_ups[0]
+                for effect in self.core.handle(event, self.now()):
+                    self._appliers[type(effect)](effect)
+                members_changed |= type(event) in _MEMBERSHIP
+                self._follow_ups.popleft()
+        finally:
+            self._follow_ups.clear()
+            self._arm()
+        if not self.core.num_requests:
+            self._idle.set()
+        if members_changed:
+            for watcher in self._watchers:
+                watcher()
+
+    def watch_members(self, watcher: Callable[[], None]) -> None:
+        """Calls back after anything that may have changed who is attached and serving."""
+        self._watchers.append(watcher)
+
+    async def idle(self) -> None:
+        """Waits until no request is left."""
+        while self.core.num_requests:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def leave(self, why: BatonError) -> None:
+        """Ends all streams and none of the requests: they are for the next coordinator.
+
+        Clients come back to it with what they have, and workers go on until then. Nobody is let in
+        any more.
+        """
+        self._left = why
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.left = why
+            session.outbox.wake()
+        for link in self._links.values():
+            link.leave()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- Clients
+
+    def open_session(self) -> ClientSession:
+        session = ClientSession(next(self._numbers))
+        self._sessions[session.number] = session
+        return session
+
+    def close_session(self, session: ClientSession) -> None:
+        """The client is gone, or has everything; what still runs is cancelled."""
+        if self._let_go(session):
+            self.post(ev.SessionLost(session.number))
+
+    def is_open(self, session: ClientSession) -> bool:
+        """False once it was closed or given up: nothing of it may run any more."""
+        return session.number in self._sessions
+
+    def wrote_slowly(self, session: ClientSession, began_at: float, ended_at: float) -> None:
+        """What the session was sent was not taken for so long."""
+        self._slow_writes.append((session.number, began_at, ended_at))
+
+    def client_stalls(self, session: int, arrived_at: float, ended_at: float) -> list[Stall]:
+        """When the client did not take what a request of its session had, as far as is known."""
+        return [
+            Stall(
+                max(0, round((began - arrived_at) * 1e6)),
+                round((ended - max(began, arrived_at)) * 1e6),
+                Cause.CLIENT,
+            )
+            for number, began, ended in self._slow_writes
+            if number == session and began <= ended_at and ended > arrived_at
+        ][-MAX_STALLS:]
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    # ---- Workers
+
+    def attach(self, hello: cluster_pb2.Hello, stream: object) -> WorkerLink:
+        """Lets a worker in over a new stream.
+
+        Raises:
+            BatonError: it is refused, in the words of cluster.proto; or this coordinator stops.
+        """
+        if self._left is not None:
+            raise self._left
+        link = self._links.get((hello.worker_id, hello.incarnation))
+        # A worker that never heard this generation's welcome has processed nothing of it.
+        if link is not None and hello.generation == self.generation:
+            # Before it is sent more: it may have as much as is kept for a worker.
+            link.acknowledge(hello.ack)
+        self._refusal = None
+        returns = hello.generation not in (0, self.generation)
+        self.post(ev.WorkerAttached(hello, returns))
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+        link = self._links.get((hello.worker_id, hello.incarnation))
+        if link is None:
+            # What waited for it was more than is kept for a worker: it is out already.
+            refusal = self.core.workers.refusal(hello)
+            assert refusal is not None
+            raise refusal
+        link.open(stream)
+        return link
+
+    def detach(self, link: WorkerLink, stream: object) -> None:
+        """A stream ended; a newer one of the same worker is left alone."""
+        if link.stream is stream:
+            link.stream = None
+            if self._links.get(link.key) is link:
+                self.post(ev.WorkerDetached(link.key))
+
+    def _command(self, worker: WorkerKey, command: ev.Command) -> None:
+        """Tells a worker something that is not the core's business."""
+        link = self._links.get(worker)
+        if link is not None and not link.send(command):
+            worker_id, incarnation = worker
+            self.post(ev.WorkerLost(worker_id, _DEAF, incarnation))
+
+    # ---- Effects
+
+    def _send_accepted(self, effect: ev.SendAccepted) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            accepted = inference_pb2.Accepted(
+                request_id=effect.request_id,
+                model=effect.adapter or self.core.model_name,
+                prompt_tokens=effect.num_prompt_tokens,
+            )
+            session.outbox.push(effect.to.stream, accepted)
+            self._bound(session)
+
+    def _send_deltas(self, effect: ev.SendDeltas) -> None:
+        for number, batch in encoded_deltas(effect.deltas).items():
+            session = self._sessions.get(number)
+            if session is not None and session.outbox.push_deltas(batch):
+                for stream in session.outbox.slow_streams:
+                    slow = StreamKey(session.number, stream)
+                    self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))
+                self._bound(session)
+
+    def _bound(self, session: ClientSession) -> None:
+        """Gives a session up when more waits for its reader than may."""
+        if session.outbox.overfull and self._let_go(session):
+            session.slow = True
+            self._follow_ups.append(ev.SessionLost(session.number))
+
+    def _let_go(self, session: ClientSession) -> bool:
+        """Nothing more is kept for its client; False when nothing was."""
+        if self._sessions.pop(session.number, None) is None:
+            return False
+        session.outbox.clear()
+        # The call of a client that reads nothing may go on for long.
+        session.give_back_places()
+        return True
+
+    def _send_finished(self, effect: ev.SendFinished) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            finished = inference_pb2.Finished(
+                reason=effect.reason,
+                stop=effect.stop,
+                usage=effect.usage,
+                budget=effect.budget,
+                prompt_logprobs=effect.prompt_logprobs,
+            )
+            session.end(effect.to.stream, finished)
+            self._bound(session)
+
+    def _send_failed(self, effect: ev.SendFailed) -> None:
+        session = self._sessions.get(effect.to.session)
+        if session is not None:
+            session.end(effect.to.stream, effect.error)
+            self._bound(session)
+
+    def _send_command(self, effect: ev.SendCommand) -> None:
+        link = self._links.get(effect.worker)
+        if link is not None and not link.send(effect.command):
+            worker_id, incarnation = effect.worker
+            self._follow_ups.append(ev.WorkerLost(worker_id, _DEAF, incarnation))
+
+    def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
+        if effect.worker not in self._links:
+            self._links[effect.worker] = WorkerLink(effect.worker)
+            _log.info("worker attached", extra={"worker": effect.worker[0]})
+            self._warn_of_revision(effect.worker)
+        link = self._links[effect.worker]
+        link.role, link.adopted = effect.role, effect.adopted
+
+    def _warn_of_revision(self, key: WorkerKey) -> None:
+        """Of a worker that gets nothing: it may be meant to serve."""
+        worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
+        if worker is not None and worker.revision not in (traffic.stable, traffic.canary):
+            _log.warning(
+                "revision %r is neither the stable one, %r, nor rolled out: it gets nothing new",
+                worker.revision,
+                traffic.stable,
+                extra={"worker": worker.id},
+            )
+
+    def _refuse_worker(self, effect: ev.RefuseWorker) -> None:
+        self._refusal = effect.error
+        _log.warning("worker refused: %s", effect.error, extra={"worker": effect.worker[0]})
+
+    def _fence_worker(self, effect: ev.FenceWorker) -> None:
+        link = self._links.pop(effect.worker, None)
+        if link is not None:
+            link.end(effect.error)
+        self.profiles.lost(effect.worker, str(effect.error or "it left"))
+        if effect.error is not None:
+            _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
+
+    def _tell_trace(self, effect: ev.TellTrace) -> None:
+        if self.tracing is None:
+            return
+        wanted = self.tracing.wants(effect.traceparent)
+        if not wanted and not effect.kept:
+            return
+        age_s = self.now() - effect.record.arrived_at
+        span = request_span(effect.record, round((time.time() - age_s) * 1e9), effect.kept)
+        if wanted:
+            self.tracing.record(effect.traceparent, span)
+        else:
+            self.tracing.keep(effect.traceparent, span)
+
+    def _start_worker(self, effect: ev.StartWorker) -> None:
+        if self.crew is not None:
+            _log.info("starting a worker", extra={"worker": effect.worker_id})
+            self.crew.start(effect.worker_id, effect.pool, effect.revision)
+
+    def _end_worker(self, effect: ev.EndWorker) -> None:
+        if self.crew is not None:
+            self.crew.end(effect.worker_id)
+
+    def _decided(self, effect: ev.Decided) -> None:
+        if effect.decision.actions:
+            for one in (effect.decision.prefill, effect.decision.decode):
+                _log.info("%s %d -> %d: %s", one.pool.value, one.current, one.target, one.reason)
+
+    # ---- Time
+
+    def _arm(self) -> None:
+        """Sees to it that a Tick comes in time; one that comes early does no harm."""
+        due = self.core.next_deadline()
+        if self._closed or due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, due - self.now()) + _TIMER_SLACK_S
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(ev.Tick())
+        self._arm()
+
+
+_MEMBERSHIP = {
+    ev.WorkerAttached,
+    ev.WorkerDetached,
+    ev.WorkerChanged,
+    ev.WorkerLost,
+    ev.DrainAsked,
+    ev.FlipAsked,
+    ev.LauncherReady,
+    ev.WorkerExited,
+    ev.WorkerWaits,
+    ev.ScaleAsked,
+    ev.AutoscaleAsked,
+    ev.RolloutAsked,
+    ev.PromotionAsked,
+    ev.AbortAsked,
+    ev.Tick,
+}

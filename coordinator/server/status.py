@@ -1,0 +1,215 @@
+"""How the cell does, as one message: what top, doctor and the dashboard show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.workers import Worker
+from baton.coordinator.lanes.lanes import lane_config
+from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Recent, Window
+from baton.coordinator.telemetry.sketch import Sketch
+from baton.coordinator.telemetry.times import duration
+from baton.runtime.config import BatonConfig
+from baton.v1 import admin_pb2, common_pb2
+
+_PERCENTS = (50, 95, 99)
+_COLD_STARTS_S = 3600.0
+# Those that are told of, of one lane: who was served most.
+_MAX_TENANTS = 16
+# How often a sample of the history is due, and how far back it goes.
+SAMPLE_S, MAX_SAMPLES = 5.0, 180
+
+
+def status(
+    core: Core,
+    pools: Iterable[admin_pb2.PoolInfo],
+    lanes: Iterable[admin_pb2.LaneInfo],
+    now: float,
+    wall_s: float,
+    config: BatonConfig,
+) -> admin_pb2.GetStatusResponse:
+    """Everything but the model and the history.
+
+    Args:
+        core: whose it is.
+        pools: as they are now.
+        lanes: as they are now.
+        now: by the core's clock.
+        wall_s: the same moment, seconds since 1970.
+        config: effective.
+    """
+    stats = core.stats
+    recent, window = stats.recent, stats.recent.window(now)
+    found = admin_pb2.GetStatusResponse(
+        window=duration(LASTS_S),
+        pools=pools,
+        lanes=[_lane(info, config, recent, window.lanes[info.lane]) for info in lanes],
+        workers=sorted(
+            (_worker(worker, now, config) for worker in core.workers),
+            key=lambda one: (one.role, one.worker_id),
+        ),
+        decode=_decode(window, recent),
+        handoffs=admin_pb2.HandoffStatus(
+            exposed=percentiles(window.exposed),
+            num_fallbacks=window.counts["handoff_fallbacks"],
+            num_failures=window.counts["handoff_failures"],
+        ),
+        num_recoveries=window.counts["recoveries"],
+        num_parked=window.counts["parked"],
+        num_workers_lost=window.counts["workers_lost"],
+        num_workers_unresponsive=window.counts["workers_unresponsive"],
+    )
+    found.at.FromMicroseconds(round(wall_s * 1e6))
+    for start in reversed(stats.latest_cold_starts):
+        age_s = now - start.at
+        if age_s <= _COLD_STARTS_S:
+            told = found.cold_starts.add(worker_id=start.worker_id, role=start.role)
+            told.at.FromMicroseconds(round((wall_s - age_s) * 1e6))
+            told.lasted.CopyFrom(duration(start.lasted_s))
+    return found
+
+
+def sample(
+    core: Core,
+    pools: Iterable[admin_pb2.PoolInfo],
+    lanes: Iterable[admin_pb2.LaneInfo],
+    now: float,
+    wall_s: float,
+) -> admin_pb2.StatusSample:
+    """What the history keeps of a moment; the arguments are those of `status`."""
+    found = admin_pb2.StatusSample(
+        pools=[
+            admin_pb2.PoolSample(
+                role=pool.role,
+                num_serving=pool.num_serving,
+                num_starting=pool.num_starting,
+                num_draining=pool.num_draining,
+                num_running=pool.num_running,
+                kv_used=pool.kv_tokens_used / (pool.kv_tokens_total or 1),
+            )
+            for pool in pools
+        ]
+    )
+    found.at.FromMicroseconds(round(wall_s * 1e6))
+    for lane in lanes:
+        (ttft_s,), (itl_s,) = (
+            one.percentiles_s((95,)) for one in core.stats.recent.lane(lane.lane, now)
+        )
+        found.lanes.add(
+            lane=lane.lane,
+            num_queued=lane.num_queued,
+            num_running=lane.num_running,
+            ttft_p95_us=round(ttft_s * 1e6),
+            itl_p95_us=round(itl_s * 1e6),
+        )
+    return found
+
+
+def percentiles(sketch: Sketch) -> admin_pb2.Percentiles:
+    p50_s, p95_s, p99_s = sketch.percentiles_s(_PERCENTS)
+    return admin_pb2.Percentiles(
+        num=sketch.num,
+        p50_us=round(p50_s * 1e6),
+        p95_us=round(p95_s * 1e6),
+        p99_us=round(p99_s * 1e6),
+        max_us=round(sketch.max_s * 1e6),
+    )
+
+
+def _lane(
+    info: admin_pb2.LaneInfo, config: BatonConfig, recent: Recent, window: LaneWindow
+) -> admin_pb2.LaneStatus:
+    lane = info.lane
+    target, limits = recent.target(lane), lane_config(config.lanes, lane)
+    found = admin_pb2.LaneStatus(
+        info=info,
+        targets=admin_pb2.LaneTargets(
+            lane=lane,
+            ttft_ms=target.ttft_ms or 0,
+            itl_ms=target.itl_ms or 0,
+            percentile=target.percentile,
+        ),
+        ttft=percentiles(window.ttft),
+        itl=percentiles(window.itl),
+        e2e=percentiles(window.e2e),
+        served=percentiles(window.served),
+        tiny=percentiles(window.tiny),
+        late=_sums(window.late_s.items()),
+        tiny_stages=_sums(window.tiny_s.items()),
+        stages=[
+            admin_pb2.StageStatus(stage=stage, times=percentiles(times))
+            for stage, times in window.all_stages().items()
+        ],
+        num_late=window.late.num,
+        num_admitted=window.num_admitted,
+        num_ended=window.num_ended,
+        num_failed=window.num_failed,
+        num_output_tokens=window.num_output_tokens,
+        sheds=dict(window.sheds),
+        after_start=percentiles(window.after_start),
+        tenants=_tenants(config, window),
+    )
+    if limits.ttft_ms is not None:
+        found.admission_ttft.CopyFrom(duration(limits.ttft_ms / 1e3))
+    for name, sketch, target_s in (
+        ("ttft_attained", window.ttft, recent.ttft_target_s(lane)),
+        ("itl_attained", window.itl, recent.itl_target_s(lane)),
+    ):
+        if sketch.num and target_s is not None:
+            setattr(found, name, 1 - sketch.num_over(target_s) / sketch.num)
+    return found
+
+
+def _tenants(config: BatonConfig, window: LaneWindow) -> list[admin_pb2.TenantStatus]:
+    served = sorted(window.tenants.items(), key=lambda one: -one[1].num_tokens)
+    return [
+        admin_pb2.TenantStatus(
+            tenant=name,
+            wait=percentiles(tenant.wait),
+            ttft=percentiles(tenant.ttft),
+            num_tokens=tenant.num_tokens,
+            weight=config.tenants.get(name, config.tenant_defaults).weight,
+        )
+        for name, tenant in served[:_MAX_TENANTS]
+    ]
+
+
+def _sums(
+    sums: Iterable[tuple[common_pb2.Stage.ValueType, float]],
+) -> list[admin_pb2.StageSum]:
+    return [
+        admin_pb2.StageSum(stage=stage, sum_us=round(sum_s * 1e6)) for stage, sum_s in sorted(sums)
+    ]
+
+
+def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.WorkerStatus:
+    load = worker.load
+    return admin_pb2.WorkerStatus(
+        worker_id=worker.id,
+        role=worker.role,
+        state=worker.state,
+        unresponsive=worker.trouble(now, config.coordinator.worker_silent_s),
+        num_requests=len(worker.assigned),
+        num_running=load.num_running if load is not None else 0,
+        num_waiting=load.num_waiting if load is not None else 0,
+        kv_tokens_used=load.kv_tokens_used if load is not None else 0,
+        kv_tokens_total=worker.hello.capacity.kv_tokens,
+        staging_bytes_used=load.staging_bytes_used if load is not None else 0,
+        staging_bytes_total=load.staging_bytes_total if load is not None else 0,
+        attached_for=duration(now - worker.attached_at),
+        silent_for=duration(now - worker.heard_at),
+    )
+
+
+def _decode(window: Window, recent: Recent) -> admin_pb2.DecodeStatus:
+    limit_s = recent.itl_target_s(common_pb2.LANE_INTERACTIVE)
+    p50, p95 = window.batch.percentiles_s((50, 95))
+    return admin_pb2.DecodeStatus(
+        steps=percentiles(window.steps),
+        mixed_steps=percentiles(window.mixed_steps),
+        num_slow=window.steps.num_over(limit_s) if limit_s is not None else 0,
+        num_slow_mixed=window.mixed_steps.num_over(limit_s) if limit_s is not None else 0,
+        batch_p50=p50,
+        batch_p95=p95,
+    )

@@ -1,0 +1,183 @@
+"""Where a request's time went: coordinator's clock between stages, workers' durations inside."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.coordinator.core.request import Request
+from baton.coordinator.telemetry.gaps import median_us
+from baton.v1 import common_pb2
+
+_Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
+
+
+@dataclass(slots=True)
+class _Span:
+    """What becomes a StageTime; messages cost several times as much while they change."""
+
+    stage: common_pb2.Stage.ValueType
+    start_us: int
+    duration_us: int
+    worker_id: str
+
+
+class _Ledger:
+    """Stages end to end, in whole microseconds since the request's arrival."""
+
+    def __init__(self, request: Request) -> None:
+        self._arrived_at = request.submission.arrived_at
+        self.stages: list[_Span] = []
+        self.now_us = 0
+
+    def us(self, at: float) -> int:
+        since_us = round((at - self._arrived_at) * 1e6)
+        return since_us if since_us > 0 else 0
+
+    def span(
+        self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
+    ) -> None:
+        """Divides the time up to `end_us` among parts, in order; `rest` is what they leave.
+
+        Parts come from other clocks and other events: what would not fit the span is cut.
+        """
+        left_us = end_us - self.now_us
+        for stage, duration_us, worker_id in parts:
+            cut_us = duration_us if duration_us < left_us else left_us
+            if cut_us > 0:
+                _append(self.stages, stage, self.now_us, cut_us, worker_id)
+                self.now_us += cut_us
+                left_us -= cut_us
+        if left_us > 0:
+            _append(self.stages, rest, self.now_us, left_us, worker)
+            self.now_us = end_us
+
+
+def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
+    """The stages in order, not overlapping, with durations that sum to the total.
+
+    Between two moments that the coordinator saw (dispatch, first token, second token, end), the
+    workers' own durations come first and the remainder is STAGE_NETWORK; a span that no worker
+    reported on counts whole for the stage it was in.
+    """
+    ledger = _Ledger(request)
+    prefill = request.prefill[0] if request.prefill is not None else ""
+    decode = request.decode[0] if request.decode is not None else ""
+    total_us = ledger.us(ended_at)
+
+    def moment(at: float | None) -> int:
+        return total_us if at is None else min(ledger.us(at), total_us)
+
+    ledger.span(moment(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
+    ledger.span(moment(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
+    if request.dispatched_at is not None:
+        _first_token(ledger, request, prefill, decode, moment(request.first_token_at))
+    if request.first_token_at is not None:
+        if request.handoff_id and request.decode is not None:
+            _handoff(ledger, request, decode, moment(request.decoding_at))
+        ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
+    gaps_us = request.gaps_us.tolist()
+    budget = common_pb2.LatencyBudget(
+        ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
+        total_us=total_us,
+        itl_p50_us=median_us(gaps_us),
+        itl_max_us=max(gaps_us, default=0),
+    )
+    # In place: a list of messages would be copied.
+    add = budget.stages.add
+    for one in _with_recoveries(ledger, request, total_us):
+        add(
+            stage=one.stage,
+            start_us=one.start_us,
+            duration_us=one.duration_us,
+            worker_id=one.worker_id,
+        )
+    return budget
+
+
+def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
+    """What the time to first token, which comes now, was made of, in seconds."""
+    ledger = _Ledger(request)
+    prefill = request.prefill[0] if request.prefill is not None else ""
+    decode = request.decode[0] if request.decode is not None else ""
+    end_us = ledger.us(now)
+    ledger.span(min(ledger.us(request.submitted_at), end_us), [], common_pb2.STAGE_TOKENIZE, "")
+    if request.dispatched_at is None:
+        ledger.span(end_us, [], common_pb2.STAGE_QUEUE, "")
+    else:
+        ledger.span(min(ledger.us(request.dispatched_at), end_us), [], common_pb2.STAGE_QUEUE, "")
+        _first_token(ledger, request, prefill, decode, end_us)
+    return [(one.stage, one.duration_us / 1e6) for one in _with_recoveries(ledger, request, end_us)]
+
+
+def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
+    """The stages, but for the times without a worker: STAGE_RECOVERY and STAGE_PARKED."""
+    spans = [
+        (
+            one.stage,
+            ledger.us(one.began_at),
+            total_us if one.ended_at is None else ledger.us(one.ended_at),
+        )
+        for one in request.interruptions
+    ]
+    if not spans:
+        return ledger.stages
+    cuts = sorted({at for _, begin_us, end_us in spans for at in (begin_us, end_us)})
+    found: list[_Span] = []
+    for stage in ledger.stages:
+        end_us = stage.start_us + stage.duration_us
+        edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
+        for start_us, until_us in itertools.pairwise(edges):
+            without = next(
+                (kind for kind, begin, end in spans if begin <= start_us and until_us <= end), None
+            )
+            kind, worker = (stage.stage, stage.worker_id) if without is None else (without, "")
+            _append(found, kind, start_us, until_us - start_us, worker)
+    return found
+
+
+def _append(
+    stages: list[_Span],
+    stage: common_pb2.Stage.ValueType,
+    start_us: int,
+    duration_us: int,
+    worker_id: str,
+) -> None:
+    if stages and (last := stages[-1]).stage == stage and last.worker_id == worker_id:
+        last.duration_us += duration_us
+    else:
+        stages.append(_Span(stage, start_us, duration_us, worker_id))
+
+
+def _first_token(ledger: _Ledger, request: Request, prefill: str, decode: str, end_us: int) -> None:
+    """From dispatch to the first token: on the prefill worker, or on the decode worker alone."""
+    if request.prefill is not None:
+        timings, worker, queue = request.prefill_timings, prefill, common_pb2.STAGE_PREFILL_QUEUE
+    else:
+        timings, worker, queue = request.decode_timings, decode, common_pb2.STAGE_DECODE_QUEUE
+    if timings is None:
+        ledger.span(end_us, [], common_pb2.STAGE_PREFILL, worker)
+        return
+    parts = [
+        (queue, timings.queue_us, worker),
+        (common_pb2.STAGE_PREFILL, timings.run_us, worker),
+    ]
+    ledger.span(end_us, parts, common_pb2.STAGE_NETWORK, "")
+
+
+def _handoff(ledger: _Ledger, request: Request, decode: str, end_us: int) -> None:
+    """From the first token to the decode worker's first output."""
+    timings = request.decode_timings
+    if timings is None:
+        ledger.span(end_us, [], common_pb2.STAGE_HANDOFF, decode)
+        return
+    exposed_us = request.exposed_us if request.exposed_us is not None else timings.handoff_wait_us
+    parts = [
+        (common_pb2.STAGE_HANDOFF, exposed_us, decode),
+        (common_pb2.STAGE_DECODE_QUEUE, max(0, timings.queue_us - timings.handoff_wait_us), decode),
+    ]
+    # The network's share goes before the decode worker's run, which joins the rest of STAGE_DECODE.
+    run_from_us = max(ledger.now_us, end_us - timings.run_us)
+    ledger.span(run_from_us, parts, common_pb2.STAGE_NETWORK, "")
+    ledger.span(end_us, [], common_pb2.STAGE_DECODE, decode)

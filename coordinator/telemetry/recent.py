@@ -1,0 +1,271 @@
+"""What the last minute was like: latencies by stage, lane and tenant, and what went wrong in it.
+
+Time is cut into slices that are dropped one by one as they grow old. Gaps between tokens are
+counted by step and not by token: requests of one lane whose last token came at the same moment
+share one observation. Everything else is counted once per request, report or decision.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from baton.coordinator.lanes.lanes import LANES
+from baton.coordinator.lanes.tenants import Lane
+from baton.coordinator.telemetry.sketch import Sketch
+from baton.runtime.config import LaneTargetsConfig, TargetsConfig
+from baton.v1 import cluster_pb2, common_pb2
+
+Stage: TypeAlias = "common_pb2.Stage.ValueType"
+
+STAGES: tuple[Stage, ...] = tuple(
+    number for number in common_pb2.Stage.values() if number != common_pb2.STAGE_UNSPECIFIED
+)
+LASTS_S, NUM_SLICES = 60.0, 12
+# Of one lane; whoever comes later in a slice is counted with the others, under this name.
+MAX_TENANTS, OTHERS = 32, "(others)"
+# Prompts that take no time worth speaking of.
+TINY_PROMPT_TOKENS = 64
+# Of one load report: steps in between are not looked at, and the others count for them.
+_MAX_STEPS = 32
+# Before the first token a request waits for a worker in these, and for nobody in the others.
+_QUEUES = (
+    common_pb2.STAGE_QUEUE,
+    common_pb2.STAGE_PREFILL_QUEUE,
+    common_pb2.STAGE_DECODE_QUEUE,
+    common_pb2.STAGE_PARKED,
+)
+
+
+class TenantWindow:
+    """Of one tenant in one lane: its waits in the lane, and what it was served.
+
+    Attributes:
+        num_tokens: prompts and outputs of requests that ended.
+    """
+
+    __slots__ = ("num_tokens", "ttft", "wait")
+
+    def __init__(self) -> None:
+        self.wait, self.ttft, self.num_tokens = Sketch(), Sketch(), 0
+
+    def add(self, other: TenantWindow) -> None:
+        self.wait.add(other.wait)
+        self.ttft.add(other.ttft)
+        self.num_tokens += other.num_tokens
+
+
+class LaneWindow:
+    """Of one lane.
+
+    Attributes:
+        served: time to first token without the queues: what it would be alone.
+        tiny: time to first token of tiny prompts.
+        late: times to first token over the target.
+        late_s: what those were made of, by stage, in seconds.
+        tiny_s: what the times of tiny prompts were made of.
+        stages: of whole requests that ended; of each stage those that had it.
+        after_start: waits of requests whose worker came after them.
+    """
+
+    __slots__ = (
+        "after_start",
+        "e2e",
+        "itl",
+        "late",
+        "late_s",
+        "num_admitted",
+        "num_ended",
+        "num_failed",
+        "num_output_tokens",
+        "served",
+        "sheds",
+        "stages",
+        "tenants",
+        "tiny",
+        "tiny_s",
+        "ttft",
+    )
+
+    def __init__(self) -> None:
+        self.ttft, self.itl, self.e2e = Sketch(), Sketch(), Sketch()
+        self.served, self.tiny, self.late = Sketch(), Sketch(), Sketch()
+        self.after_start = Sketch()
+        self.late_s: defaultdict[Stage, float] = defaultdict(float)
+        self.tiny_s: defaultdict[Stage, float] = defaultdict(float)
+        self.stages: dict[Stage, Sketch] = {}
+        self.tenants: dict[str, TenantWindow] = {}
+        self.sheds: Counter[str] = Counter()
+        self.num_admitted = self.num_ended = self.num_failed = self.num_output_tokens = 0
+
+    def tenant(self, name: str) -> TenantWindow:
+        found = self.tenants.get(name)
+        if found is None:
+            name = name if len(self.tenants) < MAX_TENANTS else OTHERS
+            found = self.tenants.setdefault(name, TenantWindow())
+        return found
+
+    def first_token(
+        self,
+        tenant: str,
+        num_prompt_tokens: int,
+        ttft_s: float,
+        target_s: float | None,
+        stages: Iterable[tuple[Stage, float]],
+    ) -> None:
+        """A request's first token came.
+
+        Args:
+            tenant: whose it is.
+            num_prompt_tokens: of its prompt.
+            ttft_s: from its arrival.
+            target_s: what was hoped for; None for nothing.
+            stages: what ttft_s was made of, in seconds.
+        """
+        self.ttft.observe(ttft_s)
+        self.tenant(tenant).ttft.observe(ttft_s)
+        late, tiny = target_s is not None and ttft_s > target_s, False
+        if num_prompt_tokens <= TINY_PROMPT_TOKENS:
+            self.tiny.observe(ttft_s)
+            tiny = True
+        if late:
+            self.late.observe(ttft_s)
+        queued_s = 0.0
+        for stage, lasted_s in stages:
+            if stage in _QUEUES:
+                queued_s += lasted_s
+            if late:
+                self.late_s[stage] += lasted_s
+            if tiny:
+                self.tiny_s[stage] += lasted_s
+        self.served.observe(ttft_s - queued_s)
+
+    def all_stages(self) -> dict[Stage, Sketch]:
+        """Of whole requests that ended; a stage that a request did not have took no time."""
+        found = dict[Stage, Sketch]()
+        for stage in sorted({*STAGES, *self.stages}) if self.num_ended else ():
+            sketch = found[stage] = Sketch()
+            if stage in self.stages:
+                sketch.add(self.stages[stage])
+            if sketch.num < self.num_ended:
+                sketch.observe(0.0, self.num_ended - sketch.num)
+        return found
+
+    def add(self, other: LaneWindow) -> None:
+        for name in ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start"):
+            getattr(self, name).add(getattr(other, name))
+        self.sheds.update(other.sheds)
+        for ours, theirs in ((self.late_s, other.late_s), (self.tiny_s, other.tiny_s)):
+            for stage, lasted_s in theirs.items():
+                ours[stage] += lasted_s
+        for stage, sketch in other.stages.items():
+            self.stages.setdefault(stage, Sketch()).add(sketch)
+        for name, tenant in other.tenants.items():
+            self.tenant(name).add(tenant)
+        self.num_admitted += other.num_admitted
+        self.num_ended += other.num_ended
+        self.num_failed += other.num_failed
+        self.num_output_tokens += other.num_output_tokens
+
+
+class Window:
+    """Of the whole cell.
+
+    Attributes:
+        steps: of decode workers, a step counting once per output: those that only decoded.
+        mixed_steps: those that computed prompts too.
+        batch: outputs per decode step, one per step; a number in the place of seconds.
+        exposed: of committed handoffs.
+        counts: "handoff_fallbacks", "handoff_failures", "recoveries", "parked", "workers_lost",
+            "workers_unresponsive".
+    """
+
+    __slots__ = ("batch", "counts", "exposed", "lanes", "mixed_steps", "steps")
+
+    def __init__(self) -> None:
+        self.lanes = {lane: LaneWindow() for lane in LANES}
+        self.steps, self.mixed_steps, self.batch = Sketch(), Sketch(), Sketch()
+        self.exposed = Sketch()
+        self.counts: Counter[str] = Counter()
+
+    def add(self, other: Window) -> None:
+        for lane, window in other.lanes.items():
+            self.lanes[lane].add(window)
+        for name in ("steps", "mixed_steps", "batch", "exposed"):
+            getattr(self, name).add(getattr(other, name))
+        self.counts.update(other.counts)
+
+    def decode_steps(self, steps: Sequence[cluster_pb2.StepSample]) -> None:
+        """The steps of one load report of a decode worker."""
+        stride = -(-len(steps) // _MAX_STEPS) or 1
+        for step in steps[::stride]:
+            num_decodes = step.num_decodes
+            if num_decodes:
+                sketch = self.mixed_steps if step.num_prefill_tokens else self.steps
+                sketch.observe(step.duration_us / 1e6, num_decodes * stride)
+                self.batch.observe(num_decodes, stride)
+
+
+class Recent:
+    """The last LASTS_S seconds, to within a slice.
+
+    Attributes:
+        targets: what requests that name none hope for; whoever changes them replaces this.
+    """
+
+    def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
+        self.targets = targets or LaneTargetsConfig()
+        self._slices: deque[tuple[int, Window]] = deque()
+        self._number = -1
+        self._latest = Window()
+        # All slices but the latest as one, until there is a newer one.
+        self._closed: Window | None = None
+
+    def at(self, now: float) -> Window:
+        """The slice that this moment belongs to; the latest for one that is past."""
+        number = int(now * (NUM_SLICES / LASTS_S))
+        if number > self._number:
+            self._number, self._latest, self._closed = number, Window(), None
+            self._slices.append((number, self._latest))
+            self._forget(number)
+        return self._latest
+
+    def window(self, now: float) -> Window:
+        """All that is remembered, as one."""
+        latest = self.at(now)
+        if self._closed is None:
+            self._closed = Window()
+            for _, window in self._slices:
+                if window is not latest:
+                    self._closed.add(window)
+        found = Window()
+        found.add(self._closed)
+        found.add(latest)
+        return found
+
+    def lane(self, lane: Lane, now: float) -> tuple[Sketch, Sketch]:
+        """Times to first token and gaps between tokens, all that is remembered."""
+        self.at(now)
+        ttft, itl = Sketch(), Sketch()
+        for _, window in self._slices:
+            ttft.add(window.lanes[lane].ttft)
+            itl.add(window.lanes[lane].itl)
+        return ttft, itl
+
+    def target(self, lane: Lane) -> TargetsConfig:
+        return self.targets.batch if lane == common_pb2.LANE_BATCH else self.targets.interactive
+
+    def ttft_target_s(self, lane: Lane) -> float | None:
+        """None: none is set."""
+        target_ms = self.target(lane).ttft_ms
+        return None if target_ms is None else target_ms / 1e3
+
+    def itl_target_s(self, lane: Lane) -> float | None:
+        """None: none is set."""
+        target_ms = self.target(lane).itl_ms
+        return None if target_ms is None else target_ms / 1e3
+
+    def _forget(self, number: int) -> None:
+        while self._slices[0][0] <= number - NUM_SLICES:
+            self._slices.popleft()

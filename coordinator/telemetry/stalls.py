@@ -1,0 +1,139 @@
+"""The longest gaps between a stream's tokens, and what made them long."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from itertools import accumulate
+from typing import NamedTuple
+
+from baton.coordinator.core.request import Interruption, Request, RequestKey
+from baton.runtime.names import request_name_parts
+from baton.v1 import admin_pb2, common_pb2
+
+# Of one request.
+MAX_STALLS = 8
+# A worker's slow steps that are remembered: a gap is looked up when its request ends.
+MAX_SLOW_STEPS = 64
+# A gap's end is known to the microsecond, sums of them to a few more.
+_SLACK_S = 0.002
+
+
+class Cause(Enum):
+    """admin.proto's StallCause; the values are its numbers."""
+
+    PREFILL = admin_pb2.STALL_CAUSE_PREFILL
+    JOINED = admin_pb2.STALL_CAUSE_JOINED
+    BATCH = admin_pb2.STALL_CAUSE_BATCH
+    RECOVERY = admin_pb2.STALL_CAUSE_RECOVERY
+    PARKED = admin_pb2.STALL_CAUSE_PARKED
+    HANDOFF = admin_pb2.STALL_CAUSE_HANDOFF
+    CLIENT = admin_pb2.STALL_CAUSE_CLIENT
+    UNKNOWN = admin_pb2.STALL_CAUSE_UNKNOWN
+
+
+class SlowStep(NamedTuple):
+    """An engine step that came later than its lane's inter-token latency target.
+
+    Attributes:
+        at: when its outputs came, by the core's clock.
+        by: whose prompt or arrival it was; None for none in particular.
+        num_tokens: of that prompt.
+        num_requests: that had outputs in it.
+    """
+
+    at: float
+    cause: Cause
+    by: RequestKey | None
+    num_tokens: int
+    num_requests: int
+
+
+class Stall(NamedTuple):
+    """A gap over the request's target; times in microseconds since its arrival."""
+
+    start_us: int
+    duration_us: int
+    cause: Cause
+    worker_id: str = ""
+    by_request_id: str = ""
+    by_tenant: str = ""
+    num_tokens: int = 0
+    num_requests: int = 0
+
+
+_INTERRUPTED = {
+    common_pb2.STAGE_RECOVERY: Cause.RECOVERY,
+    common_pb2.STAGE_PARKED: Cause.PARKED,
+}
+
+
+def stalls(
+    request: Request, target_s: float | None, slow_steps: Iterable[SlowStep]
+) -> tuple[Stall, ...]:
+    """The request's longest gaps over its target, in order of time.
+
+    Args:
+        request: with tokens or without.
+        target_s: None: there is none, and no gap is too long.
+        slow_steps: of its decode worker.
+    """
+    if target_s is None or request.first_token_at is None or not request.gaps_us:
+        return ()
+    limit_us = target_s * 1e6
+    if max(request.gaps_us) <= limit_us:
+        return ()
+    arrived_at, worker = request.submission.arrived_at, request.decode
+    first_us = round((request.first_token_at - arrived_at) * 1e6)
+    steps = list(slow_steps)
+    found = []
+    for number, end_us, gap_us in _longest(request.gaps_us, limit_us, first_us):
+        ended_at = arrived_at + end_us / 1e6
+        stall = Stall(end_us - gap_us, gap_us, Cause.UNKNOWN, worker[0] if worker else "")
+        interrupted = _interruption(request.interruptions, ended_at - gap_us / 1e6, ended_at)
+        if interrupted is not None:
+            stall = stall._replace(cause=_INTERRUPTED[interrupted.stage], worker_id="")
+        elif number == 0 and request.handoff_id:
+            stall = stall._replace(cause=Cause.HANDOFF)
+        else:
+            step = next((one for one in steps if abs(one.at - ended_at) <= _SLACK_S), None)
+            if step is not None:
+                tenant, by = "", ""
+                if step.by is not None and step.by != request.key:
+                    tenant, by = request_name_parts(step.by)
+                stall = stall._replace(
+                    cause=step.cause,
+                    by_request_id=by,
+                    by_tenant=tenant,
+                    num_tokens=step.num_tokens,
+                    num_requests=step.num_requests,
+                )
+        found.append(stall)
+    return tuple(found)
+
+
+def _longest(gaps_us: array[int], limit_us: float, first_us: int) -> Iterator[tuple[int, int, int]]:
+    """Number, end and length of each of the longest gaps, in order of time."""
+    over = [number for number, gap_us in enumerate(gaps_us) if gap_us > limit_us]
+    if len(over) > MAX_STALLS:
+        over = sorted(heapq.nlargest(MAX_STALLS, over, key=gaps_us.__getitem__))
+    wanted = iter(over)
+    following = next(wanted, None)
+    for number, end_us in enumerate(accumulate(gaps_us, initial=first_us), start=-1):
+        if number == following:
+            yield number, end_us, gaps_us[number]
+            following = next(wanted, None)
+            if following is None:
+                return
+
+
+def _interruption(
+    interruptions: Iterable[Interruption], began_at: float, ended_at: float
+) -> Interruption | None:
+    """The first that overlaps the gap."""
+    for one in interruptions:
+        if one.began_at < ended_at and (one.ended_at is None or one.ended_at > began_at):
+            return one
+    return None
