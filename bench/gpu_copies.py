@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.kvtransfer.block_copies import CudaCopies, PagedCache, Run
+from baton.kvtransfer.connector.block_copies import CudaCopies, PagedCache, Run
 from baton.kvtransfer.control import split_blocks
 from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.layout import KvLayout

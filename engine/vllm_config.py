@@ -90,7 +90,7 @@ def checked_args(
         # Both roles, so that a worker can flip.
         "kv_transfer_config": {
             "kv_connector": "BatonConnector",
-            "kv_connector_module_path": "baton.kvtransfer.vllm_connector",
+            "kv_connector_module_path": "baton.kvtransfer.connector.vllm_connector",
             "kv_role": "kv_both",
             # A load that fails ends the request inside vLLM, and `_retry` runs it again without
             # the handoff: vLLM's own recompute would leave seeded generators one draw ahead.

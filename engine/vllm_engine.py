@@ -62,11 +62,11 @@ from baton.engine.vllm_lora import lora_requests, revision_of
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_request import sampling_params, transfer_params
 from baton.kvtransfer import engine_stages
-from baton.kvtransfer.cached_blocks import CACHE_CHANGE
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
+from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.connector.scheduler_half import CUT_OFF
+from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.kvtransfer.notes import NoteWriter
-from baton.kvtransfer.scheduler_half import CUT_OFF
-from baton.kvtransfer.step_work import STEP_WORK
 from baton.runtime import affinity
 from baton.runtime.orphans import EndsWithParent
 from baton.runtime.sampling import needs_exact_state

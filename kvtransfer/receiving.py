@@ -1,4 +1,4 @@
-"""What a receiver knows of a handoff, and says of it; the machine is in receiver.py."""
+"""What a receiver knows of a handoff, and says of it; the machine is in service/receiver.py."""
 
 from __future__ import annotations
 

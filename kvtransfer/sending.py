@@ -1,4 +1,4 @@
-"""What a sender knows of a handoff, and says of it; the machine is in sender.py."""
+"""What a sender knows of a handoff, and says of it; the machine is in service/sender.py."""
 
 from __future__ import annotations
 

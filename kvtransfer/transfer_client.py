@@ -115,7 +115,7 @@ class TransferClient:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "baton.kvtransfer.service",
+            "baton.kvtransfer.service.service",
             json.dumps(arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

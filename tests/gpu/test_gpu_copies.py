@@ -9,7 +9,13 @@ import threading
 import pytest
 import torch
 
-from baton.kvtransfer.block_copies import CudaCopies, HostCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.connector.block_copies import (
+    CudaCopies,
+    HostCopies,
+    PagedCache,
+    Run,
+    open_copies,
+)
 from baton.kvtransfer.layout import KvLayout
 
 pytestmark = [

@@ -7,11 +7,11 @@ import secrets
 import pytest
 import torch
 
+from baton.kvtransfer.connector.early_loads import EarlyLoad, EarlyWork
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Push
+from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
-from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
-from baton.kvtransfer.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.rank_half import RankHalf
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

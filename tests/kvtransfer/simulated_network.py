@@ -18,10 +18,10 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import Choice, Grant, ReceiverLimits, ReceiveState
-from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.sending import Outgoing, SenderLimits
+from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
 SENDER_LIMITS = SenderLimits(

@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.block_copies import HostCopies, PagedCache, Run, neighbours, open_copies
+from baton.kvtransfer.connector.block_copies import (
+    HostCopies,
+    PagedCache,
+    Run,
+    neighbours,
+    open_copies,
+)
+from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 24, 2, 8, 12

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvtransfer.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.runtime.block_hashes import block_hashes, root_of
 
 BLOCK_SIZE = 4

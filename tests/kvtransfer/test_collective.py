@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.collective import FRAMES_KEY, ReceivingLink, SendingLink
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.link_store import MAX_KEYS, LinkLost, LinkStore, may_have_gpu
-from baton.kvtransfer.process_group import LinkOptions, why_not
 from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.collective import FRAMES_KEY, ReceivingLink, SendingLink
+from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkLost, LinkStore, may_have_gpu
+from baton.kvtransfer.transports.process_group import LinkOptions, why_not
 from baton.v1 import kv_transfer_pb2 as pb
 
 HANDOFF = b"h" * 16

@@ -18,12 +18,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.kvtransfer import frames, scheduler_half
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE
-from baton.kvtransfer.handoff_step import LoadReport
-from baton.kvtransfer.rank_half import RankHalf
+from baton.kvtransfer import frames
+from baton.kvtransfer.connector import scheduler_half
+from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.connector.handoff_step import LoadReport
+from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.scheduler_half import CUT_OFF, SchedulerHalf
 from baton.kvtransfer.receiving import ReceiveState
-from baton.kvtransfer.scheduler_half import CUT_OFF, SchedulerHalf
 from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kvtransfer.early_loads import EarlyLoads
-from baton.kvtransfer.handoff_step import LoadReport
+from baton.kvtransfer.connector.early_loads import EarlyLoads
+from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.layout import KvLayout
 
 NUM_BLOCKS, BLOCK = 40, 4

@@ -6,8 +6,8 @@ import contextlib
 import grpc
 import pytest
 
-from baton.kvtransfer import links as links_module
-from baton.kvtransfer.links import LINK_METHOD, Links
+from baton.kvtransfer.transports import links as links_module
+from baton.kvtransfer.transports.links import LINK_METHOD, Links
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -11,13 +11,13 @@ import pytest
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.core import TransferCore
-from baton.kvtransfer.local_server import LocalConnection
-from baton.kvtransfer.negotiation import Negotiator
-from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service.core import TransferCore
+from baton.kvtransfer.service.local_server import LocalConnection
+from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))

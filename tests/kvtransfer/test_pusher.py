@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.pusher import Pusher
-from baton.kvtransfer.sender import Sender, SenderLimits
 from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.service.pusher import Pusher
+from baton.kvtransfer.service.sender import Sender, SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
 
 

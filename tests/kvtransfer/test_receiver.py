@@ -13,7 +13,6 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import (
     LONG_HELD_S,
     TRANSITIONS,
@@ -23,6 +22,7 @@ from baton.kvtransfer.receiving import (
     ReceiveState,
     Reply,
 )
+from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)

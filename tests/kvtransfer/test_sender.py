@@ -9,8 +9,8 @@ from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush, offer_grpc
+from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
 LAYOUT = KvLayout("m", "r", "float32", 3, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)

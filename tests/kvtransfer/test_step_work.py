@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from baton.kvtransfer.step_work import StepCounter
+from baton.kvtransfer.connector.step_work import StepCounter
 
 
 def output(new=(), cached=(), resumed=(), drafts=None):

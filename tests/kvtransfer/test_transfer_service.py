@@ -368,7 +368,7 @@ async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch,
 
 SILENT_SERVICE = """#!{python}
 import sys
-from baton.kvtransfer import service
+from baton.kvtransfer.service import service
 
 async def silent(core, server, health, listener, stop, socket_path):
     await stop.wait()

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.kvtransfer import frames, shm_transport
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Segment
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.negotiation import Negotiator
-from baton.kvtransfer.shm_transport import PeerSegments
+from baton.kvtransfer.transports import shm_transport
+from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports.negotiation import Negotiator
+from baton.kvtransfer.transports.shm_transport import PeerSegments
 from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED = pb.LocalSendState.STATE_COMMITTED

@@ -10,9 +10,9 @@ import urllib.request
 import pytest
 from http_gateway import gateway, metrics
 
-from baton.kvtransfer import links as links_module
-from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.links import Links
+from baton.kvtransfer.transports import links as links_module
+from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports.links import Links
 from baton.v1 import kv_transfer_pb2
 
 WAIT_S = 30.0

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from baton.engine.vllm_config import RefusingEngineArgs, checked_args
-from baton.kvtransfer import vllm_connector
+from baton.kvtransfer.connector import vllm_connector
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.v1 import kv_transfer_pb2

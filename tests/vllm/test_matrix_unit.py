@@ -8,7 +8,7 @@ import torch
 # Linux's arch_prctl(2): which features of the CPU's state this process may use; AMX's is bit 18.
 PROGRAM = """
 import ctypes
-from baton.kvtransfer.rank_half import allow_matrix_unit
+from baton.kvtransfer.connector.rank_half import allow_matrix_unit
 
 SYS_arch_prctl, ARCH_GET_XCOMP_PERM, AMX = 158, 0x1022, 1 << 18
 

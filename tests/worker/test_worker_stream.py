@@ -269,7 +269,7 @@ async def test_the_transfer_services_death_is_the_workers(coordinator, start_wor
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
     await some_outputs(stream, 1)
     for process in psutil.Process(os.getpid()).children():
-        if "baton.kvtransfer.service" in process.cmdline():
+        if "baton.kvtransfer.service.service" in process.cmdline():
             process.kill()
     change = (await stream.next_of("state_changed")).state_changed
     assert (change.state, change.failed) == (cluster_pb2.WORKER_STATE_STOPPED, True)

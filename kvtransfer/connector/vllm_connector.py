@@ -40,13 +40,13 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from baton.kvtransfer import engine_stages
-from baton.kvtransfer.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
+from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
-from baton.kvtransfer.rank_half import RankHalf
-from baton.kvtransfer.scheduler_half import SchedulerHalf
 from baton.runtime import affinity
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, copy, position_digest, verify
-from baton.kvtransfer.handoff_table import HandoffTable
 from baton.kvtransfer.layout import KvLayout, mismatch
 from baton.kvtransfer.receiving import (
     LONG_HELD_S,
@@ -37,6 +36,7 @@ from baton.kvtransfer.receiving import (
     first_choice,
     parse_open,
 )
+from baton.kvtransfer.service.handoff_table import HandoffTable
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState

@@ -1,6 +1,8 @@
 """The transfer service: a process of its own beside one worker's engine.
 
-    python -m baton.kvtransfer.service '{"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}'
+    python -m baton.kvtransfer.service.service CONFIG
+
+CONFIG is JSON: {"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}.
 
 It owns one shared-memory segment with two arenas, send [0, send_bytes) and receive [send_bytes,
 send_bytes + receive_bytes). The engine's processes copy into and out of it; this process moves the
@@ -25,19 +27,20 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from pydantic import Field, ValidationError
 
-from baton.kvtransfer import local_server, local_wire
+from baton.kvtransfer import local_wire
 from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
-from baton.kvtransfer.core import TransferCore
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
-from baton.kvtransfer.link_store import may_have_gpu
-from baton.kvtransfer.local_server import LocalConnection
-from baton.kvtransfer.negotiation import LINKED, Negotiator
-from baton.kvtransfer.receiver import Receiver
 from baton.kvtransfer.receiving import ReceiverLimits
-from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service import local_server
+from baton.kvtransfer.service.core import TransferCore
+from baton.kvtransfer.service.local_server import LocalConnection
+from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
+from baton.kvtransfer.transports.link_store import may_have_gpu
+from baton.kvtransfer.transports.negotiation import LINKED, Negotiator
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.access import Access
 from baton.runtime.config import ConfigError, KvTransferConfig
@@ -47,7 +50,7 @@ from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
 
 if TYPE_CHECKING:
-    from baton.kvtransfer.process_group import Backend
+    from baton.kvtransfer.transports.process_group import Backend
 
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
 SENDER_GRACE_S = 5.0
@@ -105,7 +108,7 @@ def _backends(transports: Sequence[str]) -> tuple[list[Backend], dict[str, str]]
         wanted.remove("nccl")
     if wanted:
         try:
-            from baton.kvtransfer import process_group
+            from baton.kvtransfer.transports import process_group
         except ImportError as error:
             return usable, {**unavailable, **dict.fromkeys(wanted, f"no torch here: {error}")}
         for name in wanted:
@@ -157,7 +160,7 @@ async def serve(arguments: ServiceArguments) -> int:
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
         if backends:
-            from baton.kvtransfer.links import Links
+            from baton.kvtransfer.transports.links import Links
 
             links = Links(
                 backends,

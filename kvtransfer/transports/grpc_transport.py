@@ -13,7 +13,7 @@ import grpc
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.sending import Outgoing
-from baton.kvtransfer.transport import PushHandler, PushLost
+from baton.kvtransfer.transports.transport import PushHandler, PushLost
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc

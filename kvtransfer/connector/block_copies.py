@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from baton.kvtransfer.arena import MADV_POPULATE_WRITE
+from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notifier import Copy
 
 # Of each ring of scratch. It bounds what a GPU has gathered and not yet copied out, so that a bus
 # slower than the model holds up the model, not the memory; and how long after its gathers a step's

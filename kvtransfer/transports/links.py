@@ -20,13 +20,13 @@ from typing import Any, Protocol, cast
 import grpc
 
 from baton.kvtransfer import layout
-from baton.kvtransfer.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, Frame
-from baton.kvtransfer.grpc_transport import SERVICE
-from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.process_group import Backend, LinkOptions
 from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
+from baton.kvtransfer.transports.grpc_transport import SERVICE
+from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports.process_group import Backend, LinkOptions
 from baton.runtime import rpc
 from baton.runtime.addresses import local_address
 from baton.runtime.config import split_address

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
+from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads
-from baton.kvtransfer.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
 from baton.kvtransfer.receiving import LONG_HELD_S
-from baton.kvtransfer.step_work import STEP_WORK, StepCounter
 from baton.v1 import kv_transfer_pb2
 
 if TYPE_CHECKING:

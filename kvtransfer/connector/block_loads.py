@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.kvtransfer.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.early_loads import EarlyLoad, EarlyWork
+from baton.kvtransfer.connector.handoff_step import Load
+from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, EnginePort, checksum
-from baton.kvtransfer.early_loads import EarlyLoad, EarlyWork
-from baton.kvtransfer.handoff_step import Load
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notifier import Copy
 from baton.v1 import kv_transfer_pb2
 
 

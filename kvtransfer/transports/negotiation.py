@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
-from baton.kvtransfer import shm_transport
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.receiving import Choice
 from baton.kvtransfer.sending import GRPC, SHM
-from baton.kvtransfer.shm_transport import PeerSegments
+from baton.kvtransfer.transports import shm_transport
+from baton.kvtransfer.transports.shm_transport import PeerSegments
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Peers whose transport is remembered for operators.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.block_copies import BlockCopies, PagedCache, Run, open_copies
-from baton.kvtransfer.block_loads import (
+from baton.kvtransfer.connector.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.connector.block_loads import (
     Check,
     EarlyCopies,
     FrameKey,
@@ -18,10 +18,10 @@ from baton.kvtransfer.block_loads import (
     holds,
     wanted_blocks,
 )
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
+from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.control import Claim, EnginePort, split_blocks
-from baton.kvtransfer.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notifier import Filled, Notifier, NotifierThread
 from baton.v1 import kv_transfer_pb2
 
 

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
-from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.sender import Sender
 from baton.kvtransfer.sending import Outgoing
-from baton.kvtransfer.transport import Push, PushLost
+from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports.transport import Push, PushLost
 from baton.v1 import kv_transfer_pb2
 
 # A push that is over has so long to say so; then it is cut off.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.kvtransfer.early_loads import EarlyWork
+from baton.kvtransfer.connector.early_loads import EarlyWork
 from baton.v1 import kv_transfer_pb2
 
 

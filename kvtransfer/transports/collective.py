@@ -32,9 +32,9 @@ from typing import Any, TypeVar
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.link_store import LinkLost, LinkStore
-from baton.kvtransfer.process_group import RECEIVER, SENDER, Group, LinkOptions, join
 from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.transports.link_store import LinkLost, LinkStore
+from baton.kvtransfer.transports.process_group import RECEIVER, SENDER, Group, LinkOptions, join
 from baton.v1 import kv_transfer_pb2
 
 _T = TypeVar("_T")

@@ -12,18 +12,18 @@ from baton.kvtransfer import local_wire, receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
-from baton.kvtransfer.link_store import LinkLost
-from baton.kvtransfer.local_server import LocalConnection
-from baton.kvtransfer.negotiation import Negotiator
-from baton.kvtransfer.pusher import Pusher
-from baton.kvtransfer.receiver import Receiver
-from baton.kvtransfer.sender import Sender
-from baton.kvtransfer.transport import IncomingPush, Transport
+from baton.kvtransfer.service.local_server import LocalConnection
+from baton.kvtransfer.service.pusher import Pusher
+from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports.negotiation import Negotiator
+from baton.kvtransfer.transports.transport import IncomingPush, Transport
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
     # Needs torch, which a service without links does not load.
-    from baton.kvtransfer.links import Links
+    from baton.kvtransfer.transports.links import Links
 
 # For an incoming push that opens no handoff; one that does has the handoff's deadlines.
 UNUSED_PUSH_TIMEOUT_S = 5.0
