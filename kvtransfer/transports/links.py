@@ -268,10 +268,7 @@ class Links:
         messages: AsyncIterator[pb.LinkMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        hello = pb.LinkHello()
-        async for message in messages:
-            hello = message.hello
-            break
+        hello = await self._hello(messages)
         peer = _peer(context.peer())
         local = await asyncio.to_thread(local_address, *peer)
         refusal = self._refusal(hello)
@@ -306,6 +303,14 @@ class Links:
             finally:
                 # Also when gRPC cancels this task a second time.
                 del self._incoming[link_id]
+
+    async def _hello(self, messages: AsyncIterator[pb.LinkMessage]) -> pb.LinkHello:
+        """What a stream begins with; an empty one, which is refused, where nothing comes in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._open_timeout_s):
+                async for message in messages:
+                    return message.hello
+        return pb.LinkHello()
 
     def _refusal(self, hello: pb.LinkHello) -> str:
         """Why a link cannot be; empty when it can."""

@@ -24,8 +24,14 @@ class Handler:
 
 
 @contextlib.asynccontextmanager
-async def serving():
-    links = Links(["gloo"], Handler(), lambda: FINGERPRINT, open_timeout_s=1.0, frame_timeout_s=1.0)
+async def serving(open_timeout_s=PATIENCE_S):
+    links = Links(
+        ["gloo"],
+        Handler(),
+        lambda: FINGERPRINT,
+        open_timeout_s=open_timeout_s,
+        frame_timeout_s=1.0,
+    )
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
     port = server.add_insecure_port("127.0.0.1:0")
     links.add_to(server)
@@ -111,3 +117,16 @@ async def test_a_stream_that_ends_before_its_answer_leaves_no_link():
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             await call.read()
         await all_gone(links, ["gone"])
+
+
+async def test_a_stream_that_says_nothing_is_not_kept():
+    async with serving(open_timeout_s=0.05) as (_, channel):
+        call = channel.stream_stream(
+            LINK_METHOD,
+            request_serializer=pb.LinkMessage.SerializeToString,
+            response_deserializer=pb.LinkMessage.FromString,
+        )()
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await call.read()
+            assert answer.hello.refusal
+            assert await call.read() is grpc.aio.EOF
