@@ -174,7 +174,7 @@ class AdminClient(AsyncClosing):
     async def list_decisions(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, *, limit: int = 0
     ) -> list[admin_pb2.ScalingDecision]:
-        """The last decisions on a pool's size, newest first; of both pools by default."""
+        """The last decisions on a pool's size, newest first; of both, one after the other."""
         request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
         answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
         return list(answer.decisions)

@@ -19,6 +19,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 _MAX_BLOCK_ID = 2**31
 # Of all requests of a trace, each with its own; what is kept of them takes some hundred MB.
 _MAX_BLOCKS = 2**23
+# Of one prompt or output; several times what models take.
+_MAX_TOKENS = 2**24
 _APART_S = 10.0
 _OF_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _OF_MOONCAKE = ("timestamp_ms", "input_tokens", "output_tokens", "block_ids")
@@ -209,9 +211,10 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
             length = int(value)
         except (TypeError, ValueError, OverflowError):
             length = 0
-        if length < 1:
+        if not 1 <= length <= _MAX_TOKENS:
             raise TraceError(
-                f"{path}: request {number}: its {name} has {value!r} tokens; must be at least 1"
+                f"{path}: request {number}: its {name} has {value!r:.60} tokens; must be 1 to "
+                f"{_MAX_TOKENS}"
             )
         lengths.append(length)
     return Arrival(at_s, lengths[0], lengths[1])

@@ -126,7 +126,7 @@ class WorkerProcess:
     ) -> None:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
         self._output, self._errors, self._directory = output, errors, directory
-        self._stopping = self._reported = False
+        self._stopping = self._reported = self._given_up = False
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch = asyncio.create_task(self._run(config), name=f"worker {worker_id}")
 
@@ -206,6 +206,9 @@ class WorkerProcess:
             async with asyncio.timeout(patience_s):
                 await self._process.wait()
         except TimeoutError:
+            if self._given_up:
+                return
+            self._given_up = True
             _log.warning("worker %s did not stop within %g s: killed", self._worker_id, patience_s)
 
     async def _run(self, config: bytes) -> None:

@@ -305,7 +305,7 @@ class Links:
                 del self._incoming[link_id]
 
     async def _hello(self, messages: AsyncIterator[pb.LinkMessage]) -> pb.LinkHello:
-        """What a stream begins with; an empty one, which is refused, where nothing comes in time."""
+        """What a stream begins with; where nothing comes in time an empty one, to be refused."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._open_timeout_s):
                 async for message in messages:

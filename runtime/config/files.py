@@ -22,7 +22,14 @@ _PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice: of the first one nothing would be left."""
+    """Refuses a key that is there twice: of the first nothing would be left. And circles."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node = super().compose_node(parent, index)
+        if node is not None and node.end_mark is None:
+            problem = "found a value that contains itself"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         # As it is written: later, what `<<` brings stands beside what lies over it.

@@ -352,6 +352,7 @@ UNFOLDED = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
     [
         ("a,b\n1,2\n", "TIMESTAMP, ContextTokens, GeneratedTokens"),
         ('[{"start_time": 0, "prompt_len": 0, "output_len": 2}]', "its prompt has 0 tokens"),
+        ('[{"start_time": 0, "prompt_len": 1, "output_len": 1e12}]', "must be 1 to 16777216"),
         ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
         ("[]", "has no request"),
         ("{nonsense", "not JSON"),

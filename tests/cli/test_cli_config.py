@@ -117,6 +117,13 @@ def test_what_is_nested_too_deeply_to_be_read_is_refused(baton):
         options.parse_engine_args([f"x={5000 * '['}"])
 
 
+def test_what_contains_itself_is_refused(baton):
+    checked = baton("config", "check", "-", stdin="engine_args: &all\n  seed: 1\n  more: *all\n")
+    assert checked.code == 2
+    assert "not YAML: found a value that contains itself" in checked.err
+    assert baton("config", "check", "-", stdin="prefill: &one {workers: 2}\ndecode: *one").code == 0
+
+
 def test_every_wrong_key_has_its_line(baton):
     checked = baton("config", "check", "-", stdin="modle: x\ndecode: {worker: 1}\n")
     assert len(checked.err.splitlines()) == 2
