@@ -111,22 +111,13 @@ def test_decode_grows_on_its_own():
     assert "within 50 ms" in decision.decode.reason
 
 
-def test_steps_are_as_long_as_they_are_with_so_many_workers():
-    days = Days(config=replace(CONFIG, flip=False))
-    # 8,000 tokens/s: 5 workers make them in steps of 42 ms, with 333 requests on average, and take
-    # 412. In steps of 48 ms there would be 384, and 416 now and then.
-    decision = days.passes(120, rate=40, work_s=0.01, output=200.0)
-    assert decision.decode.needed == 5
-    assert decision.decode.reason.startswith("333 requests at a time")
-
-
 def test_kv_room_counts():
     days = Days(config=replace(CONFIG, flip=False))
     days.decode = DecodeLoad(num_decodes=40, reserved_tokens=400_000, kv_tokens=100_000)
     decision = days.passes(20, rate=1, work_s=0.01)
-    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests. So 5 workers have
-    # room for 40 that last.
-    assert decision.decode.needed == 5
+    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests. And 40 that last
+    # are 50 for one time in twenty.
+    assert decision.decode.needed == 6
     assert "its KV cache" in decision.decode.reason
 
 

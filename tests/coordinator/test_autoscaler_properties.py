@@ -291,45 +291,6 @@ def test_prefill_workers_grow_with_load_and_suffice(load, more, works, target_s)
     )
 
 
-def exceeded(base_s, slope_s, tokens_per_s, workers, each):
-    """How often more than `each` requests per worker share the workers.
-
-    They come independently and share alike, which gives their number's distribution (Kelly, 1979).
-    """
-    log, logs = 0.0, [0.0]
-    for number in range(1, 4 * math.ceil(workers * each) + 100):
-        log += math.log(tokens_per_s * (base_s + slope_s * number / workers) / number)
-        logs.append(log)
-    shares = [math.exp(one - max(logs)) for one in logs]
-    return math.fsum(shares[math.floor(workers * each) + 1 :]) / math.fsum(shares)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.floats(20, 2000), st.floats(0.01, 0.04), st.floats(1e-5, 1e-3), st.floats(8, 60))
-def test_decode_workers_hold_the_number_of_requests(tokens_per_s, base_s, slope_s, each):
-    """At most one more or less of them than by the number's exact distribution."""
-    number = queueing.decode_workers(base_s, slope_s, tokens_per_s, each, 95.0).workers
-    assert exceeded(base_s, slope_s, tokens_per_s, number + 1, each) <= 0.05
-    if number > 2 and tokens_per_s * slope_s < number - 2:
-        assert exceeded(base_s, slope_s, tokens_per_s, number - 2, each) > 0.05
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.floats(0, 1e5),
-    st.floats(0, 1e4),
-    st.floats(0, 0.05),
-    st.floats(0, 1e-3),
-    st.one_of(st.floats(1, 200), st.just(math.inf)),
-    st.floats(50, 99.9),
-)
-def test_decode_workers_grow_with_load_and_percentile(load, more, base_s, slope_s, each, percent):
-    found = queueing.decode_workers(base_s, slope_s, load, each, percent)
-    assert queueing.decode_workers(base_s, slope_s, load + more, each, percent)[0] >= found.workers
-    assert queueing.decode_workers(base_s, slope_s, load, each, 99.95).workers >= found.workers
-    assert found.workers * each >= found.usual or not load
-
-
 def test_gaps_and_clock_jumps_cost_the_memory_and_shrink_nothing():
     config = ScalingConfig(prefill=PoolLimits(1, 16), decode=PoolLimits(1, 16), flip=False)
     days = Closed(config, 40, 0.1, 100, 6, 3)

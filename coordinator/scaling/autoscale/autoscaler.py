@@ -28,7 +28,6 @@ from baton.coordinator.scaling.autoscale.types import (
     Flip,
     Misses,
     Observation,
-    Phase,
     PoolDecision,
     PoolState,
     Sample,
@@ -184,13 +183,7 @@ def _samples(
         name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
     )
     sample = forecast.sample(
-        state.lanes,
-        observation.lanes,
-        lanes,
-        now,
-        span_s,
-        observation.decode.num_decodes,
-        len(observation.of(Pool.DECODE, Phase.SERVING)),
+        state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_decodes
     )
     if sample is None:
         return (), "the coordinator's counts began again"

@@ -29,7 +29,6 @@ def sample(
     now: float,
     span_s: float,
     num_decodes: int,
-    num_workers: int,
 ) -> Sample | None:
     """What these lanes got between two observations; None when the totals make no sense.
 
@@ -48,7 +47,7 @@ def sample(
             sums[one] += difference
     rate, work, output_tokens, kv_tokens = (sums[one] / span_s for one in _FIELDS)
     present = num_decodes + sum(load.num_waiting for name, load in after if name in lanes)
-    return Sample(now, span_s, rate, work, output_tokens, kv_tokens, present, max(1, num_workers))
+    return Sample(now, span_s, rate, work, output_tokens, kv_tokens, present)
 
 
 def kept(samples: Sequence[Sample], now: float) -> tuple[Sample, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 from baton.coordinator.scaling.autoscale import forecast, queueing
@@ -154,38 +155,31 @@ def decode_need(
     room = load.kv_tokens * config.kv_share
     by_room = max(1.0, room / room_each) if room and room_each else math.inf
     each = min(by_time, by_room)
+    # Little's law, with steps as long as they then are.
+    step_s = latency.decode_step_s(1, 0)
+    if math.isfinite(each):
+        step_s = latency.decode_step_s(math.ceil(each), math.ceil(each * held_each))
+    expected = tokens * rising * min(step_s, within_s)
     waiting = sum(
         dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
     )
     present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
-    # Of a step, and what each request adds to it.
-    base_s = latency.step_base_s * correction
-    kv_s = latency.step_per_kv_token_s * held_each * correction
-    slope_s = latency.step_per_request_s * correction + kv_s
-
-    def made(one: Sample) -> float:
-        """Tokens per second of the requests that were there."""
-        step_s = base_s + slope_s * one.present / one.num_workers
-        return one.present / step_s if step_s > 0 else 0.0
-
-    # Outputs may be longer than expected: what has been made for a while counts as expected.
-    expected, lasting = tokens * rising, forecast.load(samples, now, made)
+    # Outputs may be longer than expected: who has been here for a while counts as expected.
+    lasting = forecast.load(samples, now, lambda one: one.present)
     # Requests differ in what they hold: a few long ones more make steps as long as many.
     uneven = _unevenness(observation, config) if by_time <= by_room else 0.0
-    share = kv_s / slope_s if slope_s > 0 else 0.0
+    slope_s = latency.step_per_request_s + latency.step_per_kv_token_s * held_each
+    share = latency.step_per_kv_token_s * held_each / slope_s if slope_s > 0 else 0.0
     percentile = max(
         (one.percentile for _, one in config.targets if one.itl_s is not None), default=50.0
     )
-    spread = bursts + uneven * share * share
-    number, usual = queueing.decode_workers(
-        base_s, slope_s, max(expected, lasting), each, percentile, spread
-    )
+    most = _percentile(max(expected, lasting), bursts + uneven * share * share, percentile)
     # Of those that are here now some are here by chance, and gone before a worker would be.
     surely = present - _SURE * math.sqrt(present * bursts)
-    at_once = _workers(surely, each)
+    number, at_once = _workers(most, each), _workers(surely, each)
     if not number and not at_once:
         return Need(0, "no request is expected")
-    reason = f"{usual:.0f} requests at a time"
+    reason = f"{max(expected, lasting):.0f} requests at a time"
     if rising > 1 and expected > lasting:
         reason += f", rising {rising:.2f} x in {config.cold_start_s:g} s"
     if at_once > number:
@@ -212,6 +206,12 @@ def _unevenness(observation: Observation, config: ScalingConfig) -> float:
 
 def _lanes(config: ScalingConfig) -> list[str]:
     return [name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None]
+
+
+def _percentile(number: float, burstiness: float, percentile: float) -> float:
+    """Of a number of requests whose mean is given, at least that mean."""
+    above = max(0.0, NormalDist().inv_cdf(percentile / 100))
+    return number + above * math.sqrt(number * burstiness)
 
 
 def _workers(number: float, each: float) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
-from typing import NamedTuple
 
 from baton.runtime.latency import LatencyModel
 
@@ -92,47 +90,3 @@ def most_requests(latency: LatencyModel, itl_s: float, kv_per_request: float) ->
     """
     slope = latency.step_per_request_s + latency.step_per_kv_token_s * kv_per_request
     return max(1.0, (itl_s - latency.step_base_s) / slope) if slope > 0 else math.inf
-
-
-class Decoding(NamedTuple):
-    """Attributes: workers: of the pool; usual: requests at a time, on average, on all of them."""
-
-    workers: int
-    usual: float
-
-
-def decode_workers(
-    base_s: float,
-    slope_s: float,
-    tokens_per_s: float,
-    each: float,
-    percentile: float,
-    spread: float = 1.0,
-) -> Decoding:
-    """The fewest on which the number of requests at a time is, so often, no more than they take.
-
-    Requests share their worker: the more there are the longer its steps, and the longer they stay
-    (Little, 1961). With `busy` of each second spent on what requests add to steps there are
-    tokens/s * base / (1 - busy) of them, and their number varies by 1 / (1 - busy) times as much as
-    if they did not slow each other down.
-
-    Args:
-        base_s: of a step without requests.
-        slope_s: that each of them adds to it.
-        tokens_per_s: that all of them are to get.
-        each: requests that a worker may have at a time.
-        percentile: of the time.
-        spread: the variance of their number over that of independent ones.
-    """
-    if not tokens_per_s > 0:
-        return Decoding(0, 0.0)
-    above = max(0.0, NormalDist().inv_cdf(percentile / 100))
-    # On average they are as many as fit.
-    workers = max(1, math.ceil(min(MOST, tokens_per_s * (base_s / each + slope_s) - 1e-9)))
-    while True:
-        free = 1 - tokens_per_s * slope_s / workers
-        usual = tokens_per_s * base_s / free if free > 0 else math.inf
-        most = usual + above * math.sqrt(usual * spread / free) if free > 0 else math.inf
-        if workers >= MOST or most <= workers * each + 1e-9:
-            return Decoding(workers, usual)
-        workers += 1

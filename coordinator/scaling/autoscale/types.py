@@ -243,7 +243,6 @@ class Sample:
         output_tokens, kv_tokens: as in LaneLoad.
         span_s: of the interval.
         present: requests at its end, from their arrival to their last token.
-        num_workers: decode workers that served then, at least 1.
     """
 
     at: float
@@ -253,7 +252,6 @@ class Sample:
     output_tokens: float
     kv_tokens: float
     present: float = 0.0
-    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
