@@ -124,7 +124,8 @@ class RequestBook:
         num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
             submission, model.max_model_len if model is not None else 0
         )
-        if refused is None and not goes_on and not self._was_accepted(submission):
+        # An older one that is not in its way is what it resumes.
+        if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
             refused = self.lanes.rate_error(submission.tenant, num_tokens, now)
         revision = self._traffic.revision_of(submission)
         hashes = self._placer.hashes(submission, revision)
@@ -479,16 +480,14 @@ class RequestBook:
             )
         )
 
-    def _was_accepted(self, submission: Submission) -> bool:
-        """Whether it resumes what runs here, or ran here until its client was gone."""
+    def _was_cut_off(self, submission: Submission) -> bool:
+        """Whether it resumes what ran here until its client was gone."""
         num_known = len(submission.known_token_ids)
-        if self.requests.get(submission.key) is not None:
-            return num_known > 0
-        before = self.requests.ended.get(submission.key)
+        before = self.requests.ended.get(submission.key) if num_known else None
         return (
             before is not None
             and before.state is RequestState.CANCELLED
-            and 0 < num_known <= before.num_output_tokens
+            and num_known <= before.num_output_tokens
         )
 
     def _succeeded(self, older: Request, now: float) -> None:

@@ -10,19 +10,16 @@ from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.request import Prediction, Request, Submission
 from baton.coordinator.lanes.lanes import LANES, Lanes, lane_config
 from baton.coordinator.lanes.tenants import Lane
+from baton.coordinator.lanes.wait_ratio import WaitRatio
 from baton.coordinator.routing.placers import Placers
-from baton.coordinator.telemetry.recent_values import RecentValues
 from baton.runtime import errors
 from baton.runtime.config import LanesConfig
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
 _RETRY_AFTER_S = 1.0
-# So many of the latest waits were no longer than what is reckoned with: who is let in is in time.
-_SHARE, _WINDOW = 0.995, 256
-# Nor is more reckoned with than this: an incident that made everybody late is soon over, and those
-# late are among the latest for longer.
-_MAX_RATIO = 4.0
+# So many of a lane's latest waits tell how others turn out.
+_WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Admission:
     Requests are promised a time for their first token. What is predicted is wrong by what no model
     of the steps knows: the network, a machine's other work, who comes later and goes first. So what
     became of the latest predictions is kept, and waits are reckoned with as nearly all of these
-    turned out. (As in conformal prediction: Vovk, Gammerman, Shafer, 2005.)
+    turned out.
 
     Attributes:
         closing: why nothing is admitted any more; None: it is.
@@ -86,7 +83,7 @@ class Admission:
 
     def __init__(self, config: CoreConfig, lanes: Lanes, placer: Placers) -> None:
         self._config, self._lanes, self._placer = config, lanes, placer
-        self._ratios = {lane: RecentValues[float](_WINDOW) for lane in LANES}
+        self._ratios = {lane: WaitRatio(_WINDOW) for lane in LANES}
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
@@ -140,8 +137,7 @@ class Admission:
 
     def wait_ratio(self, lane: Lane) -> float:
         """How much longer than predicted a wait in a lane is reckoned with."""
-        ratios = self._ratios[lane]
-        return min(max(1.0, ratios.quantile(_SHARE)), _MAX_RATIO) if len(ratios) else 1.0
+        return self._ratios[lane].value
 
     def first_token(self, request: Request, now: float) -> None:
         """It comes now, or would not have come before: shows how good the prediction was.
@@ -151,7 +147,7 @@ class Admission:
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
-            self._ratios[request.submission.lane].add(waited_s / prediction.wait_s)
+            self._ratios[request.submission.lane].turned_out(waited_s, prediction.wait_s)
 
     def ended(self, request: Request, now: float) -> None:
         """It ended. Without a first token it is one of the late ones, if it waited for too long."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.coordinator.telemetry.recent_values import RecentValues
+from baton.coordinator.lanes.wait_ratio import WaitRatio
 
 # About so many of its latest requests count.
 _NUM_LATEST = 32
-# None of so many of its latest waits was longer than what is reckoned with; but see _MAX_RATIO.
-_WINDOW, _MAX_RATIO = 64, 4.0
+# So many of its latest waits tell how others turn out.
+_WINDOW = 64
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Slots:
     Those of a restarted coordinator that go on may be more than there are slots.
     """
 
-    __slots__ = ("_at", "_num_left", "_num_running", "_num_slots", "_ran_s", "_ratios", "_watched")
+    __slots__ = ("_at", "_num_left", "_num_running", "_num_slots", "_ran_s", "_ratio", "_watched")
 
     def __init__(self, num_slots: int, now: float) -> None:
         self._num_slots = num_slots
@@ -39,7 +39,7 @@ class Slots:
         # How long requests ran, those that still do among them, and how many left; both fade.
         self._ran_s = self._num_left = 0.0
         self._at = now
-        self._ratios = RecentValues[float](_WINDOW)
+        self._ratio = WaitRatio(_WINDOW)
         self._watched: _Watched | None = None
 
     @property
@@ -66,7 +66,7 @@ class Slots:
         if watched is not None:
             watched.num_left -= 1
             if not watched.num_left:
-                self._ratios.add((now - watched.since) / watched.foreseen_s)
+                self._ratio.turned_out(now - watched.since, watched.foreseen_s)
                 self._watched = None
 
     def gave_up(self) -> None:
@@ -88,8 +88,7 @@ class Slots:
         wait_s = num_before * self._ran_s / (self._num_left or 1.0) / self._num_slots
         if wait_s and self._watched is None and self.has_history:
             self._watched = _Watched(now, num_before, wait_s)
-        ratio = self._ratios.ordered[-1] if len(self._ratios) else 1.0
-        return wait_s * min(max(1.0, ratio), _MAX_RATIO)
+        return wait_s * self._ratio.value
 
     def _pass(self, now: float) -> None:
         """Time has passed."""
