@@ -60,6 +60,8 @@ class RankHalf:
         # of a layer, those together that one gather takes.
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
+        # Layers whose blocks have yet to be gathered in this step, by the engine's names.
+        self._unsaved: dict[str, None] = {}
         # Of loads of the step under way, whose copies may not have ended.
         self._unchecked: list[tuple[Load, Check]] = []
         self._invalid_block_ids: set[int] = set()
@@ -94,6 +96,7 @@ class RankHalf:
             self._notifier.ended(handoff_id)
         self._groups = list(self._grouped(step.pushes)) if self._notifier.alive else []
         if self._groups:
+            self._unsaved = dict.fromkeys(self._known_cache.indices)
             self._blocks = self._copies.prepare(
                 [block_id for push in step.pushes for block_id in push.block_ids]
             )
@@ -116,10 +119,12 @@ class RankHalf:
             yield group
 
     def save(self, layer_name: str) -> None:
+        """The kernels of one layer have been launched."""
         if not self._groups:
             return
         layer, layout = self._known_cache.indices[layer_name], self._layout
-        ends_step = layer == layout.num_layers - 1
+        del self._unsaved[layer_name]
+        ends_step = not self._unsaved
         for group in self._groups:
             filled = []
             for piece in group:
@@ -150,7 +155,12 @@ class RankHalf:
         vLLM may give the blocks of a request that has ended or was preempted to another one, in a
         step that it launches before the GPU has begun this one: that step's kernels must come after
         the gathers. They need not come after the copies to staging, which read scratch.
+
+        A CUDA graph of the whole model (vLLM's FULL: steps of single tokens, such as the last one
+        of a prompt whose others were cached) says nothing of its layers: they are gathered here.
         """
+        for layer_name in list(self._unsaved):
+            self.save(layer_name)
         if self._groups:
             self._copies.join()
         self._groups, self._blocks = [], None

@@ -45,8 +45,12 @@ class Worker:
         self.caches = {f"layer.{index}": memory.clone().permute(back) for index in range(LAYERS)}
         self.rank.register(self.caches)
 
-    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None):
-        """As vLLM's model runner makes one; returns the invalid block ids."""
+    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None, in_graph=()):
+        """As vLLM's model runner makes one; returns the invalid block ids.
+
+        Args:
+            in_graph: layers that a CUDA graph computes without telling the connector.
+        """
         early = early or EarlyWork()
         metadata = HandoffStep(list(pushes), list(loads), list(ended), early)
         self.rank.begin_step(metadata)
@@ -55,7 +59,8 @@ class Worker:
         for name, cache in self.caches.items():
             if compute is not None:
                 compute(name, cache)
-            self.rank.save(name)
+            if name not in in_graph:
+                self.rank.save(name)
         if not loads:
             # Where the step's model needs nothing of them, they follow it.
             self.rank.load(metadata)
@@ -167,6 +172,26 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
         assert bool((cache[5] == 51 + 100 * layer).all())
     # Loaded once and released.
     assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
+    await empty(sender)
+    await empty(receiver)
+
+
+@pytest.mark.parametrize("told", [(), (LAYERS - 1,), (0, 2)], ids=["none", "last", "some"])
+async def test_layers_that_a_graph_computes_silently_are_handed_over_too(workers, told):
+    sender, receiver = workers
+    in_graph = {f"layer.{layer}" for layer in range(LAYERS) if layer not in told}
+    handoff_id, offset = await opened(sender, receiver, 3)
+    for first, ids, last in ((0, [9, 4], False), (2, [6], True)):
+        push = Push(handoff_id, offset, first, 3, ids, last)
+        values = {block_id: first + at for at, block_id in enumerate(ids)}
+        sender.step([push], compute=writes(values), in_graph=in_graph)
+        # The next step uses the same blocks for something else, in the same graph.
+        sender.step(compute=writes(dict.fromkeys(ids, 99)), in_graph=in_graph)
+    await committed(receiver, handoff_id)
+    assert receiver.step(loads=[Load(handoff_id, 3 * TOKENS, 0, [1, 3, 2])]) == set()
+    for layer, cache in enumerate(receiver.caches.values()):
+        for at, block_id in enumerate([1, 3, 2]):
+            assert bool((cache[block_id] == at + 100 * layer).all()), (layer, at)
     await empty(sender)
     await empty(receiver)
 
