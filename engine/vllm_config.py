@@ -20,7 +20,6 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
-from baton.engine.vllm_forced_tokens import ForcedTokens
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import refuse_model, refuse_settings
@@ -110,9 +109,6 @@ def checked_args(
     if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
         # vLLM would take most of the machine's memory, and so would the next worker on it.
         args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
-    if not args.get("speculative_config"):
-        own = f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"
-        args["logits_processors"] = [*args.get("logits_processors", []), own]
     return args
 
 

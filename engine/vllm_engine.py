@@ -56,7 +56,7 @@ from baton.engine.vllm_config import (
     keep_sockets_in,
     layout_of,
 )
-from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_forced_tokens import EXTRA_ARG, use_forced_tokens
 from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests, revision_of
 from baton.engine.vllm_refusals import refuse_speculation
@@ -162,11 +162,9 @@ class VllmEngine:
         )
         # As vLLM's own server does: this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        if not args.speculative_config:
-            # Its second model runner, the default on GPUs, takes logits processors of another form.
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         config = args.create_engine_config()
         refuse_speculation(config.speculative_config)
+        use_forced_tokens(config)
         adapters = [
             common_pb2.LoraAdapter(name=name, revision=revision_of(path))
             for name, path in sorted(self._adapters.items())

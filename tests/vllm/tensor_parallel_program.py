@@ -41,7 +41,6 @@ ENGINE_ARGS = {
     "max_num_batched_tokens": cases.CHUNK,
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 8,
-    # 64 blocks: the cases overflow them several times.
     "kv_cache_memory_bytes": 2**20,
 }
 STAGING = KvTransferConfig(
@@ -255,7 +254,11 @@ async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         async with asyncio.TaskGroup() as group:
             sides = []
             for name in ("p.sock", "d.sock"):
-                begun = stack.enter_async_context(side(model, ranks, str(directory / name)))
+                # 64 blocks, however many ranks share them: the cases overflow them several times.
+                made = side(
+                    model, ranks, str(directory / name), kv_cache_memory_bytes=2**21 // ranks
+                )
+                begun = stack.enter_async_context(made)
                 sides.append(group.create_task(begun))
                 await an_engine_loads()
         prefill, decode = (each.result() for each in sides)
@@ -267,11 +270,13 @@ async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
             results += await asyncio.gather(*together)
             left = await left_behind(prefill, decode)
         num_kv_heads, segments = decode.info.layout.num_kv_heads, shared_segments()
+        has_second_runner = decode.engine._input.vllm_config.use_v2_model_runner
     return {
         "results": results,
         "left": left,
         "segments": segments,
         "num_kv_heads": num_kv_heads,
+        "has_second_runner": has_second_runner,
         "num_evicted": [prefill.num_evicted, decode.num_evicted],
     }
 

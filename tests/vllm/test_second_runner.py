@@ -1,0 +1,96 @@
+"""vLLM's second model runner, its default on GPUs: Triton interprets its kernels on the CPU here.
+
+Its samplers are told of requests in another way (engine/vllm_forced_tokens.py), and its steps call
+the connector at other moments. The reference is plain vLLM on the same runner.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_cases as cases
+from vllm_programs import PlainVllm, Program
+
+from baton.runtime import demo_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+INTERPRETED = Path(__file__).parent / "interpreted"
+SEEDED = {"temperature": 1.0, "seed": 7}
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+
+
+def one_by_one() -> list[cases.Case]:
+    long, shared = cases.prompt(2 * cases.CHUNK + 40, 82), cases.prompt(2 * cases.BLOCK_SIZE, 83)
+    early = {**cases.greedy("early", cases.prompt(70, 84), 8), "early": "and submitted"}
+    spoiled = {**cases.greedy("spoiled", cases.prompt(70, 85), 6), "spoiled_rank": 0}
+    return [
+        cases.greedy("one-token", cases.prompt(1, 81), 6),
+        cases.greedy("long", long, 6),
+        cases.greedy("shared", shared + cases.prompt(9, 86), 4),
+        cases.greedy("shared-again", shared + cases.prompt(9, 87), 4),
+        # With the first token forced, in a prompt of several chunks too.
+        cases.greedy("seeded", long, 8, **SEEDED),
+        cases.greedy("penalties", cases.prompt(40, 88), 8, **PENALTIES),
+        cases.greedy("seeded-penalties", cases.prompt(40, 89), 8, **SEEDED, **PENALTIES),
+        early,
+        spoiled,
+    ]
+
+
+def together() -> list[cases.Case]:
+    """Some with forced tokens, some without, in one batch."""
+    return [
+        cases.greedy(
+            f"together-{n}", cases.prompt(20 + 50 * n, 91), 6 + n, **(SEEDED if n % 2 else {})
+        )
+        for n in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """What two engines made of every case, and what plain vLLM answers, by the case's name."""
+    model, directory = demo_model.ensure("demo-2-layers"), tmp_path_factory.mktemp("second")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        patch.setenv("TRITON_INTERPRET", "1")
+        paths = [str(INTERPRETED), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        given = {"one_by_one": one_by_one(), "together": together()}
+        same = {"cases": one_by_one() + together(), "stop_candidates": []}
+        with (
+            Program(
+                "tensor_parallel_program.py", model, "1", given=given, directory=directory
+            ) as split,
+            PlainVllm(model, same, directory) as plain,
+        ):
+            expected = {case["name"]: case["expected"]["token_ids"] for case in plain.result()}
+            return split.result(), expected
+
+
+def test_tokens_equal_those_of_plain_vllm(
+    made: tuple[dict[str, Any], dict[str, list[int]]],
+) -> None:
+    result, expected = made
+    assert result["has_second_runner"]
+    assert {one["name"]: one["token_ids"] for one in result["results"]} == expected
+
+
+def test_prompts_are_handed_over(made: tuple[dict[str, Any], dict[str, list[int]]]) -> None:
+    results = {one["name"]: one for one in made[0]["results"]}
+    for case in [*one_by_one(), *together()]:
+        result = results[case["name"]]
+        forced = {"seed", "frequency_penalty"} & case["sampling"].keys()
+        loadable = 0 if "spoiled_rank" in case else len(case["prompt"]) - bool(forced)
+        assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
+    assert results["early"]["num_loaded_early"] == 70
+
+
+def test_nothing_is_left(made: tuple[dict[str, Any], dict[str, list[int]]]) -> None:
+    assert made[0]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
