@@ -92,7 +92,8 @@ class Connection:
         """The API key or JWT; empty: none.
 
         Raises:
-            ConfigError: the file cannot be read, or holds something else; two are given.
+            ConfigError: the file cannot be read, or it or the variable holds something else; two
+                are given.
         """
         from baton.runtime.config import ConfigError
         from baton.runtime.watched_file import read_secret
@@ -102,6 +103,8 @@ class Connection:
                 "BATON_API_KEY and BATON_API_KEY_FILE are both set: unset one of them"
             )
         if not self.api_key_file:
+            if not (self.api_key.isascii() and self.api_key.isprintable()):
+                raise ConfigError("BATON_API_KEY: must be printable ASCII, as every key is")
             return self.api_key
         try:
             return read_secret(self.api_key_file, "--api-key-file")

@@ -131,9 +131,10 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
     print_table(
         ("WORKER", "HANDS OVER TO", "BY", "WHY NOT BETTER"),
         [
-            (worker.worker_id, peer.worker_id or peer.target, peer.transport, peer.reason or "-")
+            (worker.worker_id, peer.worker_id, peer.transport, peer.reason or "-")
             for worker in found
             for peer in worker.peers
+            if peer.worker_id  # Otherwise it is gone.
         ],
         "no handoffs yet",
     )

@@ -23,6 +23,7 @@ from baton.gateway.dashboard.data import request as described
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.operators import shown_by
+from baton.gateway.outage import Outage
 from baton.gateway.problems import Problem
 from baton.gateway.questions import Answer, PerCaller, Turns
 from baton.gateway.scrapers import Scrapers
@@ -76,8 +77,15 @@ class Gateway:
         self._registry.register(self.refusals)
         self._created = int(time.time())
 
+        outage = Outage()
+
         async def ready() -> bool:
-            await client.wait_ready(_ASK_TIMEOUT_S)
+            try:
+                await client.wait_ready(_ASK_TIMEOUT_S)
+            except RemoteError as error:
+                outage.failed(error)
+                raise
+            outage.served()
             return True
 
         self._ready = Answer(ready, _HOLDS_S)
@@ -90,7 +98,8 @@ class Gateway:
         self._watcher = watcher
         self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
         self._generations = {
-            route: Generation(route, client, config, self.stats) for route in (COMPLETIONS, CHAT)
+            route: Generation(route, client, config, self.stats, outage)
+            for route in (COMPLETIONS, CHAT)
         }
         self._others = Starlette(
             routes=[

@@ -27,6 +27,7 @@ from baton.client import (
 from baton.gateway import answers, asks, bodies, incoming, problems
 from baton.gateway.asks import Ask
 from baton.gateway.metrics import GatewayStats, RouteStats
+from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
@@ -53,6 +54,7 @@ class Generation:
     client: BatonClient
     config: HttpConfig
     stats: GatewayStats
+    outage: Outage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self, scope, receive, send).run()
@@ -90,6 +92,8 @@ class Exchange:
             status = CLIENT_LEFT
         except (Problem, RemoteError) as error:
             problem = error if isinstance(error, Problem) else problems.of(error)
+            if isinstance(error, RemoteError):
+                self._to.outage.failed(error)
             status = CLIENT_LEFT if self._left else problem.status
             if not self._left:
                 await self._fail(problem)
@@ -218,6 +222,8 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
+        if status == 200:
+            self._to.outage.served()
         own = (b"x-request-id", self._id.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}

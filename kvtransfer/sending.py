@@ -30,7 +30,8 @@ class SendState(Enum):
 _S = SendState
 TRANSITIONS: dict[SendState, frozenset[SendState]] = {
     _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
-    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.FAILED, _S.ABORTED}),
+    # To COMMITTED: in the epoch before, as the receiver says only now.
+    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
     _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
     _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
     _S.COMMITTED: frozenset(),
@@ -188,6 +189,7 @@ class Send:
             is the receiver's: it goes up with every open.
         wait_until: the receiver may take so long to find room.
         filled: everything of the writer's epoch, in its order; `num_sent` of them have left.
+        sent: epoch, transport and number of frames of the last one that left with its commits.
         tried: transports that failed.
         offers: what the open under way offers.
     """
@@ -213,6 +215,7 @@ class Send:
     filled: list[Filled] = field(default_factory=list)
     num_sent: int = 0
     num_frames: int = 0
+    sent: tuple[int, str, int] = (0, "", 0)
     num_fallbacks: int = 0
     tried: set[str] = field(default_factory=set)
     offers: list[pb.TransportOffer] = field(default_factory=list)

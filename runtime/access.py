@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -77,7 +77,8 @@ class Access:
             self._cluster_token = WatchedFiles(
                 [token], lambda: read_secret(token, "security.cluster_token_file")
             )
-        self._num_running: Counter[str] = Counter()
+        # By account: its places, and how many requests are in each.
+        self._places: defaultdict[str, Counter[object]] = defaultdict(Counter)
         # By tenant.
         self._num_calls: Counter[str] = Counter()
 
@@ -154,8 +155,15 @@ class Access:
                 _INFERENCE, "max_prompt_tokens", PermissionDenied(message), "", caller.name
             )
 
-    def enter(self, caller: Caller) -> Callable[[], None] | None:
+    def enter(
+        self, caller: Caller, request_id: str = "", *, resumes: bool = False
+    ) -> Callable[[], None] | None:
         """Takes a place among the caller's running requests.
+
+        Args:
+            caller: whose place it is.
+            request_id: as the caller calls it; empty: it does not.
+            resumes: it shares the place of its older self, which ends once this one is accepted.
 
         Returns:
             What gives it back, to be called once; None: places are not counted.
@@ -167,15 +175,19 @@ class Access:
         if limit is None:
             return None
         account = caller.account
-        if self._num_running[account] >= limit:
+        held, place = self._places[account], object()
+        # A third one of a name needs its own: what is being prepared is bounded by places too.
+        if request_id and held[request_id] <= int(resumes):
+            place = request_id
+        if place not in held and len(held) >= limit:
             self.refusals.count(_INFERENCE, "max_concurrent", who=caller.name)
             raise ResourceExhausted(
                 f"{limit} requests of this credential are running, its limit",
                 reason="CREDENTIAL_CONCURRENCY",
                 retry_after_s=1.0,
             )
-        self._num_running[account] += 1
-        return lambda: self._leave(account)
+        held[place] += 1
+        return lambda: self._leave(account, place)
 
     def hold_call(self, caller: Caller) -> Callable[[], None]:
         """Counts one of the server's calls to the caller's tenant.
@@ -208,10 +220,13 @@ class Access:
         if not self._num_calls[tenant]:
             del self._num_calls[tenant]
 
-    def _leave(self, account: str) -> None:
-        self._num_running[account] -= 1
-        if not self._num_running[account]:
-            del self._num_running[account]
+    def _leave(self, account: str, place: object) -> None:
+        held = self._places[account]
+        held[place] -= 1
+        if not held[place]:
+            del held[place]
+        if not held:
+            del self._places[account]
 
     # ---- Operators and workers.
 

@@ -8,10 +8,15 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import FrameType
 from typing import Any
 
 import uvloop
+
+
+class SignalCame(BaseException):
+    """SIGINT or SIGTERM, where `cut_short` is waiting for it."""
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
@@ -66,3 +71,30 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     return event
+
+
+@contextlib.contextmanager
+def cut_short() -> Iterator[None]:
+    """What holds up the loop, a long import say, ends with SignalCame at SIGINT and SIGTERM.
+
+    A loop calls its handlers when it goes on, and Python's own are called in the midst of what
+    runs. Both are: `stop_requested`'s event is set in the loop's next round.
+    """
+    before: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        restore()
+        raise SignalCame
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.getsignal(number)
+            signal.signal(number, on_signal)
+        yield
+    finally:
+        restore()

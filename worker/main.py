@@ -103,6 +103,16 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
     return engine
 
 
+def _stoppable(make: EngineFactory) -> EngineFactory:
+    """Importing an engine may take as long as loading a model: a signal is not to wait for it."""
+
+    def made(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
+        with lifecycle.cut_short():
+            return make(config, pool, transfer_socket)
+
+    return made
+
+
 def main(
     config: BatonConfig,
     role: common_pb2.Role.ValueType,
@@ -152,7 +162,8 @@ async def serve(
         The process's exit code, as `baton`'s: 0 after a clean stop; otherwise, with one line on
         stderr, 2 where the configuration is wrong, 3 where no coordinator is and 1 for the rest.
     """
-    stop = stop if stop is not None else lifecycle.stop_requested()
+    if stop is None:
+        stop, engine_factory = lifecycle.stop_requested(), _stoppable(engine_factory)
     try:
         worker = _Worker(config, role, coordinator, worker_id, directory, engine_factory)
         await worker.run(stop, ready)
@@ -231,7 +242,12 @@ class _Worker:
 
         # 2. The engine: loads the model, and computes something before anybody asks it to.
         begun_at = monotonic()
-        engine = self._engine_factory(config, self._pool, socket_path)
+        try:
+            engine = self._engine_factory(config, self._pool, socket_path)
+        except lifecycle.SignalCame:
+            # The loop hears of it next, and cancels this.
+            await asyncio.Event().wait()
+            raise
         stack.push_async_callback(engine.stop)
         # Importing the engine may take as long as the model.
         starting_at = monotonic()

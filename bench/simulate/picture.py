@@ -11,6 +11,8 @@ from baton.bench.simulate.record import Moment
 from baton.coordinator.scaling.autoscale.types import Targets
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 900, 130, 70, 40, 46
+# Between the highest and the lowest value and the border, which would hide them.
+_ROOM = 6
 _COLOURS = ("#1f77b4", "#d62728", "#9ecae1", "#ff9896")
 Line = tuple[str, list[float]]
 
@@ -72,13 +74,13 @@ def _panel(
         return _LEFT + _WIDTH * at / end
 
     def y(value: float) -> float:
-        return top + _HEIGHT * (1 - min(value, most) / most)
+        return top + _ROOM + (_HEIGHT - 2 * _ROOM) * (1 - min(value, most) / most)
 
     parts = [
         f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
         'stroke="#999"/>',
-        f'<text x="{_LEFT - 6}" y="{top + 10}" text-anchor="end">{most:.4g}</text>',
-        f'<text x="{_LEFT - 6}" y="{top + _HEIGHT}" text-anchor="end">0</text>',
+        f'<text x="{_LEFT - 6}" y="{y(most) + 4:.1f}" text-anchor="end">{most:.4g}</text>',
+        f'<text x="{_LEFT - 6}" y="{y(0) + 4:.1f}" text-anchor="end">0</text>',
         f'<text x="{_LEFT}" y="{top - 6}">{escape(name)}</text>',
         f'<text x="{_LEFT + _WIDTH}" y="{top + _HEIGHT + 14}" text-anchor="end">{end:.0f} s</text>',
     ]

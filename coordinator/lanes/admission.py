@@ -142,7 +142,9 @@ class Admission:
     def first_token(self, request: Request, now: float) -> None:
         """It comes now, or would not have come before: shows how good the prediction was.
 
-        Of a request whose attempt was lost nothing was predicted.
+        Of a request whose attempt was lost nothing was predicted. What its own prompt takes longer
+        than predicted counts as a longer wait, too: what is promised is their sum, and without
+        that fewer were in time.
         """
         prediction = request.prediction
         if prediction is not None and not request.interruptions:

@@ -123,7 +123,8 @@ class Intake:
         if self._access is None:
             return None
         with self._counting(request, now):
-            return self._access.enter(caller)
+            resumes = len(request.resume.token_ids) > 0
+            return self._access.enter(caller, request.request_id, resumes=resumes)
 
     async def submission(
         self,

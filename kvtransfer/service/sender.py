@@ -195,7 +195,11 @@ class Sender:
         return self._taken()
 
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
-        """The receiver of a send has answered. Answers to older epochs are ignored."""
+        """The receiver of a send has answered.
+
+        Answers to older epochs are ignored, but for a commit: with that a receiver has taken the
+        last that it takes from a stream, so a newer epoch's open never came to it.
+        """
         send = self._sends.get(handoff_id)
         if send is None or send.state in OVER:
             return self._taken()
@@ -205,14 +209,15 @@ class Sender:
                 self._fall_back(send, reply.reason, reply.detail, now)
             else:
                 self._fail(send, reply.reason, reply.detail, now)
-        elif reply.epoch != send.epoch:
-            pass
-        elif reply.kind == pb.PushReply.KIND_OPENED and send.state is _S.OPENING:
+        elif reply.kind == pb.PushReply.KIND_COMMITTED:
+            if reply.epoch == send.sent[0] and send.state in (_S.OPENING, _S.COMMITTING):
+                send.epoch, send.transport, send.num_frames = send.sent
+                self._end(send, _S.COMMITTED, now, "")
+        elif reply.kind == pb.PushReply.KIND_OPENED:
             # Not of an open that has yet to leave: that receiver is not what it should be.
-            if not send.open_due:
+            is_asked = send.state is _S.OPENING and not send.open_due
+            if is_asked and reply.epoch == send.epoch:
                 self._opened(send, reply.transport, now)
-        elif reply.kind == pb.PushReply.KIND_COMMITTED and send.state is _S.COMMITTING:
-            self._end(send, _S.COMMITTED, now, "")
         return self._taken()
 
     def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
@@ -257,6 +262,7 @@ class Sender:
             room -= frames.HEADER_BYTES + filled.num_blocks * self._known_layout().block_bytes
             if send.num_commits == len(send.last):
                 self._advance(send, _S.COMMITTING)
+                send.sent = send.epoch, send.transport, send.num_frames
         if not batch:
             return None
         send.deadline = now + self._limits.idle_timeout_s

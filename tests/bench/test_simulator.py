@@ -423,6 +423,17 @@ def test_a_picture_shows_the_rate_of_each_span_between_decisions():
     assert len(heights) == 1
 
 
+def test_a_pool_size_that_does_not_change_is_not_on_the_border_of_its_picture():
+    moments = [Moment(at_s, 3, 0, 3, 0, 1, math.nan, math.nan) for at_s in (0.0, 5.0)]
+    root = ElementTree.fromstring(svg(moments, Targets(), "title"))
+    frame = next(one for one in root.iter() if one.get("stroke") == "#999")
+    top = float(frame.get("y"))
+    lines = [one.get("points") for one in root.iter() if one.tag.endswith("polyline")]
+    for line in lines[:4]:
+        for point in line.split():
+            assert top < float(point.split(",")[1]) < top + float(frame.get("height"))
+
+
 # ---- The command.
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from baton.cli import control, rollout, watching
 from baton.cli.asking import ask
+from baton.cli.state import workers
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
@@ -61,6 +62,18 @@ class Rolling(admin_pb2_grpc.AdminServicer):
     async def PromoteRollout(self, request, context):
         self.num_promotions += 1
         return admin_pb2.PromoteRolloutResponse(message="it is being promoted")
+
+
+class Peers(admin_pb2_grpc.AdminServicer):
+    """A coordinator with one worker, which has handed over to another and to one that is gone."""
+
+    async def ListWorkers(self, request, context):
+        peers = [
+            admin_pb2.WorkerPeer(worker_id=name, target=target, transport="grpc")
+            for name, target in (("", "10.0.0.1:7001"), ("decode-1", "10.0.0.1:7002"))
+        ]
+        worker = admin_pb2.WorkerInfo(worker_id="prefill-0", peers=peers)
+        return admin_pb2.ListWorkersResponse(workers=[worker])
 
 
 class Sizing(admin_pb2_grpc.AdminServicer):
@@ -151,6 +164,13 @@ async def serving(service):
         await server.stop(None)
 
     return f"127.0.0.1:{port}", stop
+
+
+def test_workers_leaves_out_whom_a_worker_handed_over_to_and_who_is_gone(serve, capsys):
+    workers(serve(Peers()))
+    shown = capsys.readouterr().out
+    assert "decode-1" in shown
+    assert "10.0.0.1" not in shown
 
 
 async def twice(admin):

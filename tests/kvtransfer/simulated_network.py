@@ -203,8 +203,6 @@ class Prefill:
             # Its staging comes back with the abort that ends its request, or in time.
             send.writing = False
             return
-        # Of one that was complete, the answer may be on its way: then this ends it.
-        send.wanted = send.wanted and not send.is_filled
         send.epoch += 1
         send.progress = [0] * len(send.progress)
         self.carry_out(effects)

@@ -8,6 +8,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -344,6 +345,36 @@ def misplace(queue, at, fault):
 
 def was_committed(send):
     return bool(send.ended) and isinstance(send.ended[0], Ended) and send.ended[0].committed
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+@pytest.mark.parametrize("again", ["link lost", "preempted"])
+def test_what_begins_again_behind_its_commit_is_committed(is_claimed, again):
+    """The receiver has all of it, and hears no more of its stream."""
+    world = World(1, [["link", "grpc"]], [["link", "grpc"]], 2**20)
+    (prefill,), (decode,) = world.prefills, world.decodes
+    send = prefill.open(bytes(16), decode, 2, 4.0)
+    if is_claimed:
+        decode.claim_ahead(send.handoff_id)
+    world.settle()
+    prefill.fill_all(send)
+    (stream,), (link,) = world.streams, world.links.values()
+    prefill.write(stream)
+    while link.queue:
+        decode.take_from(link, link.queue.popleft())
+    if again == "link lost":
+        link.lose()
+        prefill.carry_out(prefill.sender.handle_link_lost(link.link_id, "lost", world.now))
+    else:
+        prefill.restart_writer(send)
+    assert not send.ended
+    world.settle()
+    decode.load_all()
+    prefill.fill_all(send)
+    assert was_committed(send)
+    assert decode.loaded[send.handoff_id] == 1
+    for machine in world.machines:
+        assert machine.arena_statistics().used_bytes == 0
 
 
 HandoffMachine.TestCase.settings = settings(

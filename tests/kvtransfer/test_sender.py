@@ -298,6 +298,48 @@ def test_a_lost_link_takes_only_what_it_carries():
     assert harness.sent(handoff_id=B) == []
 
 
+@pytest.mark.parametrize("open_left", [False, True])
+def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
+    harness = offering("gloo", "grpc")
+    harness.open()
+    harness.sent()
+    # Of an epoch that has not been sent.
+    assert harness.reply(pb.PushReply.KIND_COMMITTED) == []
+    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    everything(harness)
+    assert len(harness.sent()) == 8
+    harness.sender.handle_link_lost("gloo", "cut", harness.now)
+    if open_left:
+        assert [frame.epoch for frame in harness.sent()] == [2]
+    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2) == []
+    # It was on its way, and no reply to the second epoch follows.
+    stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1)
+    assert stop == StopPush(A)
+    assert (ended.committed, ended.epoch, ended.transport) == (True, 1, "gloo")
+    assert (ended.num_frames, ended.num_fallbacks) == (6, 1)
+    assert harness.sender.statistics.num_committed == {"gloo": 1}
+    assert harness.sent() == []
+    harness.assert_empty()
+
+
+def test_what_was_sent_before_a_fallback_is_not_what_is_sent_after_it():
+    harness = offering("gloo", "grpc")
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    everything(harness)
+    harness.sent()
+    harness.sender.handle_link_lost("gloo", "cut", harness.now)
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
+    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1) == []
+    assert len(harness.sent()) == 8
+    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1) == []
+    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    assert (ended.committed, ended.epoch, ended.transport) == (True, 2, "grpc")
+    harness.assert_empty()
+
+
 def test_a_restart_by_the_engine_and_a_fallback_count_epochs_together():
     harness = offering("shm", "grpc")
     harness.open()

@@ -160,6 +160,33 @@ def test_prompts_and_running_requests_have_limits(keys):
     found.enter(caller)
 
 
+def test_what_is_resumed_shares_the_place_of_its_older_self(keys):
+    one, other = (keys.add(name, tenant="a", max_concurrent=1) for name in ("one", "other"))
+    found = access(api_keys_file=keys.path)
+    caller, stranger = (found.caller(f"Bearer {key}") for key in (one, other))
+
+    def is_refused(who, *names, **options):
+        with pytest.raises(ResourceExhausted):
+            found.enter(who, *names, **options)
+        return True
+
+    older = found.enter(caller, "r")
+    assert is_refused(caller, "r")
+    assert is_refused(caller, "s", resumes=True)
+    newer = found.enter(caller, "r", resumes=True)
+    assert is_refused(caller, "r", resumes=True)
+    older()
+    assert is_refused(caller, "s")
+    # Another credential's place is not there to be taken over.
+    elsewhere = found.enter(stranger, "s")
+    assert is_refused(stranger, "r", resumes=True)
+    newer()
+    elsewhere()
+    for who in (caller, stranger):
+        found.enter(who)
+        assert is_refused(who)
+
+
 def test_admin_and_inference_are_different_rights(keys):
     user, admin = keys.add("user", tenant="a"), keys.add("admin", admin=True)
     both = keys.add("both", tenant="a", admin=True)

@@ -190,6 +190,33 @@ async def test_a_place_is_given_back(start_coordinator, keys):
         assert (await outcome(client, **IN)).name == "DEADLINE_EXCEEDED"
 
 
+async def test_a_resumed_request_takes_its_own_place(start_coordinator, keys):
+    key = keys.add("one", tenant="a", max_concurrent=1)
+    metadata = [("authorization", f"Bearer {key}")]
+    async with (
+        start_coordinator({"api_keys_file": keys.path}) as running,
+        rpc.channel(running.address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        def ask(name, known=()):
+            request = inference_pb2.GenerateRequest(request_id=name)
+            request.tokens.ids.append(1)
+            request.resume.token_ids.extend(known)
+            return stub.Generate(request, timeout=WAIT_S, metadata=metadata)
+
+        # The coordinator has not noticed yet that nobody reads it any more.
+        call = ask("r")
+        assert (await call.read()).HasField("accepted")
+        for known in ([7], [7, 8]):
+            resumed = ask("r", known)
+            assert (await resumed.read()).HasField("accepted")
+            assert await call.code() is grpc.StatusCode.ABORTED
+            call = resumed
+        assert await ask("s", [7]).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        call.cancel()
+
+
 async def test_metrics_need_their_token(start_coordinator, count_refusals, tmp_path):
     file = tmp_path / "token"
     file.write_text("scraper")

@@ -1,5 +1,13 @@
 import asyncio
+import os
+import signal
+import subprocess
 import sys
+
+import psutil
+import pytest
+
+from baton.runtime import worker_directory
 
 # In place of Python: a transfer service that never serves, and says to a file that it is there.
 SILENT_SERVICE = """#!/bin/sh
@@ -22,3 +30,39 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_its_transfer_service(
             await asyncio.sleep(0.01)
     worker.stop.set()
     assert await worker.exit_code() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_engine(
+    tmp_path, model, number
+):
+    begun, package = tmp_path / "begun", tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    forever = f"import time\nopen({str(begun)!r}, 'w').close()\nwhile True:\n    time.sleep(0.01)\n"
+    (package / "__init__.py").write_text(forever)
+    config = tmp_path / "baton.yaml"
+    config.write_text(f"model: {model}\nengine: vllm\n")
+    command = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1", "--config", config]
+    paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
+    directories = worker_directory.make()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli.main", *command, "--directory", directories],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not begun.exists():
+                assert worker.poll() is None
+                await asyncio.sleep(0.01)
+        children = psutil.Process(worker.pid).children(recursive=True)
+        assert children
+        worker.send_signal(number)
+        _, told = await asyncio.to_thread(worker.communicate, timeout=60)
+    finally:
+        worker.kill()
+        await asyncio.to_thread(worker.wait)
+    assert (worker.returncode, told) == (0, "")
+    assert psutil.wait_procs(children, 60)[1] == []
+    assert not directories.exists()

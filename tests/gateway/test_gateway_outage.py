@@ -1,0 +1,70 @@
+"""What an operator reads of a coordinator that is away."""
+
+import asyncio
+import logging
+
+import httpx2 as httpx
+import pytest
+from scripted_inference import accepted, delta, finished, serving, unused_address
+
+from baton.client import errors
+from baton.gateway.outage import Outage
+from baton.runtime.errors import ResourceExhausted, Unavailable
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def lines(caplog):
+    """What the log says of outages, in order."""
+    caplog.set_level(logging.INFO, logger="baton.gateway.outage")
+    return lambda: [
+        one.getMessage() for one in caplog.records if one.name == "baton.gateway.outage"
+    ]
+
+
+async def post(gateway):
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        return await http.post(f"{gateway.url}/v1/completions", json={"prompt": "a"})
+
+
+async def test_an_outage_is_one_line_and_its_end_another(inference, start_gateway, lines):
+    address = unused_address()
+    async with start_gateway(address) as gateway:
+        for _ in range(3):
+            assert (await post(gateway)).status_code == 503
+        (line,) = lines()
+        assert f"cannot reach the coordinator at {address}" in line
+        async with serving(inference, address):
+            answers = [asyncio.create_task(post(gateway)) for _ in range(2)]
+            connection = await inference.connection()
+            for _ in answers:
+                stream = (await connection.submitted()).stream
+                connection.send(accepted(stream), delta(stream, 0, [1], "a"), finished(stream))
+            for answer in answers:
+                assert (await answer).status_code == 200
+        assert len(lines()) == 2
+        assert "serves again" in lines()[1]
+
+
+async def test_a_probe_meets_it_too(start_gateway, lines):
+    address = unused_address()
+    async with start_gateway(address) as gateway, httpx.AsyncClient(timeout=WAIT_S) as http:
+        assert (await http.get(f"{gateway.url}/health")).status_code == 503
+    (line,) = lines()
+    assert f"the coordinator at {address} is unreachable" in line
+
+
+def test_requests_that_are_refused_and_served_in_turns_fill_no_log(lines):
+    now = [0.0]
+    outage = Outage(lambda: now[0])
+    outage.failed(errors.from_baton(ResourceExhausted("full", reason="FULL", retry_after_s=1.0)))
+    assert lines() == []
+    for _ in range(50):
+        outage.failed(errors.from_baton(Unavailable("no decode worker is attached")))
+        now[0] += 0.5
+        outage.served()
+    assert len(lines()) == 2
+    now[0] += 60
+    outage.failed(errors.from_baton(Unavailable("no decode worker is attached")))
+    assert len(lines()) == 3
