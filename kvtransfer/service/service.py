@@ -13,7 +13,9 @@ worker's main process, with its parent, or on SIGTERM; socket and segment are go
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -248,6 +250,8 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
 
 def main() -> int:
     """The process's entry point."""
+    # As baton.cli.main does.
+    atexit.register(gc.freeze)
     try:
         if len(sys.argv) != 2:
             raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")
