@@ -45,8 +45,9 @@ from baton.kvtransfer.transports.link_store import may_have_gpu
 from baton.kvtransfer.transports.negotiation import LINKED, Negotiator
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.access import Access
-from baton.runtime.config import ConfigError, KvTransferConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
+from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.refusals import Refusals
 from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
