@@ -6,7 +6,7 @@ import os
 
 from google.rpc import code_pb2
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import BatonError, RemoteError
 
 FAILED, USAGE, UNAVAILABLE = 1, 2, 3

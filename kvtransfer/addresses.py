@@ -8,8 +8,15 @@ from collections.abc import Iterable
 import grpc
 
 from baton.runtime import rpc
-from baton.runtime.addresses import is_wildcard, joined, local_address, outward_address
-from baton.runtime.config import ConfigError, KvTransferConfig, split_address
+from baton.runtime.addresses import (
+    is_wildcard,
+    joined,
+    local_address,
+    outward_address,
+    split_address,
+)
+from baton.runtime.config_error import ConfigError
+from baton.runtime.kv_transfer_config import KvTransferConfig
 
 
 def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:

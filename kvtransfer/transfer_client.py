@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer import local_wire
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, remove_leftovers
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
-from baton.runtime.config import KvTransferConfig
+from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

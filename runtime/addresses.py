@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from baton.runtime.config_error import ConfigError
+
 
 def is_wildcard(host: str) -> bool:
     """Whether a host to listen on means every interface."""
@@ -17,6 +19,19 @@ def is_wildcard(host: str) -> bool:
 def joined(host: str, port: int | str) -> str:
     """host:port, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str, key: str) -> tuple[str, int]:
+    """host:port as its parts.
+
+    Raises:
+        ConfigError: naming `key` when it is not host:port.
+    """
+    host, separator, port = address.rpartition(":")
+    is_url = host.startswith(("http:", "https:"))
+    if not separator or not host or is_url or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
+    return host, int(port)
 
 
 def local_address(host: str, port: int) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import PositiveInt, Section
 

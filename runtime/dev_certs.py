@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 
 # What members of a cluster are called, as security.cluster_names and .admin_names have it.
 CLUSTER_NAME, CLIENT_NAME, ADMIN_NAME = "baton", "baton-client", "baton-admin"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from baton.runtime.api_keys import Grants
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.security_config import JwtConfig
 from baton.runtime.watched_file import WatchedFiles
 

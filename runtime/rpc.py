@@ -12,7 +12,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from baton.runtime.access import Access
-from baton.runtime.config import ConfigError, split_address
+from baton.runtime.addresses import split_address
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.guard import Guard
 from baton.runtime.security_config import SecurityConfig

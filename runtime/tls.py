@@ -20,7 +20,7 @@ from typing import cast
 
 import grpc
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.watched_file import WatchedFiles
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 
 T = TypeVar("T")
 

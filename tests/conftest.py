@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import signal
-import socketserver
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,14 +47,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_metrics_close() -> Iterator[None]:
-    """The metrics endpoint's thread looks for its end every half second: here, more often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
-        yield
 
 
 def _state() -> dict[str, object]:

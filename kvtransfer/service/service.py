@@ -13,7 +13,9 @@ worker's main process, with its parent, or on SIGTERM; socket and segment are go
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -43,8 +45,9 @@ from baton.kvtransfer.transports.link_store import may_have_gpu
 from baton.kvtransfer.transports.negotiation import LINKED, Negotiator
 from baton.runtime import affinity, lifecycle, logs, rpc
 from baton.runtime.access import Access
-from baton.runtime.config import ConfigError, KvTransferConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
+from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.refusals import Refusals
 from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
@@ -248,6 +251,8 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
 
 def main() -> int:
     """The process's entry point."""
+    # As baton.cli.main does.
+    atexit.register(gc.freeze)
     try:
         if len(sys.argv) != 2:
             raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")

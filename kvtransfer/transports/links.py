@@ -28,8 +28,7 @@ from baton.kvtransfer.transports.grpc_transport import SERVICE
 from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
 from baton.runtime import rpc
-from baton.runtime.addresses import local_address
-from baton.runtime.config import split_address
+from baton.runtime.addresses import local_address, split_address
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -6,8 +6,9 @@ An unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
+from baton.runtime.addresses import split_address
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
-from baton.runtime.config.files import ConfigError, dump, load, parse, shown, split_address
+from baton.runtime.config.files import dump, load, parse, shown
 from baton.runtime.config.http import HttpConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
@@ -28,11 +29,12 @@ from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.whole import BatonConfig
 from baton.runtime.config.workers import (
     DecodePoolConfig,
-    KvTransferConfig,
     PoolConfig,
     SimulatedConfig,
     WorkerConfig,
 )
+from baton.runtime.config_error import ConfigError
+from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [
     "BatchLaneConfig",

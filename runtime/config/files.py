@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from baton.runtime.config.whole import BatonConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.names import did_you_mean
 
 _SECRET_KEY = re.compile(
@@ -41,10 +42,6 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
-
-
-class ConfigError(Exception):
-    """The configuration is wrong; the message names the key, the value and what is allowed."""
 
 
 def parse(values: Mapping[str, Any], source: str) -> BatonConfig:
@@ -104,19 +101,6 @@ def dump(config: BatonConfig) -> str:
 def shown(config: BatonConfig) -> str:
     """The same for people: what looks like a secret is left out."""
     return yaml.safe_dump(_without_secrets(config.model_dump(mode="json")), sort_keys=False)
-
-
-def split_address(address: str, key: str) -> tuple[str, int]:
-    """host:port as its parts.
-
-    Raises:
-        ConfigError: naming `key` when it is not host:port.
-    """
-    host, separator, port = address.rpartition(":")
-    is_url = host.startswith(("http:", "https:"))
-    if not separator or not host or is_url or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
-    return host, int(port)
 
 
 def _without_secrets(value: Any, key: str = "") -> Any:

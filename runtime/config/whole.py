@@ -15,11 +15,11 @@ from baton.runtime.config.scaling import ScalingSection
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.workers import (
     DecodePoolConfig,
-    KvTransferConfig,
     PoolConfig,
     SimulatedConfig,
     WorkerConfig,
 )
+from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig

@@ -230,7 +230,7 @@ def test_pools_grow_under_load_and_shrink_after_it():
 
 @pytest.mark.parametrize("name", ["hpa", "planner", "hindsight"])
 def test_every_baseline_grows_what_is_short_and_only_that(name):
-    arrivals = steady(30, 200)
+    arrivals = steady(30, 100)
     policy = {
         "hpa": lambda: Hpa(CONFIG, 2.0, 40.0),
         "planner": lambda: Planner(CONFIG, MODEL, SHAPE.kv_tokens),
@@ -239,7 +239,7 @@ def test_every_baseline_grows_what_is_short_and_only_that(name):
         ),
     }[name]()
     made = cell(policy, cold_start=ColdStart.lasting(20))
-    record = made.run(arrivals, sizes(1, 1), 201)
+    record = made.run(arrivals, sizes(1, 1), 101)
     assert not record.reasons
     last = record.moments[-1]
     assert last.prefill > 1

@@ -1,3 +1,4 @@
+import io
 import os
 import socket
 import subprocess
@@ -5,6 +6,8 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+
+from baton.cli.main import main
 
 TIMEOUT_S = 60
 
@@ -33,6 +36,27 @@ def baton(tmp_path):
         )
         assert "Traceback" not in done.stderr, done.stderr
         return Result(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def baton_here(monkeypatch, tmp_path, capsys):
+    """The same in this process, for the many whose end is all that matters: each saves a start."""
+
+    def run(*arguments: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
+        with monkeypatch.context() as patch:
+            for name in [one for one in os.environ if one.startswith("BATON_")]:
+                patch.delenv(name)
+            base = {"HOME": str(tmp_path), "COLUMNS": "100", "GRPC_VERBOSITY": "NONE"}
+            for name, value in (base | (env or {})).items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["baton", *arguments])
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((stdin or "").encode())))
+            with pytest.raises(SystemExit) as ended:
+                main()
+        said = capsys.readouterr()
+        return Result(ended.value.code or 0, said.out, said.err)
 
     return run
 

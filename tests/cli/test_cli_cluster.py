@@ -19,6 +19,8 @@ import pytest
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
 UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
+# Not the 512 MB that a worker makes ready by default.
+CONFIG = "kv_transfer: {send_bytes: 8388608, receive_bytes: 8388608}\n"
 
 
 class Process:
@@ -80,14 +82,18 @@ class Process:
         self._lines.put(None)
 
 
+def start_up(*arguments, home, config=CONFIG, **options):
+    path = home / "baton.yaml"
+    path.write_text(config)
+    return Process(*UP, "--config", str(path), *arguments, home=home, **options)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The address of a running `baton up`; afterwards nothing of it may be left."""
     home = tmp_path_factory.mktemp("up")
     # What a test stops stays attached, however long the commands take that look at it.
-    config = home / "baton.yaml"
-    config.write_text("coordinator: {worker_timeout_s: 600}\n")
-    up = Process(*UP, "--config", str(config), home=home)
+    up = start_up(home=home, config=f"{CONFIG}coordinator: {{worker_timeout_s: 600}}\n")
     try:
         yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+) http=http://127\.0\.0\.1:\d+$").group(1)
         assert up.stop() == (0, []), up.err()[-3000:]
@@ -418,7 +424,7 @@ def test_a_missing_model_is_one_line(baton, tmp_path):
 
 def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(short_path))
-    up = Process(*UP, "--no-http", "--prefill", "0", home=tmp_path)
+    up = start_up("--no-http", "--prefill", "0", home=tmp_path)
     try:
         up.line(r"^ready grpc=")
         # A port that the system picked is not lost on people.
@@ -444,7 +450,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
 def test_a_log_that_nobody_reads_any_more_ends_nothing(baton, tmp_path):
     """As `baton up 2>&1 | tee log` when tee is gone."""
     read_end, write_end = os.pipe()
-    up = Process(*UP, "--no-http", home=tmp_path, stderr=write_end)
+    up = start_up("--no-http", home=tmp_path, stderr=write_end)
     os.close(write_end)
     try:
         address = up.line(r"^ready grpc=(\S+)").group(1)
@@ -464,7 +470,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(baton, tmp_path):
 
 
 def test_a_second_ctrl_c_ends_all_of_it_at_once(tmp_path):
-    up = Process(*UP, home=tmp_path)
+    up = start_up(home=tmp_path)
     try:
         address = up.line(r"^ready grpc=(\S+)").group(1)
         endless = ("generate", "hello", "--max-tokens", "8000", "--ignore-eos", "--json")

@@ -22,17 +22,17 @@ def test_what_show_prints_check_accepts(baton, tmp_path):
     assert baton("config", "show", "--config", str(file)).out == shown.out
 
 
-def test_keys_says_what_each_means(baton):
-    everything = json.loads(baton("config", "keys", "--json").out)
+def test_keys_says_what_each_means(baton_here):
+    everything = json.loads(baton_here("config", "keys", "--json").out)
     assert [one["name"] for one in everything if not one["meaning"]] == []
-    shown = yaml.safe_load(baton("config", "show").out)
+    shown = yaml.safe_load(baton_here("config", "show").out)
     known = {one["name"]: one["default"] for one in everything if ".NAME." not in one["name"]}
     assert known == dict(leaves(shown, known))
-    some = baton("config", "keys", "batch.share").out.splitlines()
+    some = baton_here("config", "keys", "batch.share").out.splitlines()
     assert some[0].split() == ["KEY", "DEFAULT", "MEANING"]
     assert some[1].startswith("lanes.batch.share  0.05     of the tokens")
-    assert "tenants.NAME.weight" in baton("config", "keys", "tenants").out
-    missing = baton("config", "keys", "lanes.batch.shares")
+    assert "tenants.NAME.weight" in baton_here("config", "keys", "tenants").out
+    missing = baton_here("config", "keys", "lanes.batch.shares")
     assert (missing.code, missing.out) == (2, "")
     assert "did you mean 'lanes.batch.share'?" in missing.err
 
@@ -46,8 +46,8 @@ def leaves(values, known, above=""):
             yield from leaves(value, known, f"{above}{name}.")
 
 
-def test_show_lays_a_file_over_the_defaults(baton):
-    shown = baton("config", "show", "--config", "-", stdin="decode: {workers: 3}\n")
+def test_show_lays_a_file_over_the_defaults(baton_here):
+    shown = baton_here("config", "show", "--config", "-", stdin="decode: {workers: 3}\n")
     values = yaml.safe_load(shown.out)
     assert values["decode"]["workers"] == 3
     assert values["prefill"]["workers"] == BatonConfig().prefill.workers
@@ -72,8 +72,8 @@ def test_show_lays_a_file_over_the_defaults(baton):
         ("- 1", "must be a mapping"),
     ],
 )
-def test_check_says_what_is_wrong_on_one_line(baton, text, expected):
-    checked = baton("config", "check", "-", stdin=text)
+def test_check_says_what_is_wrong_on_one_line(baton_here, text, expected):
+    checked = baton_here("config", "check", "-", stdin=text)
     assert checked.code == 2
     assert checked.out == ""
     assert checked.err.startswith("baton: -: ")
@@ -81,17 +81,17 @@ def test_check_says_what_is_wrong_on_one_line(baton, text, expected):
     assert checked.err.count("\n") == 1
 
 
-def test_what_is_commented_out_whole_is_as_good_as_absent(baton):
+def test_what_is_commented_out_whole_is_as_good_as_absent(baton_here):
     text = "security:\n  # ca_file: x\nprefill:\nengine_args:\ntenants:\n  acme:\n"
     text += "kv_transfer:\n  transports:\n  # - shm\n"
-    assert baton("config", "check", "-", stdin=text).code == 0
-    shown = yaml.safe_load(baton("config", "show", "--config", "-", stdin=text).out)
+    assert baton_here("config", "check", "-", stdin=text).code == 0
+    shown = yaml.safe_load(baton_here("config", "show", "--config", "-", stdin=text).out)
     assert shown["prefill"] == BatonConfig().prefill.model_dump()
     assert shown["tenants"]["acme"]["weight"] == 1
     assert shown["kv_transfer"] == BatonConfig().kv_transfer.model_dump()
 
 
-def test_what_lies_over_a_merged_key_is_not_there_twice(baton):
+def test_what_lies_over_a_merged_key_is_not_there_twice(baton_here):
     text = """
 prefill:
   engine_args: &prefill
@@ -99,7 +99,7 @@ prefill:
     max_model_len: 200
 engine_args: {<<: *prefill, seed: 1}
 """
-    shown = yaml.safe_load(baton("config", "show", "--config", "-", stdin=text).out)
+    shown = yaml.safe_load(baton_here("config", "show", "--config", "-", stdin=text).out)
     assert shown["engine_args"] == {"max_model_len": 200, "dtype": "float32", "seed": 1}
 
 
@@ -110,39 +110,44 @@ def test_a_model_where_one_stands_has_its_directorys_name(tmp_path, monkeypatch)
     assert BatonConfig(model="..").model_name == tmp_path.name
 
 
-def test_what_is_nested_too_deeply_to_be_read_is_refused(baton):
-    checked = baton("config", "check", "-", stdin=f"a: {5000 * '['}")
+def test_what_is_nested_too_deeply_to_be_read_is_refused(baton_here):
+    checked = baton_here("config", "check", "-", stdin=f"a: {5000 * '['}")
     assert (checked.code, checked.err) == (2, "baton: -: is nested too deeply\n")
     with pytest.raises(typer.BadParameter, match="value is not YAML"):
         options.parse_engine_args([f"x={5000 * '['}"])
 
 
-def test_what_contains_itself_is_refused(baton):
-    checked = baton("config", "check", "-", stdin="engine_args: &all\n  seed: 1\n  more: *all\n")
+def test_what_contains_itself_is_refused(baton_here):
+    checked = baton_here(
+        "config", "check", "-", stdin="engine_args: &all\n  seed: 1\n  more: *all\n"
+    )
     assert checked.code == 2
     assert "not YAML: found a value that contains itself" in checked.err
-    assert baton("config", "check", "-", stdin="prefill: &one {workers: 2}\ndecode: *one").code == 0
+    assert (
+        baton_here("config", "check", "-", stdin="prefill: &one {workers: 2}\ndecode: *one").code
+        == 0
+    )
 
 
-def test_every_wrong_key_has_its_line(baton):
-    checked = baton("config", "check", "-", stdin="modle: x\ndecode: {worker: 1}\n")
+def test_every_wrong_key_has_its_line(baton_here):
+    checked = baton_here("config", "check", "-", stdin="modle: x\ndecode: {worker: 1}\n")
     assert len(checked.err.splitlines()) == 2
 
 
-def test_a_missing_file(baton, tmp_path):
-    checked = baton("config", "check", str(tmp_path / "none.yaml"))
+def test_a_missing_file(baton_here, tmp_path):
+    checked = baton_here("config", "check", str(tmp_path / "none.yaml"))
     assert checked.code == 2
     assert (
         checked.err == f"baton: {tmp_path}/none.yaml: cannot be read: No such file or directory\n"
     )
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff")
-    checked = baton("config", "check", str(tmp_path / "picture.yaml"))
+    checked = baton_here("config", "check", str(tmp_path / "picture.yaml"))
     assert (checked.code, "it is no text in UTF-8" in checked.err) == (2, True)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_right(baton, example):
-    assert baton("config", "check", str(example)).code == 0
+def test_examples_are_right(baton_here, example):
+    assert baton_here("config", "check", str(example)).code == 0
 
 
 def test_engine_arguments_are_yaml_under_vllms_names():

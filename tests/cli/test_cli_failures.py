@@ -55,8 +55,8 @@ def test_a_host_that_nobody_knows(baton):
 
 
 @pytest.mark.parametrize("address", ["here", "http://127.0.0.1:7070", "here:²"])
-def test_an_address_that_is_none(baton, address):
-    result = baton("pools", "--address", address)
+def test_an_address_that_is_none(baton_here, address):
+    result = baton_here("pools", "--address", address)
     assert result.code == 2
     assert "must be host:port" in one_line(result)
 
@@ -75,24 +75,24 @@ def test_an_address_that_is_none(baton, address):
         ("nonsense",),
     ],
 )
-def test_wrong_usage_is_exit_2(baton, arguments):
-    result = baton(*arguments)
+def test_wrong_usage_is_exit_2(baton_here, arguments):
+    result = baton_here(*arguments)
     assert result.code == 2
     assert "Usage:" in result.err
 
 
-def test_a_value_that_no_request_can_hold(baton, unused_address):
-    result = baton("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
+def test_a_value_that_no_request_can_hold(baton_here, unused_address):
+    result = baton_here("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
     assert result.code == 2
     assert "sampling.max_tokens is -5; must be 0 to 4294967295" in one_line(result)
-    result = baton("generate", "hi", "--timeout", "1e300", "--address", unused_address)
+    result = baton_here("generate", "hi", "--timeout", "1e300", "--address", unused_address)
     assert result.code == 2
     assert "timeout_s is 1e+300; must be a positive number of seconds" in one_line(result)
 
 
-def test_a_name_that_no_worker_has(baton):
+def test_a_name_that_no_worker_has(baton_here):
     worker = ("worker", "--role", "prefill", "--coordinator", "127.0.0.1:1")
-    result = baton(*worker, "--worker-id", "w\n1")
+    result = baton_here(*worker, "--worker-id", "w\n1")
     assert result.code == 2
     assert r"--worker-id: is 'w\n1'; must be 1 to 128 characters of" in one_line(result)
 
@@ -116,8 +116,8 @@ def test_a_prompt_that_is_no_text(baton, unused_address):
         ("bench", "--concurrency", "99999999999"),
     ],
 )
-def test_a_number_that_nothing_can_hold(baton, unused_address, arguments):
-    result = baton(*arguments, env={"BATON_ADDRESS": unused_address})
+def test_a_number_that_nothing_can_hold(baton_here, unused_address, arguments):
+    result = baton_here(*arguments, env={"BATON_ADDRESS": unused_address})
     assert result.code == 2
     assert "should be less than or equal to" in result.err
 
@@ -126,8 +126,8 @@ def test_a_number_that_nothing_can_hold(baton, unused_address, arguments):
     "arguments",
     [("drain", "w", "--timeout", "inf"), ("rollout", "abort", "--drain-timeout", "1e20")],
 )
-def test_a_time_that_nothing_can_hold(baton, unused_address, arguments):
-    result = baton(*arguments, "--address", unused_address)
+def test_a_time_that_nothing_can_hold(baton_here, unused_address, arguments):
+    result = baton_here(*arguments, "--address", unused_address)
     assert result.code == 2
     assert "timeout is " in one_line(result)
     assert "must be at most 1e+08 s" in result.err

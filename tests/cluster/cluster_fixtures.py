@@ -14,7 +14,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return demo_model.ensure("demo", weights=False, root=root)
 
 
-@pytest.fixture(scope="session")
+# Not of the session: its processes would take their share of the cores until that ends.
+@pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     adapters = {name: f"adapters/{name}" for name in ADAPTERS}
     with Cluster(tmp_path_factory.mktemp("cluster"), model, lora_adapters=adapters) as cluster:

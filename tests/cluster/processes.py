@@ -86,8 +86,8 @@ class Cluster(Closing):
 
     def close(self) -> None:
         # Workers first, while somebody listens to what they say last.
-        for name in sorted(self._processes, key=lambda name: name == "coordinator"):
-            self.end(name)
+        self._end(*(name for name in self._processes if name != "coordinator"))
+        self._end("coordinator")
 
     def start_worker(self, role: str, name: str, *arguments: str) -> None:
         self._start(
@@ -110,25 +110,6 @@ class Cluster(Closing):
 
     def stderr(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text()
-
-    def end(self, name: str) -> None:
-        process = self._processes.pop(name)
-        family = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for left in alive:
-            left.kill()
-        assert not alive, f"{name} left processes behind: {alive}"
 
     def expected(self, prompt: list[int], num_tokens: int, adapter: str = "") -> tuple[int, ...]:
         return tuple(expected_tokens(self.vocabulary, prompt, num_tokens, adapter))
@@ -188,6 +169,28 @@ class Cluster(Closing):
                 }
                 left += [f"{worker.worker_id}: {n} {what}" for what, n in found.items() if n]
             return left
+
+    def _end(self, *names: str) -> None:
+        """All of them at once."""
+        processes = [self._processes.pop(name) for name in names]
+        family: list[psutil.Process] = []
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for left in alive:
+            left.kill()
+        assert not alive, f"{' or '.join(names)} left processes behind: {alive}"
 
     def _start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         with (self._directory / f"{name}.log").open("w") as log:

@@ -206,7 +206,7 @@ class Closed:
                     self.members.append(self._new(action.pool, Phase.STARTING))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.floats(0.2, 40),
     st.floats(0.01, 0.3),

@@ -123,7 +123,7 @@ def test_nothing_is_left_of_what_waited():
     run_state_machine_as_test(
         WaitingMachine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=30,
             deadline=None,
             database=None,

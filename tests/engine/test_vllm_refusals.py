@@ -231,7 +231,9 @@ def test_what_a_person_sees(directories: dict[str, str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last
+    assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last, (
+        done.stderr[-3000:]
+    )
     assert PLAIN in last
 
 

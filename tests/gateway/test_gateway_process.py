@@ -16,6 +16,8 @@ import pytest
 
 START_S, STOP_S, BENCH_S = 60.0, 30.0, 90.0
 UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
+# Not the 512 MB that a worker makes ready by default.
+CONFIG = "kv_transfer: {send_bytes: 8388608, receive_bytes: 8388608}\n"
 # The same as `vllm bench serve`, whose console script needs the metadata of a package "vllm".
 BENCH = """
 import json, sys
@@ -83,10 +85,16 @@ class Process:
         self._lines.put("")
 
 
+def start_up(*arguments, directory):
+    config = directory / "baton.yaml"
+    config.write_text(CONFIG)
+    return Process(*UP, "--config", str(config), *arguments, directory=directory)
+
+
 @pytest.fixture(scope="module")
 def up(tmp_path_factory, model):
     directory = tmp_path_factory.mktemp("up")
-    process = Process(*UP, "--model", model, "--served-model-name", "demo", directory=directory)
+    process = start_up("--model", model, "--served-model-name", "demo", directory=directory)
     try:
         found = process.ready(r"^ready grpc=(127\.0\.0\.1:\d+) http=(http://127\.0\.0\.1:\d+)$")
         process.grpc, process.url = found.groups()
@@ -172,7 +180,7 @@ def test_a_gateway_that_dies_is_replaced(up):
 
 
 def test_sigterm_lets_streams_end(tmp_path, model):
-    process = Process(*UP, "--model", model, directory=tmp_path)
+    process = start_up("--model", model, directory=tmp_path)
     try:
         url = process.ready(r" http=(\S+)$").group(1)
         stream = client(url).completions.create(
@@ -194,7 +202,7 @@ def test_sigterm_lets_streams_end(tmp_path, model):
 
 
 def test_without_a_gateway(tmp_path, model):
-    process = Process(*UP[:-2], "--no-http", "--model", model, directory=tmp_path)
+    process = start_up("--no-http", "--model", model, directory=tmp_path)
     try:
         process.ready(r"^ready grpc=\S+$")
         assert process.stop(signal.SIGINT) == (0, [])

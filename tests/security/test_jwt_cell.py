@@ -34,6 +34,7 @@ def running(directory, model, **sections):
         "served_model_name": "demo",
         "engine": "simulated",
         "simulated": {"time_scale": 0},
+        "kv_transfer": {"send_bytes": 2**22, "receive_bytes": 2**22},
         "coordinator": {"listen": "127.0.0.1:0", "metrics_listen": metrics},
         "http": {"listen": "127.0.0.1:0"},
         **sections,

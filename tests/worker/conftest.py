@@ -51,6 +51,8 @@ async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIte
         def start(role: int = common_pb2.ROLE_DECODE, name: str = "w1", **over) -> RunningWorker:
             address = over.pop("address", coordinator.address)
             simulated = {"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192}
+            # Not the 512 MB that a worker makes ready by default.
+            staging = {"send_bytes": 2**23, "receive_bytes": 2**23}
             config = parse(
                 {
                     "model": model,
@@ -58,6 +60,7 @@ async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIte
                     "engine": "simulated",
                     "log_level": "error",
                     "simulated": simulated | over.pop("simulated", {}),
+                    "kv_transfer": staging | over.pop("kv_transfer", {}),
                     "worker": {"attach_timeout_s": 5, "drain_timeout_s": 5}
                     | over.pop("worker", {}),
                     **over,
