@@ -146,8 +146,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # Decode steps keep their full graphs: loads are over before a model begins, and what a graph
-        # swallows of save_kv_layer is made up for when the step ends (RankHalf.end_step).
+        # Decode steps keep their full graphs: loads are over before a model begins, and what a
+        # graph swallows of save_kv_layer is made up for at the step's end (RankHalf.end_step).
         return False
 
     def shutdown(self) -> None:
