@@ -27,7 +27,7 @@ def certs(
     """
     import importlib.util
 
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError("baton certs needs cryptography (install baton[security])")

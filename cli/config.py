@@ -48,8 +48,8 @@ def keys(
     import json
 
     from baton.cli.output import print_json, print_table
-    from baton.runtime.config import ConfigError
     from baton.runtime.config.keys import keys as known
+    from baton.runtime.config_error import ConfigError
     from baton.runtime.names import did_you_mean
 
     found = [key for key in known() if part in key.name]

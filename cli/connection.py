@@ -78,7 +78,7 @@ class Connection:
             ConfigError: options are missing.
         """
         from baton.client import Tls
-        from baton.runtime.config import ConfigError
+        from baton.runtime.config_error import ConfigError
 
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("--tls-cert and --tls-key go together")
@@ -95,7 +95,7 @@ class Connection:
             ConfigError: the file cannot be read, or it or the variable holds something else; two
                 are given.
         """
-        from baton.runtime.config import ConfigError
+        from baton.runtime.config_error import ConfigError
         from baton.runtime.watched_file import read_secret
 
         if self.api_key_file and self.api_key:

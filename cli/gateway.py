@@ -79,7 +79,7 @@ def gateway(
 
 def require() -> None:
     """Raises ConfigError where the gateway's libraries are not installed."""
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -144,7 +144,7 @@ class GatewayProcess:
         Raises:
             ConfigError: it did not come to serve; its stderr says why.
         """
-        from baton.runtime.config import ConfigError
+        from baton.runtime.config_error import ConfigError
 
         if not await self._start():
             await self.stop()

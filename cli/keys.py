@@ -47,7 +47,7 @@ def add(
     from datetime import UTC, datetime, timedelta
 
     from baton.runtime import api_keys
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     if not tenant and not admin:
         raise typer.BadParameter(
@@ -98,7 +98,7 @@ def show(file: KeysFile) -> None:
 @app.command()
 def remove(file: KeysFile, name: Annotated[str, typer.Option("--name")]) -> None:
     """Remove a key: a coordinator that reads FILE refuses it within a second."""
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     with _locked(file):
         known = list(_read(file).values())
@@ -111,7 +111,7 @@ def remove(file: KeysFile, name: Annotated[str, typer.Option("--name")]) -> None
 @contextmanager
 def _locked(file: str) -> Iterator[None]:
     from baton.runtime import api_keys
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     with ExitStack() as stack:
         try:
@@ -123,7 +123,7 @@ def _locked(file: str) -> Iterator[None]:
 
 def _read(file: str) -> dict[str, api_keys.ApiKey]:
     from baton.runtime import api_keys
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     try:
         return api_keys.read(file)
@@ -133,7 +133,7 @@ def _read(file: str) -> dict[str, api_keys.ApiKey]:
 
 def _write(file: str, keys: list[api_keys.ApiKey]) -> None:
     from baton.runtime import api_keys
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     try:
         api_keys.write(file, keys)

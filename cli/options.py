@@ -144,9 +144,13 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
     Raises:
         ConfigError: one of them is not host:port.
     """
-    from baton.runtime.config import CoordinatorConfig, split_address
+    from baton.runtime.addresses import split_address
 
-    found = [one.strip() for one in (addresses or CoordinatorConfig().listen).split(",")]
+    if not addresses:
+        from baton.runtime.config import CoordinatorConfig
+
+        addresses = CoordinatorConfig().listen
+    found = [one.strip() for one in addresses.split(",")]
     for address in found:
         split_address(address, option)
     return found

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import TlsFiles
 from baton.runtime.watched_file import WatchedFiles, read_secret
+
+if TYPE_CHECKING:
+    from baton.runtime.security_config import SecurityConfig
 
 AUTHORIZATION = "authorization"
 

@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.runtime.access import Access
 from baton.runtime.dial import AUTHORIZATION
 from baton.runtime.errors import (
     BatonError,
@@ -23,6 +22,9 @@ from baton.runtime.errors import (
     abort,
 )
 from baton.runtime.tls import Handshakes
+
+if TYPE_CHECKING:
+    from baton.runtime.access import Access
 
 _ADMIN = "baton.v1.Admin"
 _MEMBERS = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})

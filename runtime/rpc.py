@@ -5,19 +5,23 @@ from __future__ import annotations
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from baton.runtime.access import Access
 from baton.runtime.addresses import split_address
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.guard import Guard
-from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import Handshakes, TlsFiles
+
+if TYPE_CHECKING:
+    # Clients have neither, and what these import takes longer than all of theirs.
+    from baton.runtime.access import Access
+    from baton.runtime.security_config import SecurityConfig
 
 # One message at most: a submission of the longest prompt, or one step's outputs.
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -140,6 +144,8 @@ def server(
         max_message_bytes: each way; a longer one is refused by its length, before it is there.
         protection: None: anybody may call anything.
     """
+    from baton.runtime.security_config import SecurityConfig
+
     limits = protection.config if protection is not None else SecurityConfig()
     most_pending = max(limits.max_calls, _LEAST_PENDING_CALLS)
     guards = []

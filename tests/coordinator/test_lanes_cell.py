@@ -32,18 +32,18 @@ def crowd(say_hello) -> Cell:
     shapes = {"a": (128, 16), "b": (16, 48), "c": (64, 32)}
     for tenant, (num_prompt, num_output) in shapes.items():
         fields = {"tenant": tenant, "num_prompt": num_prompt, "num_output": num_output}
-        cell.every(0.14, begin, begin + 90, **fields)
-    cell.every(0.014, begin, begin + 90, tenant="greedy", num_prompt=512, num_output=256)
+        cell.every(0.14, begin, begin + 60, **fields)
+    cell.every(0.014, begin, begin + 60, tenant="greedy", num_prompt=512, num_output=256)
     return cell
 
 
 def test_a_greedy_tenant_takes_nothing_from_others(say_hello):
     cell = crowd(say_hello)
     begin = cell.now
-    cell.run(begin + 90)
+    cell.run(begin + 60)
     waiting = {one.submission.tenant for one in cell.core.running() if not one.attempt}
     assert waiting == {"a", "b", "c", "greedy"}
-    for second in range(61):
+    for second in range(31):
         served = cell.tokens(begin + second, begin + second + 30)
         assert jain([served[one] for one in ("a", "b", "c", "greedy")]) >= 0.95, second
 
@@ -116,9 +116,9 @@ def test_interactive_goes_first_and_batch_gets_all_that_is_spare(say_hello):
 def test_what_batch_could_not_use_is_not_saved_up(say_hello):
     cell = Cell(say_hello, lanes=lanes())
     begin = cell.now
-    cell.every(0.02, begin, begin + 60)
+    cell.every(0.02, begin, begin + 35)
     cell.run(begin + 30)
-    cell.every(0.01, begin + 30, begin + 60, lane=BATCH)
-    cell.run(begin + 60)
+    cell.every(0.01, begin + 30, begin + 35, lane=BATCH)
+    cell.run(begin + 35)
     served = cell.tokens(begin + 30, begin + 35, key=2)
     assert served[BATCH] <= 0.08 * (served[BATCH] + served[INTERACTIVE])
