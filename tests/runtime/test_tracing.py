@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,8 +13,8 @@ from baton.runtime.tracing import MAX_QUEUED_SPANS, Span, Tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
-# Generous: the flush is bounded by two seconds.
-FLUSH_S = 8.0
+# Of a machine under load: the flush is bounded by two seconds.
+FLUSH_S = 60.0
 
 
 def span(name: str, **more) -> Span:
@@ -66,17 +65,17 @@ async def test_what_is_kept_at_its_end_has_its_callers_trace_or_its_own(collecto
     assert len({TRACE, found["own"].trace_id, found["odd"].trace_id}) == 3
 
 
-async def test_a_collector_that_is_away_or_silent_delays_nothing(collector):
+async def test_a_collector_that_is_away_or_silent_delays_nothing(collector, monkeypatch):
+    # Who waited for an export would not be done within this test.
+    monkeypatch.setattr(tracing, "_EXPORT_TIMEOUT_S", 3600.0)
     collector.answers.clear()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{unused.getsockname()[1]}"
         for endpoint in (away, collector.endpoint):
             spans = Tracing(TracingConfig(otlp_endpoint=endpoint), {})
-            begun = time.monotonic()
             for number in range(MAX_QUEUED_SPANS + 1000):
                 spans.record(SAMPLED, span(f"s{number}"))
-            assert time.monotonic() - begun < FLUSH_S
             await close(spans)
     assert collector.called.is_set()
     spans.record(SAMPLED, span("after the end"))
