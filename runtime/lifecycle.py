@@ -8,7 +8,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import uvloop
@@ -38,6 +38,16 @@ async def settled_heap() -> AsyncIterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No collections meanwhile: while much is imported they take a sixth of the time in vain."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Event:
