@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -153,8 +154,14 @@ def keep_sockets_in(directory: Path) -> None:
         return
     os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
     # Compiled kernels stay where other workers find them.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    kept = Path(default_cache_dir()).resolve()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    # So does what torch keeps in the temporary directory whatever that variable says: C++ headers,
+    # compiled in ten seconds and more.
+    kept.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        Path(default_cache_dir()).symlink_to(kept, target_is_directory=True)
 
 
 def bind_threads(config: Any) -> list[int]:

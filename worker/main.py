@@ -26,7 +26,7 @@ from baton.engine.simulated import SimulatedEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import TransferClient, TransferError
-from baton.runtime import exposure, lifecycle, logs, tracing, worker_directory
+from baton.runtime import exposure, lifecycle, logs, quick_exit, tracing, worker_directory
 from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
 from baton.runtime.dial import within_cluster
 from baton.runtime.enum_names import role_name
@@ -90,7 +90,8 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             adapters=sorted(config.lora_adapters),
         )
     try:
-        from baton.engine.vllm_engine import VllmEngine
+        with lifecycle.uncollected():
+            from baton.engine.vllm_engine import VllmEngine
     except ImportError as error:
         raise ConfigError(
             f"engine: is 'vllm', which cannot be imported ({error}); install baton[vllm] or "
@@ -132,7 +133,9 @@ def main(
     made_up = f"{role_name(role)}-{socket.gethostname()}-{secrets.token_hex(3)}"
     worker_id = worker_id or made_up
     logs.setup(config.log_level, worker_id)
-    return lifecycle.run(serve(config, role, coordinator, worker_id, directory=directory))
+    code = lifecycle.run(serve(config, role, coordinator, worker_id, directory=directory))
+    quick_exit.skip_cleanup(code)
+    return code
 
 
 async def serve(

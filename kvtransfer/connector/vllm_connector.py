@@ -19,6 +19,7 @@ bytes changed) ends in the engine computing the prompt itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
-from baton.runtime import affinity
+from baton.runtime import affinity, quick_exit
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +157,10 @@ class BatonConnector(KVConnectorBase_V1):
         if self._scheduler is not None:
             self._scheduler.close()
         self._port.close()
+        # vLLM calls this where its process ends: a rank first, which its engine core waits for, as
+        # the worker waits for that.
+        if not isinstance(sys.exception(), Exception):
+            quick_exit.skip_cleanup(0)
 
     # ---- ranks
 

@@ -111,7 +111,7 @@ def remove(path: str) -> None:
     """Removes a socket's file, and a worker's directory with what its engine leaves; idempotent.
 
     The worker removes its directory itself, unless it was killed. A directory with anything in it
-    but sockets and the file by which ranks find each other stays.
+    but sockets, links, and the file by which ranks find each other stays.
     """
     Path(path).unlink(missing_ok=True)
     # Of an engine that was killed.
@@ -121,6 +121,6 @@ def remove(path: str) -> None:
         engine_stages.forget(path)
         with contextlib.suppress(OSError):
             for one in directory.iterdir():
-                if one.is_socket() or one.name.startswith(_RENDEZVOUS):
+                if one.is_socket() or one.is_symlink() or one.name.startswith(_RENDEZVOUS):
                     one.unlink(missing_ok=True)
             directory.rmdir()

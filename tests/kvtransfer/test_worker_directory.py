@@ -20,6 +20,9 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     with socket.socket(socket.AF_UNIX) as engines:
         engines.bind(str(directory / "7df7878d-f0d9-4928-87dc-81ff3dcbb83f"))
     (directory / "vllm_dist_0d1f").write_bytes(b"by which its ranks found each other")
+    (kept := short_path / "kept").mkdir()
+    (kept / "kernel").write_bytes(b"compiled")
+    (directory / "torchinductor_user").symlink_to(kept)
     config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     socket_path = str(directory / "kv.sock")
     service = await TransferClient.start(config, socket_path)
@@ -31,6 +34,7 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     await service.close()
     await asyncio.to_thread(psutil.wait_procs, [process], timeout=10)
     assert not directory.exists()
+    assert (kept / "kernel").exists()
     assert engine_stages.ended_at(socket_path) == {}
 
 

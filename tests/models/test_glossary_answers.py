@@ -9,9 +9,15 @@ UNKNOWN = ("What is a submarine?", "Who wrote Faust?", "What is the capital of S
 @pytest.fixture(scope="module")
 def train():
     pytest.importorskip("transformers")
+    import torch
+
     from baton.models import train
 
-    return train
+    num_threads = torch.get_num_threads()
+    # More wait for each other, where other tests run beside them.
+    torch.set_num_threads(1)
+    yield train
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,8 @@ def test_it_answers_word_for_word(train, corpus, tokenizer, dtype):
     asked += [
         train.example(tokenizer, one.question, one.answer, chat=False) for one in entries[::4]
     ]
+    # Those of a batch are filled up to the longest.
+    asked.sort(key=lambda one: len(one.prompt) + len(one.answer))
     right = train.answered(model, asked)
     assert [
         tokenizer.decode(one.prompt) for one, ok in zip(asked, right, strict=True) if not ok
@@ -69,9 +77,7 @@ def test_what_it_does_not_know_it_says(train, corpus, tokenizer):
 def test_training_is_repeatable(train):
     import torch
 
-    num_threads = torch.get_num_threads()
     try:
         train.check()
     finally:
-        torch.set_num_threads(num_threads)
         torch.use_deterministic_algorithms(False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import engine_cases
 import pytest
 import pytest_asyncio
 import vllm_cases as cases
+from vllm_adapters import NAMES, make_adapter
 from vllm_cluster import (
     CONFIG,
     DECODE,
@@ -15,7 +17,7 @@ from vllm_cluster import (
     start_cluster,
     stop_cluster,
 )
-from vllm_programs import PlainVllm
+from vllm_programs import PlainVllm, Program
 from vllm_relay import Relay, as_it_is
 
 from baton.client.client import BatonClient
@@ -25,6 +27,13 @@ from baton.runtime import demo_model
 @pytest.fixture(scope="session")
 def model() -> str:
     return demo_model.ensure("demo")
+
+
+@pytest.fixture(scope="session")
+def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories by name."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(root / name, model, seed) for seed, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="session")
@@ -59,15 +68,27 @@ def expected(reference: list[cases.Case]) -> dict[str, cases.Case]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster(
-    model: str, plain: PlainVllm, tmp_path_factory: pytest.TempPathFactory
+    model: str,
+    adapters: dict[str, str],
+    plain: PlainVllm,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Cluster]:
-    started = start_cluster({"model": model, **CONFIG}, tmp_path_factory.mktemp("cluster"))
-    decode = (await started.workers())[DECODE]
-    port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")
-    started.relay = Relay(decode.kv_address, f"127.0.0.1:{port}")
-    yield started
-    stop_cluster(started)
-    started.relay.close()
+    config = {"model": model, **CONFIG, "lora_adapters": adapters}
+    started = start_cluster(config, tmp_path_factory.mktemp("cluster"))
+    try:
+        decode = (await started.workers())[DECODE]
+        port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")
+        started.relay = Relay(decode.kv_address, f"127.0.0.1:{port}")
+        async with started.client() as client:
+            # By what the shortest take on a busy machine, long ones would be predicted to be late.
+            for salt in range(4):
+                prompt = cases.prompt(3 * cases.CHUNK, 8500 + salt)
+                await client.complete(prompt, temperature=0, max_tokens=1)
+        yield started
+    finally:
+        stop_cluster(started)
+        if started.relay is not None:
+            started.relay.close()
 
 
 @pytest.fixture
@@ -84,3 +105,14 @@ def relay(cluster: Cluster) -> Iterator[Relay]:
 async def client(cluster: Cluster) -> AsyncIterator[BatonClient]:
     async with cluster.client() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """Two engines of two ranks each, of no cluster."""
+    given = {"one_by_one": engine_cases.one_by_one(), "together": engine_cases.together()}
+    model, directory = demo_model.ensure(engine_cases.MODEL), tmp_path_factory.mktemp("engines")
+    with Program(
+        "engines_program", model, engine_cases.RANKS, given, directory=directory
+    ) as program:
+        yield program

@@ -1,8 +1,8 @@
-"""Early loads beside vLLM's own block pool; prints what each case found, as JSON."""
+"""Early loads beside vLLM's own block pool: what each case found."""
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import torch
 from vllm import SamplingParams
@@ -114,9 +114,9 @@ def spoilt(*, caching: bool) -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
-    made = {
-        caching: {
+def main() -> dict[str, Any]:
+    return {
+        "true" if caching else "false": {
             "offered": [
                 offered(num_tokens, caching=caching)
                 for num_tokens in (3, BLOCK, 5 * BLOCK, 5 * BLOCK + 7)
@@ -126,4 +126,3 @@ if __name__ == "__main__":
         }
         for caching in (True, False)
     }
-    print(json.dumps(made))

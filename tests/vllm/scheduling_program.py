@@ -1,14 +1,12 @@
 """vLLM's own schedulers with Baton's settings and connector, short of blocks, beside no model.
 
 Each scenario is told in the order in which an engine core calls its scheduler
-(EngineCore.step and step_with_batch_queue of vllm/v1/engine/core.py); prints what came of them, as
-JSON.
+(EngineCore.step and step_with_batch_queue of vllm/v1/engine/core.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -276,14 +274,14 @@ def output_beside_a_prompt() -> dict[str, Any]:
     return taken_back(engine)
 
 
-if __name__ == "__main__":
+def main() -> dict[str, Any]:
+    """What came of each scenario."""
     vllm_connector.EnginePort, vllm_connector.NoteReader = Port, Notes  # type: ignore[misc,assignment]
     init_none_hash(sha256)
-    made = {
+    return {
         "failed load": failed_load(is_fenced=True),
         "failed load, unfenced": failed_load(is_fenced=False),
         "prompt beside a running step": prompt_beside_a_running_step(),
         "prompt in chunks": prompt_in_chunks(),
         "output beside a prompt": output_beside_a_prompt(),
     }
-    print(json.dumps(made))

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from baton.runtime import demo_model
+from vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm]
 
-PROGRAM = Path(__file__).with_name("announced_program.py")
-
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = demo_model.ensure("demo-2-layers")
-    output = tmp_path_factory.mktemp("announced") / "made.json"
-    run = subprocess.run(
-        [sys.executable, PROGRAM, model, output],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(output.read_text())
+def made(engines: Program) -> dict[str, Any]:
+    found: dict[str, Any] = engines.result()["announced"]
     return found
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_programs import Program
 
 pytestmark = pytest.mark.vllm
 
-PROGRAM = Path(__file__).with_name("early_blocks_program.py")
-
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, PROGRAM], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with Program(
+        "early_blocks_program", directory=tmp_path_factory.mktemp("early_blocks")
+    ) as program:
+        found: dict[str, Any] = program.result()
     return found
 
 

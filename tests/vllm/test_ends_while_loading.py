@@ -6,43 +6,45 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-import yaml
-from vllm_cluster import CONFIG, ENGINE_ARGS
+from vllm_cluster import CONFIG, ENGINE_ARGS, start_worker
+
+from baton.runtime import demo_model
 
 pytestmark = pytest.mark.vllm
 
 GONE_TIMEOUT_S = 30.0
 LOADING_TIMEOUT_S = 240.0
+HOW = (signal.SIGKILL, signal.SIGTERM)
 
 
-@pytest.fixture
-def worker(model: str, tmp_path: Path) -> Iterator[psutil.Process]:
-    """That starts and never gets its weights: nobody writes to the file that has them."""
-    endless = tmp_path / "endless"
+@pytest.fixture(scope="module")
+def workers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[signal.Signals, psutil.Process]]:
+    """For each signal one, which never gets its weights: nobody writes to the file they are in."""
+    directory = tmp_path_factory.mktemp("loading")
+    model, endless = demo_model.ensure("demo"), directory / "endless"
     shutil.copytree(model, endless, ignore=shutil.ignore_patterns("*.safetensors"))
     os.mkfifo(endless / "weights.pt")
-    path = tmp_path / "baton.yaml"
     engine_args = {**ENGINE_ARGS, "load_format": "pt"}
-    path.write_text(yaml.safe_dump({**CONFIG, "model": str(endless), "engine_args": engine_args}))
-    command = [sys.executable, "-m", "baton.cli.main", "worker", "--role", "decode"]
-    command += ["--coordinator", "127.0.0.1:1", "--config", str(path)]
-    with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, process_group=0) as process,
-    ):
-        try:
-            yield psutil.Process(process.pid)
-        finally:
+    config = {**CONFIG, "model": str(endless), "engine_args": engine_args}
+    started = {
+        how: start_worker("127.0.0.1:1", config, directory, "decode", how.name.lower(), core)
+        for core, how in enumerate(HOW)
+    }
+    try:
+        yield {how: psutil.Process(process.pid) for how, process in started.items()}
+    finally:
+        for process in started.values():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
 
 
 def engine_processes(worker: psutil.Process) -> dict[str, psutil.Process]:
@@ -61,14 +63,15 @@ def until_there(worker: psutil.Process, title: str) -> list[psutil.Process]:
     while title not in (found := engine_processes(worker)):
         assert time.monotonic() < deadline, found
         assert worker.is_running()
-        time.sleep(0.01)
+        time.sleep(0.05)
     return list(found.values())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", HOW)
 def test_an_engine_that_is_loading_ends_with_its_worker(
-    worker: psutil.Process, how: signal.Signals
+    workers: dict[signal.Signals, psutil.Process], how: signal.Signals
 ) -> None:
+    worker = workers[how]
     loading = until_there(worker, "VLLM::Worker")
     assert len(loading) == 2
     worker.send_signal(how)

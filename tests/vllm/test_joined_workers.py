@@ -42,9 +42,9 @@ LONG = (*KILLED, "outgrow-0", "outgrow-1", "outgrow-2")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guests(
-    cluster: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Guests]:
-    guests = Guests(cluster, model, tmp_path_factory.mktemp("guests"))
+    guests = Guests(cluster, tmp_path_factory.mktemp("guests"))
     try:
         guests.start("prefill", "p2", 0)
         guests.start("decode", "d2", 1, dialled_at=RELAY_HOST)

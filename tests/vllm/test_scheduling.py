@@ -5,26 +5,18 @@ Schedulers and connector are the real ones, as on GPUs too; there is no model be
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_programs import Program
 
 pytestmark = pytest.mark.vllm
 
-PROGRAM = Path(__file__).with_name("scheduling_program.py")
-
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, PROGRAM], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with Program("scheduling_program", directory=tmp_path_factory.mktemp("scheduling")) as program:
+        found: dict[str, Any] = program.result()
     return found
 
 

@@ -6,19 +6,21 @@ the connector at other moments. The reference is plain vLLM on the same runner.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_cases as cases
-from vllm_programs import PlainVllm, Program
 
-from baton.runtime import demo_model
+from baton.runtime import affinity, demo_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-INTERPRETED = Path(__file__).parent / "interpreted"
+HERE, TIMEOUT_S = Path(__file__).parent, 280
 SEEDED = {"temperature": 1.0, "seed": 7}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 
@@ -57,21 +59,31 @@ def made(
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """What two engines made of every case, and what plain vLLM answers, by the case's name."""
     model, directory = demo_model.ensure("demo-2-layers"), tmp_path_factory.mktemp("second")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        patch.setenv("TRITON_INTERPRET", "1")
-        paths = [str(INTERPRETED), *filter(None, [os.environ.get("PYTHONPATH")])]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        given = {"one_by_one": one_by_one(), "together": together()}
-        same = {"cases": one_by_one() + together(), "stop_candidates": []}
-        with (
-            Program(
-                "tensor_parallel_program.py", model, "1", given=given, directory=directory
-            ) as split,
-            PlainVllm(model, same, directory) as plain,
-        ):
-            expected = {case["name"]: case["expected"]["token_ids"] for case in plain.result()}
-            return split.result(), expected
+    given = json.dumps({"one_by_one": one_by_one(), "together": together()})
+    # What may bind this process's engines is not for others.
+    environment = {k: v for k, v in os.environ.items() if k != affinity.VLLM_BIND_THREADS}
+    paths = [str(HERE / "interpreted"), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    results = {}
+    # One after the other: together they take as long, on two cores.
+    for how in ("split", "plain"):
+        output, program = directory / how, HERE / "second_runner_program.py"
+        ended = subprocess.run(
+            [sys.executable, str(program), how, model, str(output)],
+            input=given,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        results[how] = json.loads(output.read_text())
+    expected = {case["name"]: case["expected"]["token_ids"] for case in results["plain"]}
+    return results["split"], expected
 
 
 def test_tokens_equal_those_of_plain_vllm(

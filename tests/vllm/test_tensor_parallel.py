@@ -13,86 +13,26 @@ from typing import Any
 
 import pytest
 import vllm_cases as cases
+from engine_cases import MODEL, RANKS, SHARED, early, one_by_one, together
 from vllm_programs import PlainVllm, Program
 
 from baton.runtime import demo_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-MODEL, RANKS = "demo-2-layers", 2
 GONE_TIMEOUT_S = 10.0
-SHARED = 4 * cases.BLOCK_SIZE
-LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
 
 Results = dict[str, dict[str, Any]]
 
 
-def one_by_one() -> list[cases.Case]:
-    base, seeded = cases.prompt(SHARED, 51), {"temperature": 1.0, "seed": 7}
-    long = cases.prompt(2 * cases.CHUNK + 40, 52)
-    return [
-        *(cases.greedy(f"length-{n}", cases.prompt(n, 50), 12) for n in LENGTHS),
-        # Ends with its first token, so that only the prefill engine has its blocks.
-        cases.greedy("base", base, 1),
-        cases.greedy("shared", base + cases.prompt(50, 53), 8),
-        cases.greedy("again", base + cases.prompt(50, 53), 8),
-        cases.greedy("seeded", long, 12, **seeded),
-        cases.greedy("penalties", cases.prompt(1, 50), 12, frequency_penalty=1.5),
-        *(
-            {
-                **cases.greedy(f"spoiled-{rank}", cases.prompt(230, 60 + rank), 8),
-                "spoiled_rank": rank,
-            }
-            for rank in range(RANKS)
-        ),
-        # Of some of these prompts the first blocks are still cached, of some none, of some all.
-        *(
-            cases.greedy(f"spoiled-{rank}-again", cases.prompt(230, 60 + rank), 8)
-            for rank in (0, 1)
-        ),
-        *(cases.greedy(f"length-{n}-again", cases.prompt(n, 50), 12) for n in reversed(LENGTHS)),
-        cases.greedy("long-again", long, 4),
-        cases.greedy("long-at-once-again", long, 4),
-        *early(),
-    ]
-
-
-def early() -> list[cases.Case]:
-    """Announced to the decode engine, which has all of the prompt before its first token."""
-    lengths = {"early-1": 3 * cases.CHUNK + 5, "early-2": 70, "early-3": 64, "early-4": 8}
-    return [
-        {**cases.greedy("early-0", cases.prompt(300, 70), 8), "early": "and aborted"},
-        *(
-            {**cases.greedy(name, cases.prompt(length, 71), 8), "early": "and submitted"}
-            for name, length in lengths.items()
-        ),
-    ]
-
-
-def together() -> list[cases.Case]:
-    return [cases.greedy(f"together-{n}", cases.prompt(20 + 90 * n, 54), 10) for n in range(6)]
-
-
 @pytest.fixture(scope="module")
-def model() -> str:
-    return demo_model.ensure("demo-2-layers")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[cases.Case]]:
+def made(
+    engines: Program, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[cases.Case]]:
     """What two engines of two ranks made of every case, and what plain vLLM answers."""
-    model, directory = demo_model.ensure(MODEL), tmp_path_factory.mktemp("ranks")
-    alone, at_once = one_by_one(), together()
-    given = {"one_by_one": alone, "together": at_once}
-    same = {"cases": alone + at_once, "stop_candidates": []}
-    with (
-        Program(
-            "tensor_parallel_program.py", model, str(RANKS), given=given, directory=directory
-        ) as split,
-        # At the same time: most of both is Python's imports.
-        PlainVllm(model, same, directory) as plain,
-    ):
-        return split.result(), plain.result()
+    model, given = demo_model.ensure(MODEL), {"cases": one_by_one() + together()}
+    with PlainVllm(model, given, tmp_path_factory.mktemp("plain")) as plain:
+        return engines.result(), plain.result()
 
 
 @pytest.fixture

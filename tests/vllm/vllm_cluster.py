@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,12 +14,14 @@ import threading
 import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import vllm_cases as cases
 import yaml
+from vllm_programs import fork, run_baton
 from vllm_relay import Relay
 
 from baton.client.admin import AdminClient
@@ -72,6 +73,7 @@ CONFIG = {
 class Cluster:
     """A running `baton up` with one prefill and one decode worker."""
 
+    config: dict[str, Any]
     address: str
     process: subprocess.Popen[str]
     log: list[str]
@@ -191,24 +193,19 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
     timer.cancel()
     ready = re.match(r"ready grpc=(\S+)", line)
     assert ready, f"did not start: {line!r}\n{''.join(log)[-4000:]}"
-    return Cluster(ready[1], process, log, drain)
+    return Cluster(config, ready[1], process, log, drain)
 
 
 def start_worker(
-    cluster: Cluster, config: dict[str, Any], directory: Path, role: str, name: str, core: int
-) -> subprocess.Popen[bytes]:
-    """One more worker of a running cluster, on one core; its output goes to a file."""
+    address: str, config: dict[str, Any], directory: Path, role: str, name: str, core: int
+) -> BaseProcess:
+    """One more worker of a coordinator, on one core; its output goes to a file."""
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    with (directory / f"{name}.log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "baton.cli.main", "worker", "--role", role, "--worker-id", name]
-            + ["--coordinator", cluster.address, "--config", str(path)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, VLLM_BIND_THREADS: str(core)},
-            process_group=0,
-        )
+    arguments = ["worker", "--role", role, "--worker-id", name, "--coordinator", address]
+    arguments += ["--config", str(path)]
+    log, environment = directory / f"{name}.log", {VLLM_BIND_THREADS: str(core)}
+    return fork(run_baton, *arguments, log=log, environment=environment)
 
 
 def stop_cluster(cluster: Cluster) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections import deque
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -33,25 +33,25 @@ class Guests:
         relay: what the guest that decodes receives comes through it.
     """
 
-    def __init__(self, cluster: Cluster, model: str, directory: Path) -> None:
-        self._cluster, self._model, self._directory = cluster, model, directory
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self._cluster, self._directory = cluster, directory
+        self._processes: dict[str, BaseProcess] = {}
         self.relay: Relay | None = None
 
     def start(self, role: str, name: str, core: int, *, dialled_at: str = LOOPBACK) -> None:
         # What they send to each other goes as it does by default.
         transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
         transfer["advertise_host"] = dialled_at
-        config = {"model": self._model, **CONFIG, "kv_transfer": transfer}
+        config = {**self._cluster.config, "kv_transfer": transfer}
         self._processes[name] = start_worker(
-            self._cluster, config, self._directory, role, name, core
+            self._cluster.address, config, self._directory, role, name, core
         )
 
     async def attached(self, *names: str) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
             while set(names) - {each.worker_id for each in await self._cluster.all_workers()}:
                 for name in names:
-                    assert self._processes[name].poll() is None, self.log(name)
+                    assert self._processes[name].is_alive(), self.log(name)
                 await asyncio.sleep(0.2)
 
     async def only_these_are_listed(self) -> None:
@@ -69,10 +69,11 @@ class Guests:
         return rank
 
     async def ended(self, name: str) -> None:
-        await asyncio.to_thread(self._processes[name].wait, SOON_S)
+        await asyncio.to_thread(self._processes[name].join, SOON_S)
+        assert not self._processes[name].is_alive()
 
     def dead(self) -> set[str]:
-        return {name for name, each in self._processes.items() if each.poll() is not None}
+        return {name for name, each in self._processes.items() if not each.is_alive()}
 
     def log(self, name: str) -> str:
         return (self._directory / f"{name}.log").read_text()[-4000:]
@@ -83,7 +84,8 @@ class Guests:
         for process in self._processes.values():
             process.terminate()
         for name, process in self._processes.items():
-            assert await asyncio.to_thread(process.wait, 60) in (0, 1, -9), self.log(name)
+            await asyncio.to_thread(process.join, 60)
+            assert process.exitcode in (0, 1, -9), self.log(name)
         await self.only_these_are_listed()
 
 

@@ -1,50 +1,113 @@
-"""Programs of this folder that work on cases beside the tests."""
+"""Processes of this folder's own that run vLLM beside the tests.
+
+vLLM is imported once for all of them, by a server that forks each: its import takes longer than
+most of what they do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import vllm_cases as cases
 
 from baton.runtime import affinity
 from baton.runtime.closing import Closing
 
-HERE = Path(__file__).parent
 TIMEOUT_S = 500
+IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "baton.engine.vllm_engine")
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def begin_imports() -> None:
+    """Returns at once; idempotent."""
+    # One thread, as a worker has: engines start beside it.
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        # What may bind this process's engines is not for others.
+        os.environ.pop(affinity.VLLM_BIND_THREADS, None)
+        _context.set_forkserver_preload(list(IMPORTED))
+        forkserver.ensure_running()
+
+
+def fork(
+    target: Callable[..., None],
+    *arguments: Any,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """A process that has vLLM imported, leads a group of its own, and writes to `log`."""
+    begin_imports()
+    given = (log, dict(environment or {}), target, arguments)
+    process = _context.Process(target=_run, args=given, name=log.stem)
+    process.start()
+    return process
+
+
+def _run(
+    log: Path, environment: dict[str, str], target: Callable[..., None], arguments: Sequence[Any]
+) -> None:
+    os.setpgid(0, 0)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    # What its engines leave is freed when it ends, not with the tests' process.
+    tracker = resource_tracker._resource_tracker
+    os.close(tracker._fd)
+    tracker._fd = tracker._pid = None
+    target(*arguments)
+
+
+def run_baton(*arguments: str) -> None:
+    """The `baton` command."""
+    from baton.cli.main import main
+
+    sys.argv = ["baton", *arguments]
+    main()
 
 
 class Program(Closing):
-    """One at work, from its beginning on: cases in on stdin, what came of them out to a file."""
+    """One at work, from its beginning on.
 
-    def __init__(self, program: str, *arguments: str, given: Any, directory: Path) -> None:
-        self._output, self._log = directory / f"{program}.json", directory / f"{program}.log"
-        cases_in = directory / f"{program}.in"
-        cases_in.write_text(json.dumps(given))
-        # What may bind this process's engines is not for others.
-        environment = {k: v for k, v in os.environ.items() if k != affinity.VLLM_BIND_THREADS}
-        with cases_in.open() as stdin, self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / program), *arguments, str(self._output)],
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
+    Args:
+        name: of its module, whose `main` it runs.
+        arguments: of that.
+        directory: for its files.
+    """
+
+    def __init__(self, name: str, *arguments: Any, directory: Path) -> None:
+        self._output, self._log = directory / f"{name}.json", directory / f"{name}.log"
+        self._process = fork(_write_result, self._output, name, arguments, log=self._log)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process.is_alive():
+            # With its engines.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
 
     def result(self) -> Any:
-        """Waits for what it writes."""
-        code = self._process.wait(timeout=TIMEOUT_S)
-        assert code == 0, self._log.read_text()[-3000:]
+        """Waits for what its `main` returns."""
+        self._process.join(TIMEOUT_S)
+        assert self._process.exitcode == 0, self._log.read_text()[-3000:]
         return json.loads(self._output.read_text())
+
+
+def _write_result(output: Path, name: str, arguments: Sequence[Any]) -> None:
+    output.write_text(json.dumps(importlib.import_module(name).main(*arguments)))
 
 
 class PlainVllm(Program):
@@ -57,7 +120,7 @@ class PlainVllm(Program):
     """
 
     def __init__(self, model: str, given: dict[str, Any], directory: Path) -> None:
-        super().__init__("vllm_reference.py", model, given=given, directory=directory)
+        super().__init__("vllm_reference", model, given, directory=directory)
 
     def result(self) -> list[cases.Case]:
         """The cases with what it answers, once it has answered all."""

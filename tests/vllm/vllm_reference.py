@@ -1,19 +1,9 @@
-"""One plain vLLM without any connector, run as a process: cases in on stdin, outputs out to a file.
-
-`python vllm_reference.py MODEL OUTPUT < cases.json`; `adapters` there are directories of LoRA
-adapters by name, and a case may name one as its `adapter`.
-"""
+"""One plain vLLM without any connector, in one process."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from typing import Any
-
-# Before vLLM reads them. One process, so that it is imported once, and one thread, as a worker has:
-# other engines start beside it.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 import vllm_cases as cases
 from vllm import LLM, SamplingParams
@@ -91,18 +81,18 @@ def stop_cases(llm: LLM, candidates: list[cases.Case]) -> list[cases.Case]:
     return found
 
 
-def main() -> None:
-    model, output = sys.argv[1:]
-    given = json.load(sys.stdin)
+def main(model: str, given: dict[str, Any]) -> list[cases.Case]:
+    """Cases with what it answers.
+
+    Args:
+        model: a local directory.
+        given: `cases`, of which some may name a LoRA adapter as their `adapter`; `adapters`,
+            directories by name; `stop_candidates`. All but the first may be left out.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for number, (name, path) in enumerate(given.get("adapters", {}).items(), start=1):
         ADAPTERS[name] = LoRARequest(name, number, path)
     tuned = {"enable_lora": True, "max_loras": len(ADAPTERS), "max_lora_rank": 8}
     llm = LLM(model=model, **ENGINE_ARGS, **(tuned if ADAPTERS else {}))
-    all_cases = given["cases"] + stop_cases(llm, given["stop_candidates"])
-    results = [{**case, "expected": run(llm, case)} for case in all_cases]
-    with open(output, "w") as file:
-        json.dump(results, file)
-
-
-if __name__ == "__main__":
-    main()
+    all_cases = given["cases"] + stop_cases(llm, given.get("stop_candidates", []))
+    return [{**case, "expected": run(llm, case)} for case in all_cases]

@@ -1,23 +1,14 @@
-"""A prefill and a decode engine of several ranks each, run as two workers would run them.
-
-Cases in on stdin, what came of them out to a file.
-`python tensor_parallel_program.py MODEL RANKS OUTPUT < cases.json`
-"""
+"""Handoffs between two engines, run as two workers would run them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
-import psutil
 import vllm_cases as cases
 
 from baton.engine.base import (
@@ -41,6 +32,7 @@ ENGINE_ARGS = {
     "max_num_batched_tokens": cases.CHUNK,
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 8,
+    # 64 blocks: the cases overflow them several times.
     "kv_cache_memory_bytes": 2**20,
 }
 STAGING = KvTransferConfig(
@@ -227,61 +219,18 @@ async def left_behind(*sides: Side) -> list[dict[str, int]]:
     return [await each.held() for each in sides]
 
 
-def shared_segments() -> list[str]:
-    """What the engines' processes share by name."""
-    children = psutil.Process().children(recursive=True)
-    mapped = {entry.path for child in children for entry in child.memory_maps()}
-    return sorted(path for path in mapped if path.startswith("/dev/shm/"))
-
-
-async def an_engine_loads() -> None:
-    """Until there is an engine core: what vLLM does before, it does for one engine at a time."""
+async def handed_over(prefill: Side, decode: Side, given: dict[str, Any]) -> dict[str, Any]:
+    """What came of the cases."""
+    results = []
     async with asyncio.timeout(TIMEOUT_S):
-        while not any("spawn_main" in " ".join(command) for command in commands_of_children()):
-            await asyncio.sleep(0.05)
-
-
-def commands_of_children() -> Iterator[list[str]]:
-    for child in psutil.Process().children():
-        # vLLM asks others about the machine, which end at once.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            yield child.cmdline()
-
-
-async def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        async with asyncio.TaskGroup() as group:
-            sides = []
-            for name in ("p.sock", "d.sock"):
-                # 64 blocks, however many ranks share them: the cases overflow them several times.
-                made = side(
-                    model, ranks, str(directory / name), kv_cache_memory_bytes=2**21 // ranks
-                )
-                begun = stack.enter_async_context(made)
-                sides.append(group.create_task(begun))
-                await an_engine_loads()
-        prefill, decode = (each.result() for each in sides)
-        results = []
-        async with asyncio.timeout(TIMEOUT_S):
-            for case in given["one_by_one"]:
-                results.append(await hand_over(prefill, decode, case))
-            together = (hand_over(prefill, decode, case) for case in given["together"])
-            results += await asyncio.gather(*together)
-            left = await left_behind(prefill, decode)
-        num_kv_heads, segments = decode.info.layout.num_kv_heads, shared_segments()
-        has_second_runner = decode.engine._input.vllm_config.use_v2_model_runner
+        for case in given["one_by_one"]:
+            results.append(await hand_over(prefill, decode, case))
+        together = (hand_over(prefill, decode, case) for case in given["together"])
+        results += await asyncio.gather(*together)
+        left = await left_behind(prefill, decode)
     return {
         "results": results,
         "left": left,
-        "segments": segments,
-        "num_kv_heads": num_kv_heads,
-        "has_second_runner": has_second_runner,
+        "num_kv_heads": decode.info.layout.num_kv_heads,
         "num_evicted": [prefill.num_evicted, decode.num_evicted],
     }
-
-
-if __name__ == "__main__":
-    model_name, num_ranks, output = sys.argv[1:]
-    made_of_all = asyncio.run(main(model_name, int(num_ranks), json.load(sys.stdin)))
-    Path(output).write_text(json.dumps(made_of_all))

@@ -1,25 +1,18 @@
-"""Requests that vLLM's engine core cannot even begin with: what becomes of them.
-
-`python announced_program.py MODEL OUTPUT`
-"""
+"""Requests that vLLM's engine core cannot even begin with: what becomes of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import signal
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import vllm_cases as cases
-from tensor_parallel_program import Side, side
+from engine_handoffs import Side
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -54,7 +47,7 @@ class Given:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.fails, self.num_seen, self.told = False, 0, 0
+        self.fails, self.num_seen, self.told = False, engine._num_submitted, 0
         failed = EngineCoreOutput("ended#0", [], finish_reason=FinishReason.ERROR)
         self.crossing = [EngineCoreOutputs(outputs=[failed], scheduler_stats=SchedulerStats())]
         self._get, engine._core.get_output_async = engine._core.get_output_async, self._gets
@@ -127,49 +120,42 @@ async def another_step(decode: Side) -> AsyncIterator[None]:
         await decode._stepped.wait_for(lambda: decode._num_steps >= until)
 
 
-async def main(model: str) -> dict[str, Any]:
+async def announced_and_failed(decode: Side) -> dict[str, Any]:
+    """What came of them; the engine has ended then."""
     prompt, made = cases.prompt(40, 4200), dict[str, Any]()
-    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
-        socket_path, memory = str(Path(directory, "d.sock")), {"kv_cache_memory_bytes": 2**22}
-        async with side(model, 1, socket_path, **memory) as decode:
-            given = Given(decode.engine)
-            expected, _ = await decode.finish(EngineRequest("plain", prompt, SAMPLING))
+    given = Given(decode.engine)
+    expected, _ = await decode.finish(EngineRequest("plain", prompt, SAMPLING))
 
-            def announced(name: str) -> EngineRequest:
-                """Of a handoff that never comes."""
-                receive = ReceiveHandoff(secrets.token_bytes(16), len(prompt), COMMIT_TIMEOUT_S)
-                return EngineRequest(name, prompt, SAMPLING, receive=receive)
+    def announced(name: str) -> EngineRequest:
+        """Of a handoff that never comes."""
+        receive = ReceiveHandoff(secrets.token_bytes(16), len(prompt), COMMIT_TIMEOUT_S)
+        return EngineRequest(name, prompt, SAMPLING, receive=receive)
 
-            for name in ("heard of", "not heard of", "fails again"):
-                request = announced(name)
-                submitted = dataclasses.replace(request, known_token_ids=expected[:1])
-                given.fails = True
-                async with asyncio.timeout(TIMEOUT_S):
-                    if name == "not heard of":
-                        await decode.engine.announce(request, 1)
-                    else:
-                        async with another_step(decode):
-                            await decode.engine.announce(request, 1)
-                    given.fails = name == "fails again"
-                    found = await outputs(decode, submitted)
-                tokens = [token for one in found for token in one.token_ids]
-                made[name] = {
-                    "is_right": expected[:1] + tokens == expected,
-                    "is_error": found[-1].finish is Finish.ERROR,
-                }
-            given.fails = False
-            async with asyncio.timeout(TIMEOUT_S):
-                made["pushed"] = await pushed(decode, given, prompt)
-            # One that waits makes the scheduler be told of all.
-            await decode.engine.announce(announced("waits"), 1)
-            made["num_unseen"] = given.told - given.num_seen
-            made["num_untold"] = len(given.crossing)
-            await decode.engine.abort(["waits"])
-            async with asyncio.timeout(TIMEOUT_S):
-                made["cut off"] = await cut_off(decode, announced("in vain"))
+    for name in ("heard of", "not heard of", "fails again"):
+        request = announced(name)
+        submitted = dataclasses.replace(request, known_token_ids=expected[:1])
+        given.fails = True
+        async with asyncio.timeout(TIMEOUT_S):
+            if name == "not heard of":
+                await decode.engine.announce(request, 1)
+            else:
+                async with another_step(decode):
+                    await decode.engine.announce(request, 1)
+            given.fails = name == "fails again"
+            found = await outputs(decode, submitted)
+        tokens = [token for one in found for token in one.token_ids]
+        made[name] = {
+            "is_right": expected[:1] + tokens == expected,
+            "is_error": found[-1].finish is Finish.ERROR,
+        }
+    given.fails = False
+    async with asyncio.timeout(TIMEOUT_S):
+        made["pushed"] = await pushed(decode, given, prompt)
+    # One that waits makes the scheduler be told of all.
+    await decode.engine.announce(announced("waits"), 1)
+    made["num_unseen"] = given.told - given.num_seen
+    made["num_untold"] = len(given.crossing)
+    await decode.engine.abort(["waits"])
+    async with asyncio.timeout(TIMEOUT_S):
+        made["cut off"] = await cut_off(decode, announced("in vain"))
     return made
-
-
-if __name__ == "__main__":
-    model_name, output = sys.argv[1:]
-    Path(output).write_text(json.dumps(asyncio.run(main(model_name))))

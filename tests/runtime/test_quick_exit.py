@@ -1,0 +1,26 @@
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, sys
+from baton.runtime import quick_exit
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+freed = Freed()
+atexit.register(print, "registered before")
+quick_exit.skip_cleanup(7)
+atexit.register(print, "registered after")
+sys.stdout.write("said\\n")
+sys.exit(3)
+"""
+
+
+def test_a_process_ends_at_once_with_its_code_and_all_that_it_wrote():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 7, run.stderr
+    assert run.stdout.splitlines() == ["said", "registered after"]

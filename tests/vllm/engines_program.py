@@ -1,0 +1,57 @@
+"""A prefill and a decode engine of several ranks each, and all that tests have them do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from engine_failures import announced_and_failed
+from engine_handoffs import TIMEOUT_S, handed_over, side
+
+
+def shared_segments() -> list[str]:
+    """What the engines' processes share by name."""
+    children = psutil.Process().children(recursive=True)
+    mapped = {entry.path for child in children for entry in child.memory_maps()}
+    return sorted(path for path in mapped if path.startswith("/dev/shm/"))
+
+
+async def an_engine_loads() -> None:
+    """Until there is an engine core: what vLLM does before, it does for one engine at a time."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not any("spawn_main" in " ".join(command) for command in commands_of_children()):
+            await asyncio.sleep(0.05)
+
+
+def commands_of_children() -> Iterator[list[str]]:
+    for child in psutil.Process().children():
+        # vLLM asks others about the machine, which end at once.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield child.cmdline()
+
+
+async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        async with asyncio.TaskGroup() as group:
+            sides = []
+            for name in ("p.sock", "d.sock"):
+                begun = stack.enter_async_context(side(model, ranks, str(directory / name)))
+                sides.append(group.create_task(begun))
+                await an_engine_loads()
+        prefill, decode = (each.result() for each in sides)
+        made = await handed_over(prefill, decode, given)
+        made["segments"] = shared_segments()
+        # The last, for it ends the decode engine.
+        made["announced"] = await announced_and_failed(decode)
+    return made
+
+
+def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+    """What came of the cases."""
+    return asyncio.run(run(model, ranks, given))
