@@ -6,6 +6,7 @@ the connector at other moments. The reference is plain vLLM on the same runner.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -59,7 +60,8 @@ def made(
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """What two engines made of every case, and what plain vLLM answers, by the case's name."""
     model, directory = demo_model.ensure("demo-2-layers"), tmp_path_factory.mktemp("second")
-    given = json.dumps({"one_by_one": one_by_one(), "together": together()})
+    cases_in = directory / "cases"
+    cases_in.write_text(json.dumps({"one_by_one": one_by_one(), "together": together()}))
     # What may bind this process's engines is not for others.
     environment = {k: v for k, v in os.environ.items() if k != affinity.VLLM_BIND_THREADS}
     paths = [str(HERE / "interpreted"), *filter(None, [environment.get("PYTHONPATH")])]
@@ -69,19 +71,24 @@ def made(
         "VLLM_USE_V2_MODEL_RUNNER": "1",
     }
     results = {}
-    # One after the other: together they take as long, on two cores.
-    for how in ("split", "plain"):
-        output, program = directory / how, HERE / "second_runner_program.py"
-        ended = subprocess.run(
-            [sys.executable, str(program), how, model, str(output)],
-            input=given,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        results[how] = json.loads(output.read_text())
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for how in ("split", "plain"):
+            log = stack.enter_context((directory / f"{how}.log").open("w+"))
+            arguments = [str(HERE / "second_runner_program.py"), how, model, str(directory / how)]
+            running[how] = process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=stack.enter_context(cases_in.open()),
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        for how, process in running.items():
+            code = process.wait(TIMEOUT_S)
+            assert code == 0, (directory / f"{how}.log").read_text()[-3000:]
+            results[how] = json.loads((directory / how).read_text())
     expected = {case["name"]: case["expected"]["token_ids"] for case in results["plain"]}
     return results["split"], expected
 
