@@ -41,6 +41,9 @@ _LEAST_SPREAD, _MOST_SPREAD = 0.01, 10.0
 # A coefficient may claim so much of a typical step's time before the ridge holds it, whatever the
 # prior says: a prior of 0 is no certainty.
 _FREE_SHARE = 0.3
+# Of each term, how large it is at least where it claims that: what a thousand tokens cost cannot be
+# told from steps of ten, whose noise would be multiplied as their squares are.
+_LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0)
 # The worker has changed when the running mean of the errors' signs comes so close to 1: some 50
 # steps in a row, which chance does not bring (6 standard deviations). Of older steps a little is
 # kept.
@@ -228,12 +231,14 @@ class LatencyFit:
                 matrix[row][column] = matrix[column][row]
         centre = self._scaled_prior(matrix, vector)
         # How far each coefficient may go from there: the unit of the ridge.
-        units = [
-            max(value, _FREE_SHARE * math.sqrt(weights[index // 3] / matrix[index][index]))
-            if matrix[index][index] > 0
-            else value
-            for index, value in enumerate(centre)
-        ]
+        units = list(centre)
+        for index, least in enumerate(_LEAST_TERMS):
+            base = 3 * (index // 3)
+            if matrix[index][index] > 0:
+                typical_s = math.sqrt(weights[index // 3] / matrix[base][base])
+                typical_term = math.sqrt(matrix[index][index] / matrix[base][base])
+                share = _FREE_SHARE * typical_s / max(least, typical_term)
+                units[index] = max(units[index], share)
         seen = [index for index in range(6) if matrix[index][index] > 0 and units[index] > 0]
         found = non_negative(
             [[matrix[row][column] * units[row] * units[column] for column in seen] for row in seen],

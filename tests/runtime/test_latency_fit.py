@@ -101,6 +101,17 @@ def test_mixed_steps_alone_tell_prefill_and_decode_apart():
     assert worst_error(fit, model, "pd") < 0.15
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_tiny_prompts_says_nothing_of_long_ones(seed):
+    """A busy machine's: each step takes up to some times what it should."""
+    fit, model, rng = LatencyFit(PRIOR), MODELS["a CPU"], random.Random(seed)
+    for _ in range(200):
+        chunk = PrefillChunk(0, rng.choice([1, 1, 2, 3, 4, 6, 8]))
+        fit.observe(sample(model, [chunk], 0, 0, rng.lognormvariate(0, 1)))
+    long = [PrefillChunk(0, 2000)]
+    assert fit.model.step_s(long, 0, 0) < 10 * model.step_s(long, 0, 0)
+
+
 def test_one_step_in_ten_may_be_slow():
     model = MODELS["a CPU"]
     fit = LatencyFit(PRIOR)
