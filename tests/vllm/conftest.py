@@ -79,11 +79,6 @@ async def cluster(
         decode = (await started.workers())[DECODE]
         port = decode.kv_address.removeprefix(f"{RELAY_HOST}:")
         started.relay = Relay(decode.kv_address, f"127.0.0.1:{port}")
-        async with started.client() as client:
-            # By what the shortest take on a busy machine, long ones would be predicted to be late.
-            for salt in range(4):
-                prompt = cases.prompt(3 * cases.CHUNK, 8500 + salt)
-                await client.complete(prompt, temperature=0, max_tokens=1)
         yield started
     finally:
         stop_cluster(started)
