@@ -384,8 +384,10 @@ async def test_a_service_that_is_given_up_while_it_starts_cleans_up(short_path, 
     program.chmod(0o755)
     directory.mkdir()
     monkeypatch.setattr(sys, "executable", str(program))
+    # One that is still making much memory ready when it has been waited for is killed.
+    staging = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     starting = asyncio.create_task(
-        TransferClient.start(KvTransferConfig(), str(directory / "kv.sock"), timeout_s=60.0)
+        TransferClient.start(staging, str(directory / "kv.sock"), timeout_s=60.0)
     )
     async with asyncio.timeout(60.0):
         while not (segment := segment_of(str(directory))):
