@@ -20,7 +20,8 @@ def check(
 ) -> None:
     """Say whether a file is right; an unknown key names the nearest known one."""
     from baton.runtime import exposure
-    from baton.runtime.config import load, split_address
+    from baton.runtime.addresses import split_address
+    from baton.runtime.config import load
 
     config = load(file)
     for key, address in (

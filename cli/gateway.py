@@ -100,8 +100,8 @@ def bind(listen: str) -> tuple[socket.socket, str]:
     Raises:
         ConfigError: the address is wrong, in use or not of this host.
     """
-    from baton.runtime.addresses import joined
-    from baton.runtime.config import ConfigError, split_address
+    from baton.runtime.addresses import joined, split_address
+    from baton.runtime.config import ConfigError
 
     host, port = split_address(listen, "http.listen")
     host = host.strip("[]")

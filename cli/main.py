@@ -6,9 +6,7 @@ there, or none that can serve); 130 interrupted.
 
 from __future__ import annotations
 
-import atexit
 import errno
-import gc
 import io
 import os
 import sys
@@ -35,6 +33,7 @@ from baton.cli import (
     state,
     top,
 )
+from baton.runtime import quick_exit
 
 app = typer.Typer(
     name="baton",
@@ -109,9 +108,7 @@ def root(
 
 def main() -> None:
     """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
-    # An interpreter that ends looks through all its objects once more, which takes a command longer
-    # than to end otherwise: what holds nothing but memory may go with the process.
-    atexit.register(gc.freeze)
+    quick_exit.skip_last_collection()
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Closed by whoever started it: what is printed goes nowhere, as it would from a shell.

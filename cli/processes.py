@@ -145,7 +145,8 @@ def worker(
     import importlib
 
     from baton.cli.model import prepared
-    from baton.runtime.config import ConfigError, split_address
+    from baton.runtime.addresses import split_address
+    from baton.runtime.config import ConfigError
     from baton.runtime.names import WORKER_NAMES, is_worker
     from baton.v1 import common_pb2
 
@@ -231,8 +232,8 @@ def _hurry() -> None:
 
 
 def _with_http_port(config: BatonConfig, port: int) -> BatonConfig:
-    from baton.runtime.addresses import joined
-    from baton.runtime.config import HttpConfig, split_address
+    from baton.runtime.addresses import joined, split_address
+    from baton.runtime.config import HttpConfig
 
     listen = config.http.listen or HttpConfig().listen
     host, _ = split_address(listen, "http.listen")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 
-from baton.runtime.config import BatonConfig, ConfigError, split_address
+from baton.runtime.addresses import split_address
+from baton.runtime.config import BatonConfig, ConfigError
 from baton.runtime.security_config import SecurityConfig
 
 _log = logging.getLogger(__name__)

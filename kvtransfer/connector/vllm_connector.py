@@ -158,7 +158,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._scheduler.close()
         self._port.close()
         # vLLM calls this where its process ends: a rank first, which its engine core waits for, as
-        # the worker waits for that.
+        # the worker waits for that. One that ends with an error ends as Python has it, and says so.
         if not isinstance(sys.exception(), Exception):
             quick_exit.skip_cleanup(0)
 

@@ -13,9 +13,7 @@ worker's main process, with its parent, or on SIGTERM; socket and segment are go
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -43,7 +41,7 @@ from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
 from baton.kvtransfer.transports.link_store import may_have_gpu
 from baton.kvtransfer.transports.negotiation import LINKED, Negotiator
-from baton.runtime import affinity, lifecycle, logs, rpc
+from baton.runtime import affinity, lifecycle, logs, quick_exit, rpc
 from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
@@ -251,8 +249,7 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
 
 def main() -> int:
     """The process's entry point."""
-    # As baton.cli.main does.
-    atexit.register(gc.freeze)
+    quick_exit.skip_last_collection()
     try:
         if len(sys.argv) != 2:
             raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")

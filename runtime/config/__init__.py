@@ -6,7 +6,6 @@ An unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
-from baton.runtime.addresses import split_address
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
 from baton.runtime.config.http import HttpConfig
@@ -64,5 +63,4 @@ __all__ = [
     "load",
     "parse",
     "shown",
-    "split_address",
 ]

@@ -15,7 +15,7 @@ from ray.util import list_named_actors
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.calls import live_nodes, words
 from baton.coordinator.launchers.ray_launch.placement import unreachable
-from baton.runtime.config import split_address
+from baton.runtime.addresses import split_address
 
 # Of the names of Baton's actors in their namespace.
 NAME_PREFIX = "baton."
