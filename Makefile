@@ -36,13 +36,13 @@ install: $(BATON) $(DEV) $(RAY)
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
 
-# Two files at a time, one of which waits for the most part (see tests/conftest.py): with more, tests
-# of many processes ran out of time on slow machines. Those on real vLLM, whose ranks spin on a core
-# each, after all others.
+# Three files at a time, one of which waits for the most part (see tests/conftest.py): with two such,
+# tests of many processes ran out of time on slow machines. Those of a cluster on real vLLM, whose
+# ranks take a core each, after all others.
 test: $(BATON) $(DEV) $(RAY)
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/vllm
-	$(BIN)/python -m pytest tests/vllm
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest tests/vllm -m alone
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

@@ -25,6 +25,8 @@ settings.load_profile("baton")
 _OURS = ("BATON_", "GRPC_")
 # Tests that start many processes each, and wait for them most of the time.
 _MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 1
+# One piece, begun first: its files share processes, and it takes longer than any other file.
+_VLLM = "tests/vllm/"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,9 +35,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _VLLM if nodeid.startswith(_VLLM) else super()._split_scope(nodeid)
+
         def _assign_work_unit(self, node: Any) -> None:
             many = self.nodes.index(node) < _MOST_AT_ONCE
-            for scope in self.workqueue:
+            for scope in sorted(self.workqueue, key=lambda scope: scope != _VLLM):
                 if scope.startswith(_MANY_PROCESSES) == many:
                     self.workqueue.move_to_end(scope, last=False)
                     break

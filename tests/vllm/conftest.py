@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import engine_cases
 import pytest
@@ -22,6 +23,15 @@ from vllm_relay import Relay, as_it_is
 
 from baton.client.client import BatonClient
 from baton.runtime import demo_model
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before those of one mark are chosen: the cluster's ranks are to have the cores."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="session")

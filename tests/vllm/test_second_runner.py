@@ -21,7 +21,7 @@ from baton.runtime import affinity, demo_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-HERE, TIMEOUT_S = Path(__file__).parent, 280
+HERE, TIMEOUT_S = Path(__file__).parent, 500
 SEEDED = {"temperature": 1.0, "seed": 7}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 
