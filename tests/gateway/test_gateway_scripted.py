@@ -145,7 +145,7 @@ async def test_lanes(inference, scripted, body, headers, lane):
 
 @pytest.mark.parametrize(
     ("body", "default", "max_tokens"),
-    [({}, 16, 0), ({"max_tokens": None}, 0, 0), ({"max_tokens": 30}, 0, 30)],
+    [({}, 16, 0), ({"max_tokens": None}, 16, 0), ({"max_tokens": 30}, 0, 30)],
 )
 async def test_completions_have_a_default_length(inference, scripted, body, default, max_tokens):
     request = await submitted(inference, scripted, {"prompt": "x", **body})
