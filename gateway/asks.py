@@ -101,6 +101,8 @@ def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
         options["max_tokens"] = body.max_completion_tokens
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
+    if body.chat_template_kwargs:
+        options["template_kwargs"] = body.chat_template_kwargs
     if not body.messages:
         raise wrong("messages", [], "must not be empty")
     turns = [{"role": message.role, "content": message.content} for message in body.messages]

@@ -46,6 +46,7 @@ _NAMES = {
     "timeout_s": "x-baton-timeout-s",
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
+    "chat.template_kwargs": "chat_template_kwargs",
 }
 
 

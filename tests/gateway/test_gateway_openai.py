@@ -282,6 +282,7 @@ async def test_what_is_wrong_is_named(openai, field, body):
         ("max_completion_tokens", {"max_completion_tokens": 0}),
         ("structured_outputs", {"structured_outputs": {"choice": []}}),
         ("prompt_cache_key", {"prompt_cache_key": "k" * 300}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),
     ],
     ids=str,
 )

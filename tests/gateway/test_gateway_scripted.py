@@ -127,6 +127,15 @@ async def test_structured_outputs(inference, scripted, body, constraint):
         assert request.sampling.structured_output == wanted
 
 
+async def test_variables_of_the_chat_template_travel(inference, scripted):
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    request = await submitted(inference, scripted, body, "/v1/chat/completions")
+    assert json.loads(request.chat.template_kwargs) == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "lane"),
     [
