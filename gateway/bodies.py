@@ -143,7 +143,8 @@ class GenerationBody(_Part):
     ignore_eos: bool | None = None
     stop_token_ids: _FailsFast[int] | None = None
     bad_words: _FailsFast[str] | None = None
-    allowed_token_ids: _FailsFast[int] | None = None
+    # Empty it would allow no token, and to the coordinator it is as good as absent.
+    allowed_token_ids: Annotated[_FailsFast[int], Field(min_length=1)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None

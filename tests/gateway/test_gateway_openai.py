@@ -246,6 +246,7 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         ("prompt", {"prompt": ""}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}),
+        ("allowed_token_ids", {"allowed_token_ids": []}),
         ("echo", {"echo": True}),
         ("suffix", {"suffix": "end"}),
         ("best_of", {"best_of": 3}),
