@@ -82,6 +82,7 @@ class RequestOptions(SamplingOptions, total=False):
         session_id: shared by the requests of one conversation.
         default_max_tokens: of one without max_tokens, or as many as there is room for.
         add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
+        template_kwargs: more variables of the model's chat template.
         authorization: credential of this request, "Bearer ...".
         traceparent: W3C trace context.
         tenant: who to account to; left out: the client's.
@@ -97,6 +98,7 @@ class RequestOptions(SamplingOptions, total=False):
     session_id: str
     default_max_tokens: int
     add_generation_prompt: bool | None
+    template_kwargs: Mapping[str, Any] | None
     authorization: str
     traceparent: str
     tenant: str
@@ -109,6 +111,7 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
 }
+_SET_ELSEWHERE = ("lane", "add_generation_prompt", "template_kwargs", "retry_timeout_s")
 _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -122,12 +125,12 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
     """
     request = inference_pb2.GenerateRequest()
     request.lane = _lane(options.get("lane") or "interactive")
-    _set_prompt(request, prompt, options.get("add_generation_prompt"))
+    _set_prompt(request, prompt, options)
     for name, value in options.items():
         if name not in RequestOptions.__annotations__:
             hint = did_you_mean(name, RequestOptions.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}")
-        if value is None or name in ("lane", "add_generation_prompt", "retry_timeout_s"):
+        if value is None or name in _SET_ELSEWHERE:
             continue
         path = f"sampling.{name}" if name in SamplingOptions.__annotations__ else name
         try:
@@ -152,7 +155,7 @@ def _allowed(name: str, error: Exception) -> str:
 
 
 def _set_prompt(
-    request: inference_pb2.GenerateRequest, prompt: Prompt, add_generation_prompt: bool | None
+    request: inference_pb2.GenerateRequest, prompt: Prompt, options: RequestOptions
 ) -> None:
     if isinstance(prompt, str):
         try:
@@ -165,7 +168,7 @@ def _set_prompt(
         raise errors.invalid("prompt", prompt, "must be text, chat turns or token ids")
     elif len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping)):
         turns = cast("Sequence[ChatMessage | Mapping[str, str]]", prompt)
-        request.chat.CopyFrom(_chat(turns, add_generation_prompt))
+        request.chat.CopyFrom(_chat(turns, options))
     else:
         request.tokens.CopyFrom(_token_ids(cast("Sequence[int]", prompt)))
 
@@ -178,7 +181,7 @@ def _lane(lane: str) -> common_pb2.Lane.ValueType:
 
 
 def _chat(
-    turns: Sequence[ChatMessage | Mapping[str, str]], add_generation_prompt: bool | None
+    turns: Sequence[ChatMessage | Mapping[str, str]], options: RequestOptions
 ) -> inference_pb2.ChatPrompt:
     chat = inference_pb2.ChatPrompt()
     for index, turn in enumerate(turns):
@@ -188,8 +191,13 @@ def _chat(
         except (TypeError, ValueError):
             allowed = "must have role and content, both text"
             raise errors.invalid(f"chat.messages[{index}]", turn, allowed) from None
-    if add_generation_prompt is not None:
-        chat.add_generation_prompt = add_generation_prompt
+    if (add := options.get("add_generation_prompt")) is not None:
+        chat.add_generation_prompt = add
+    if kwargs := options.get("template_kwargs"):
+        try:
+            chat.template_kwargs = json.dumps(dict(kwargs))
+        except (RecursionError, TypeError, ValueError) as error:
+            raise errors.invalid("chat.template_kwargs", kwargs, str(error)) from None
     return chat
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import vllm
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
@@ -78,6 +79,8 @@ _log = logging.getLogger(__name__)
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
+# What vLLM raises of a request that it does not take.
+_WRONG_REQUEST = (VLLMClientError, ValueError, TypeError)
 # As vLLM's CPU communicator names them.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
 # As vLLM names traces.
@@ -228,7 +231,7 @@ class VllmEngine:
         live = self._new_live(request)
         try:
             shown, run = self._engine_core_requests(live, num_coming_tokens)
-        except (ValueError, TypeError):
+        except _WRONG_REQUEST:
             # It is said when the request is submitted, should it come to that.
             return
         self._announced[request.request_id] = _Announced(live, num_coming_tokens, shown, run)
@@ -270,7 +273,7 @@ class VllmEngine:
         request = live.request
         try:
             shown, run = self._engine_core_requests(live)
-        except (ValueError, TypeError) as error:
+        except _WRONG_REQUEST as error:
             raise RequestRejected(" ".join(str(error).split())) from error
         self._output.add_request(shown, prompt=None)
         self._replay(live, run)

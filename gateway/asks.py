@@ -15,6 +15,12 @@ from baton.gateway.problems import wrong
 
 # Of OpenAI's completions route, for requests that do not say.
 _DEFAULT_COMPLETION_TOKENS = 16
+# Beside those that problems.py knows.
+_OTHER_NAMES = {
+    "max_completion_tokens": "sampling.max_tokens",
+    "top_logprobs": "sampling.logprobs",
+    "structured_outputs": "sampling.structured_output",
+}
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -44,6 +50,7 @@ class Ask:
         seed: of a prompt's first choice; the next one's is one more, as vLLM has it.
         include_usage, continuous_usage: at the end of a stream, and with it in every chunk.
         num_logprobs: of the likeliest tokens beside the chosen one's; None: none at all.
+        names: what the body calls fields of the contract that have two names there.
     """
 
     id: str
@@ -57,6 +64,7 @@ class Ask:
     continuous_usage: bool
     num_logprobs: int | None
     options: RequestOptions
+    names: Mapping[str, str]
 
     @property
     def num_choices(self) -> int:
@@ -81,7 +89,7 @@ def new_id(*, chat: bool) -> str:
 def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, str]) -> Ask:
     """Raises Problem when a field or a header is wrong."""
     options = _options(body, headers)
-    if "max_tokens" not in body.model_fields_set:
+    if body.max_tokens is None:
         options["default_max_tokens"] = _DEFAULT_COMPLETION_TOKENS
     return _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
 
@@ -93,6 +101,8 @@ def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
         options["max_tokens"] = body.max_completion_tokens
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
+    if body.chat_template_kwargs:
+        options["template_kwargs"] = body.chat_template_kwargs
     if not body.messages:
         raise wrong("messages", [], "must not be empty")
     turns = [{"role": message.role, "content": message.content} for message in body.messages]
@@ -124,6 +134,11 @@ def _ask(
         bool(usage.include_usage and usage.continuous_usage_stats),
         num_logprobs,
         options,
+        {
+            field: name
+            for name, field in _OTHER_NAMES.items()
+            if getattr(body, name, None) is not None
+        },
     )
 
 

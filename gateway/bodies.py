@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -144,7 +143,8 @@ class GenerationBody(_Part):
     ignore_eos: bool | None = None
     stop_token_ids: _FailsFast[int] | None = None
     bad_words: _FailsFast[str] | None = None
-    allowed_token_ids: _FailsFast[int] | None = None
+    # Empty it would allow no token, and to the coordinator it is as good as absent.
+    allowed_token_ids: Annotated[_FailsFast[int], Field(min_length=1)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -234,6 +234,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:

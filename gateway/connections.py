@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(**arguments)
         self._limits, self._stats, self._waiting = limits, stats, waiting
         self._handshakes = handshakes
+        # What the parser is given.
+        self._data = b""
         # Of the head that is being read: as it came, and what the parser has whole.
         self._num_raw_bytes = self._num_parsed_bytes = 0
         self._in_head, self._num_heads = True, 0
@@ -96,8 +99,8 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         in_head, num_heads = self._in_head, self._num_heads
-        super().data_received(data)
-        if self.transport.is_closing():
+        self._parse(data)
+        if self._refusal is not None or self.transport.is_closing():
             return
         if in_head and num_heads == self._num_heads:
             # What comes in small pieces is not seen by on_header until it is whole.
@@ -106,6 +109,11 @@ class Connection(HttpToolsProtocol):
                 self._refuse("header_bytes", self._too_long())
         if self._in_head and not self._answering:
             self._await_head()
+
+    def _parse(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+        self._data = b""
 
     @property
     def _answering(self) -> bool:
@@ -120,6 +128,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._upgrades():
+            return
         self._in_head = False
         self._num_heads += 1
         self._num_raw_bytes = self._num_parsed_bytes = 0
@@ -129,6 +139,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._upgrades():
+            return
         self._in_head = True
         self._waiting.pop(self, None)
         super().on_message_complete()
@@ -153,7 +165,32 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Also what a refusal from within the parser becomes."""
-        self._refuse("malformed", self._refusal or Problem(400, msg, code="invalid_http"))
+        if self._refusal is not None:
+            self._refuse("header_bytes", self._refusal)
+        else:
+            self._refuse("malformed", Problem(400, msg, code="invalid_http"))
+
+    def _upgrades(self) -> bool:
+        """Whether the head asks for another protocol; it comes again without that."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Goes on in HTTP/1.1, as a server may (RFC 9110, 7.8).
+
+        The parser takes what follows the head for another protocol. It is the body: clients, Java's
+        HttpClient by default, ask for HTTP/2 with whatever they send first.
+        """
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        if not self._upgrades():
+            super()._unsupported_upgrade_warning()
+            return
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        rest = self._data[upgrade.args[0] :]
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes

@@ -75,6 +75,7 @@ class Exchange:
     async def run(self) -> None:
         stats, status, running = self._to.stats, 200, False
         watch: asyncio.Task[None] | None = None
+        ask: Ask | None = None
         try:
             body = await incoming.read(self._receive, self._headers, self._to.config)
             # One whose body comes slowly takes nobody's place.
@@ -91,7 +92,8 @@ class Exchange:
         except incoming.ClientLeft:
             status = CLIENT_LEFT
         except (Problem, RemoteError) as error:
-            problem = error if isinstance(error, Problem) else problems.of(error)
+            names = ask.names if ask is not None else {}
+            problem = error if isinstance(error, Problem) else problems.of(error, names)
             if isinstance(error, RemoteError):
                 self._to.outage.failed(error)
             status = CLIENT_LEFT if self._left else problem.status

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 
 from google.rpc import code_pb2
 
@@ -45,6 +46,7 @@ _NAMES = {
     "timeout_s": "x-baton-timeout-s",
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
+    "chat.template_kwargs": "chat_template_kwargs",
 }
 
 
@@ -103,14 +105,19 @@ def wrong(field: str, value: object, allowed: str) -> Problem:
     return Problem(400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value")
 
 
-def of(error: RemoteError) -> Problem:
-    """What the coordinator, or the client library, answered."""
+def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
+    """What the coordinator, or the client library, answered.
+
+    Args:
+        error: it.
+        names: what this request calls fields of the contract, where not as most do.
+    """
     status, kind = _KINDS.get(error.code, (500, "server_error"))
     message, param = str(error), None
     code: str | None = error.name.lower()
     retry_after_s, hopeless = error.retry_after_s, False
     if isinstance(error, InvalidArgumentError) and error.field:
-        param = _http_name(error.field)
+        param = _http_name(error.field, {**_NAMES, **(names or {})})
         # A message begins with the field's name, as the contract has it.
         message = (
             param + message.removeprefix(error.field)
@@ -143,9 +150,9 @@ def of(error: RemoteError) -> Problem:
     )
 
 
-def _http_name(field: str) -> str:
+def _http_name(field: str, names: Mapping[str, str]) -> str:
     """The field of the body, or the header, that became a field of the contract."""
-    for ours, theirs in _NAMES.items():
+    for ours, theirs in names.items():
         if field == ours or field.startswith(f"{ours}."):
             return theirs
     if field == "text" or field.startswith("tokens"):

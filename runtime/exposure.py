@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from typing import NamedTuple
 
 from baton.runtime.addresses import split_address
 from baton.runtime.config import BatonConfig, ConfigError
@@ -31,25 +32,31 @@ def is_local(host: str) -> bool:
 def check_coordinator(listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when others could use the coordinator, or join as workers, unknown."""
     key = "coordinator.listen"
-    _check(key, listen, security, "clients", _CLIENTS, known=security.knows_clients)
-    _check(key, listen, security, "workers", _WORKERS, known=security.knows_workers)
+    _check(
+        key,
+        listen,
+        security,
+        _Callers("clients", _CLIENTS, known=security.knows_clients),
+        _Callers("workers", _WORKERS, known=security.knows_workers),
+    )
 
 
 def check_transfer(listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when others could push KV caches, unknown."""
-    known = security.knows_workers
-    _check("kv_transfer.listen", listen, security, "workers", _WORKERS, known=known)
+    workers = _Callers("workers", _WORKERS, known=security.knows_workers)
+    _check("kv_transfer.listen", listen, security, workers)
 
 
 def check_http(listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when others could use the gateway, unknown."""
-    known = security.knows_http_clients
-    _check("http.listen", listen, security, "clients", _HTTP_CLIENTS, known=known)
+    clients = _Callers("clients", _HTTP_CLIENTS, known=security.knows_http_clients)
+    _check("http.listen", listen, security, clients)
 
 
 def check_metrics(key: str, listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when others could read metrics, unknown."""
-    _check(key, listen, security, "readers", _SCRAPERS, known=security.knows_scrapers)
+    readers = _Callers("readers", _SCRAPERS, known=security.knows_scrapers)
+    _check(key, listen, security, readers)
 
 
 def check_all(config: BatonConfig) -> None:
@@ -64,16 +71,23 @@ def check_all(config: BatonConfig) -> None:
         check_http(config.http.listen, security)
 
 
-def _check(
-    key: str, listen: str, security: SecurityConfig, who: str, wanted: str, *, known: bool
-) -> None:
+class _Callers(NamedTuple):
+    """Who calls a listener, what would tell them from others, and whether something does."""
+
+    who: str
+    wanted: str
+    known: bool
+
+
+def _check(key: str, listen: str, security: SecurityConfig, *callers: _Callers) -> None:
     host, _ = split_address(listen, key)
     if is_local(host):
         return
-    if not known and not security.allow_insecure:
-        raise ConfigError(
-            f"{key}: is {listen}, which other hosts can reach, and nothing tells its {who} from "
-            f"anybody else; set {wanted}, or by name security.allow_insecure: true"
-        )
+    for who, wanted, known in callers:
+        if not known and not security.allow_insecure:
+            raise ConfigError(
+                f"{key}: is {listen}, which other hosts can reach, and nothing tells its {who} "
+                f"from anybody else; set {wanted}, or by name security.allow_insecure: true"
+            )
     if not security.serves_tls:
         _log.warning("%s %s is open to other hosts without TLS", key, listen)

@@ -89,7 +89,7 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
     for pool in status.pools:
         name = role_name(pool.role)
         # One that sizes itself may be at rest, without a worker until somebody asks for something.
-        rests = bool(pool.max_workers) and not pool.desired
+        rests = pool.sizes_itself and not pool.desired
         if pool.num_serving == 0 and (queued or not rests):
             waits = ", ".join(
                 f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
@@ -138,6 +138,8 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
 
 
 def _none_serves(pool: admin_pb2.PoolInfo, name: str) -> str:
+    if pool.max_workers and not pool.desired and not pool.sizes_itself:
+        return f"baton scale {name} 1: it is to have none"
     if pool.max_workers:
         return f"`baton why {name}`, and the log of `baton up`, say why none starts"
     return f"start one: baton worker --role {name}, or look at why none attaches"

@@ -145,6 +145,7 @@ class Tokenizer:
                 f"{len(chat.messages)} messages",
                 "this model has no chat template; send text or tokens",
             )
+        kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
         messages = [{"role": one.role, "content": one.content} for one in chat.messages]
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
@@ -154,9 +155,9 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add,
-                **self._special_tokens,
+                **{**self._special_tokens, **kwargs},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise InvalidArgument(
                 "chat.messages",
                 [message["role"] for message in messages],

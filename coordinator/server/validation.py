@@ -26,6 +26,8 @@ _MAX_LOGIT_BIASES = 1024
 _MAX_CHOICES = 1024
 _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
+# Of chat templates, which the coordinator gives them itself.
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 # A finished event has to fit one message beside everything else.
 _MAX_PROMPT_LOGPROB_ENTRIES = 200_000
 
@@ -200,7 +202,23 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
         if not message.role:
             raise InvalidArgument(f"chat.messages[{index}].role", "", "must not be empty")
         num_bytes += len(message.role.encode()) + len(message.content.encode())
+    if chat.template_kwargs:
+        _check_template_kwargs(chat.template_kwargs)
+        num_bytes += len(chat.template_kwargs.encode())
     return num_bytes
+
+
+def _check_template_kwargs(text: str) -> None:
+    field = "chat.template_kwargs"
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(field, text, f"must be JSON text: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidArgument(field, text, "must be a JSON object")
+    if taken := _OWN_VARIABLES & found.keys():
+        own = ", ".join(sorted(_OWN_VARIABLES))
+        raise InvalidArgument(field, sorted(taken), f"must not name what is set otherwise: {own}")
 
 
 def _check_resume(

@@ -86,6 +86,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
         logit_bias={5: -1.0},
         json_schema={"type": "object"},
         add_generation_prompt=False,
+        template_kwargs={"enable_thinking": False},
     )
     request = (await (await inference.connection()).submitted()).request
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [
@@ -93,6 +94,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
         ("user", "hi"),
     ]
     assert request.chat.add_generation_prompt is False
+    assert request.chat.template_kwargs == '{"enable_thinking": false}'
     assert request.lane == common_pb2.LANE_BATCH
     assert (request.slo.ttft_ms, request.slo.itl_ms) == (500, 50)
     assert request.timeout.ToMilliseconds() == 2500

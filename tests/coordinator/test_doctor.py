@@ -191,8 +191,17 @@ def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
     assert {one.what for one in findings} == {"no prefill worker serves", "no decode worker serves"}
     assert "baton worker --role prefill" in findings[0].first + findings[1].first
     for pool in status.pools:
-        # Of a coordinator that starts workers, and is to have none: it rests.
+        # Of a coordinator that starts workers, and is to have none, whatever is asked of it.
         pool.max_workers = 16
+    findings = doctor.diagnose(status)
+    assert {one.kind for one in findings} == {Kind.NO_WORKERS}
+    assert {one.first for one in findings} == {
+        "baton scale prefill 1: it is to have none",
+        "baton scale decode 1: it is to have none",
+    }
+    for pool in status.pools:
+        # It rests until somebody asks for something.
+        pool.sizes_itself = True
     assert doctor.diagnose(status) == []
     for pool in status.pools:
         pool.desired, pool.problem = 1, "worker decode-0 exited with code 1: no GPU"

@@ -128,6 +128,7 @@ async def test_scale_grows_and_shrinks_and_says_who_wins(cell):
     event = await until(admin, lambda event: len(event.workers) == 2)
     assert event.pools.autoscale
     assert pool(event, DECODE).size_by_hand == 1
+    assert [one.sizes_itself for one in event.pools.pools] == [True, False]
     async with asyncio.timeout(WAIT_S):
         while len(launcher.ended) < 1:
             await asyncio.sleep(0.01)

@@ -54,6 +54,17 @@ def test_chat_writes_its_own_special_tokens(tokenizer):
     assert list(tokenizer.encode_chat(chat(("user", "hi")))).count(0) == 1
 
 
+def test_templates_are_given_what_the_caller_sends_for_them(fresh_model_dir):
+    """A model that thinks is told not to by such a variable."""
+    source = "{{ bos_token }}{% if enable_thinking is false %}quick{% else %}slow{% endif %}"
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    assert tokenizer.render(chat(("user", "hi"))) == "<s>slow"
+    hasty = chat(("user", "hi"), template_kwargs='{"enable_thinking": false}')
+    assert tokenizer.render(hasty) == "<s>quick"
+    tokenizer.close()
+
+
 def test_template_refusal_is_the_callers_fault(tokenizer):
     with pytest.raises(InvalidArgument, match="unknown role robot"):
         tokenizer.render(chat(("robot", "hi")))

@@ -24,6 +24,10 @@ def request(sampling=None, **fields) -> inference_pb2.GenerateRequest:
     )
 
 
+def templated(kwargs: str) -> dict:
+    return {"chat": {"messages": [{"role": "user"}], "template_kwargs": kwargs}}
+
+
 def structured(**fields) -> dict:
     return {"structured_output": common_pb2.StructuredOutput(**fields)}
 
@@ -77,6 +81,10 @@ def test_sampling(sampling, field):
         ({"tokens": {"ids": [1, 512]}}, "tokens.ids[1]"),
         ({"chat": {}}, "chat.messages"),
         ({"chat": {"messages": [{"role": "", "content": "x"}]}}, "chat.messages[0].role"),
+        (templated("{"), "chat.template_kwargs"),
+        (templated("[" * 5000), "chat.template_kwargs"),
+        (templated("[1]"), "chat.template_kwargs"),
+        (templated('{"messages": []}'), "chat.template_kwargs"),
         ({"lane": 9}, "lane"),
         ({"lane": -1}, "lane"),
         ({"request_id": "has space"}, "request_id"),

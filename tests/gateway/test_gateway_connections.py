@@ -160,6 +160,45 @@ async def test_a_long_head_is_431(coordinator, start_gateway, parts):
         status, answer, headers = await answered(gateway, *parts)
         assert (status, answer["error"]["code"]) == (431, "headers_too_large")
         assert headers["connection"] == "close"
+        # It was refused twice, the second time into what was closed, which raised.
+        async with httpx.AsyncClient() as http:
+            counted = (await http.get(f"{gateway.url}/metrics")).text
+        refusals = [line for line in counted.splitlines() if "refusals_total{" in line]
+        assert refusals == ['baton_http_refusals_total{reason="header_bytes"} 1.0']
+
+
+UPGRADE = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQ")
+UNKNOWN = b'{"prompt": "x", "unheard_of": 1}'
+
+
+@pytest.mark.parametrize("pause_at", [None, 20, -len(UNKNOWN), -5], ids=str)
+async def test_a_body_comes_with_a_request_for_another_protocol(scripted, pause_at):
+    """Java's HttpClient asks for HTTP/2 with its first request: its body was taken for empty."""
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    for asked in (UPGRADE, (), UPGRADE):
+        whole = request(UNKNOWN, *asked)
+        for part in (whole[:pause_at], whole[pause_at:] if pause_at else b""):
+            writer.write(part)
+            await asyncio.sleep(0.02)
+        status, answer, _ = await read_answer(reader)
+        assert (status, answer["error"]["param"]) == (400, "unheard_of")
+    writer.close()
+
+
+async def test_requests_follow_one_for_another_protocol_at_once(scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    writer.write(request(UNKNOWN, *UPGRADE) + request(b"{", *UPGRADE) + request(UNKNOWN))
+    codes = [(await read_answer(reader))[1]["error"]["code"] for _ in range(3)]
+    assert codes == ["unknown_parameter", "invalid_json", "unknown_parameter"]
+    writer.close()
+
+
+async def test_a_body_in_chunks_comes_with_a_request_for_another_protocol(scripted):
+    head, _, body = request(UNKNOWN, *UPGRADE, "transfer-encoding: chunked").partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    status, answer, _ = await answered(scripted, b"\r\n".join(lines) + b"\r\n\r\n" + chunks)
+    assert (status, answer["error"]["param"]) == (400, "unheard_of")
 
 
 async def test_a_long_body_is_no_long_head(inference, coordinator, start_gateway):

@@ -246,6 +246,7 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         ("prompt", {"prompt": ""}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}),
+        ("allowed_token_ids", {"allowed_token_ids": []}),
         ("echo", {"echo": True}),
         ("suffix", {"suffix": "end"}),
         ("best_of", {"best_of": 3}),
@@ -277,8 +278,12 @@ async def test_what_is_wrong_is_named(openai, field, body):
         ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("top_logprobs", {"top_logprobs": 2}),
-        ("max_tokens", {"max_completion_tokens": 0}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("structured_outputs", {"structured_outputs": {"choice": []}}),
         ("prompt_cache_key", {"prompt_cache_key": "k" * 300}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),
     ],
     ids=str,
 )
@@ -286,6 +291,7 @@ async def test_what_is_wrong_in_a_chat_is_named(openai, field, body):
     with pytest.raises(BadRequestError) as caught:
         await openai.chat.completions.create(model="demo", messages=TURNS, extra_body=body)
     assert caught.value.param == field
+    assert field in caught.value.message
 
 
 async def test_fields_that_change_nothing_are_taken(openai):

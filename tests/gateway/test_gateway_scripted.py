@@ -127,6 +127,15 @@ async def test_structured_outputs(inference, scripted, body, constraint):
         assert request.sampling.structured_output == wanted
 
 
+async def test_variables_of_the_chat_template_travel(inference, scripted):
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    request = await submitted(inference, scripted, body, "/v1/chat/completions")
+    assert json.loads(request.chat.template_kwargs) == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "lane"),
     [
@@ -145,7 +154,7 @@ async def test_lanes(inference, scripted, body, headers, lane):
 
 @pytest.mark.parametrize(
     ("body", "default", "max_tokens"),
-    [({}, 16, 0), ({"max_tokens": None}, 0, 0), ({"max_tokens": 30}, 0, 30)],
+    [({}, 16, 0), ({"max_tokens": None}, 16, 0), ({"max_tokens": 30}, 0, 30)],
 )
 async def test_completions_have_a_default_length(inference, scripted, body, default, max_tokens):
     request = await submitted(inference, scripted, {"prompt": "x", **body})

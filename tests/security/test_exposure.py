@@ -24,10 +24,14 @@ def config(key: str, listen: str, **security) -> BatonConfig:
 
 @pytest.mark.parametrize("key", LISTENERS)
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "host.test:80", "*:80"])
-def test_nothing_is_open_to_other_hosts_unless_told_so(key, listen):
+def test_nothing_is_open_to_other_hosts_unless_told_so(key, listen, caplog):
     with pytest.raises(ConfigError, match=rf"^{key}: is .* security.allow_insecure: true$"):
         exposure.check_all(config(key, listen))
     exposure.check_all(config(key, listen, allow_insecure=True))
+    # Once, though both clients and workers come to the coordinator's.
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{key} {listen} is open to other hosts without TLS"
+    ]
 
 
 @pytest.mark.parametrize("key", LISTENERS)

@@ -228,6 +228,7 @@ class PoolInfo(_message.Message):
     SIZE_BY_HAND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    SIZES_ITSELF_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     num_serving: _builtins.int
     num_starting: _builtins.int
@@ -246,6 +247,8 @@ class PoolInfo(_message.Message):
     """Of the last decision, in words."""
     problem: _builtins.str
     """Why workers do not start; empty when they do."""
+    sizes_itself: _builtins.bool
+    """Whether it follows the load: one that may shrink to none has a worker again when one is needed."""
     def __init__(
         self,
         *,
@@ -263,10 +266,11 @@ class PoolInfo(_message.Message):
         size_by_hand: _builtins.int | None = ...,
         reason: _builtins.str = ...,
         problem: _builtins.str = ...,
+        sizes_itself: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand", "size_by_hand", b"size_by_hand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand", "desired", b"desired", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "max_workers", b"max_workers", "min_workers", b"min_workers", "num_draining", b"num_draining", "num_running", b"num_running", "num_serving", b"num_serving", "num_starting", b"num_starting", "num_waiting", b"num_waiting", "problem", b"problem", "reason", b"reason", "role", b"role", "size_by_hand", b"size_by_hand"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand", "desired", b"desired", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "max_workers", b"max_workers", "min_workers", b"min_workers", "num_draining", b"num_draining", "num_running", b"num_running", "num_serving", b"num_serving", "num_starting", b"num_starting", "num_waiting", b"num_waiting", "problem", b"problem", "reason", b"reason", "role", b"role", "size_by_hand", b"size_by_hand", "sizes_itself", b"sizes_itself"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__size_by_hand: _TypeAlias = _typing.Literal["size_by_hand"]  # noqa: Y015
     _WhichOneofArgType__size_by_hand: _TypeAlias = _typing.Literal["_size_by_hand", b"_size_by_hand"]  # noqa: Y015

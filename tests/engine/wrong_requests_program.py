@@ -1,0 +1,54 @@
+"""Submits what vLLM refuses: prints, for each, what the engine says of it.
+
+A process of its own, because vLLM takes seconds to import and warns while it does.
+`python wrong_requests_program.py`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+from unittest import mock
+
+from baton.engine import vllm_engine
+from baton.engine.base import EngineRequest, RequestRejected
+from baton.runtime import demo_model
+from baton.v1 import common_pb2
+
+ARGUMENTS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
+# All of these a client can send, and none of them does the coordinator know for wrong.
+WRONG = {
+    "regex": common_pb2.StructuredOutput(regex="("),
+    "grammar": common_pb2.StructuredOutput(grammar="nope ::"),
+    "json_schema": common_pb2.StructuredOutput(json_schema='{"type": "nonsense"}'),
+}
+
+
+async def main() -> None:
+    said = {}
+    with (
+        tempfile.TemporaryDirectory() as own,
+        contextlib.redirect_stdout(sys.stderr),
+        # Nothing of this reaches the engine's processes: there are none.
+        mock.patch.object(
+            vllm_engine.EngineCoreClient, "make_async_mp_client", return_value=mock.AsyncMock()
+        ),
+        mock.patch.object(vllm_engine, "NoteWriter"),
+    ):
+        model = demo_model.ensure("demo")
+        engine = vllm_engine.VllmEngine(model, "m", ARGUMENTS, f"{own}/kv.sock")
+        await engine.start()
+        for name, constraint in WRONG.items():
+            sampling = common_pb2.SamplingParams(max_tokens=4, structured_output=constraint)
+            try:
+                await engine.submit(EngineRequest(name, (5, 6, 7), sampling))
+            except RequestRejected as error:
+                said[name] = str(error)
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
