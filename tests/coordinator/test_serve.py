@@ -252,8 +252,11 @@ async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path
             await process.stdout.readline()
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) == 2
+        directories = [Path(worker.cmdline()[-1]) for worker in workers]
+        assert all(map(Path.is_dir, directories))
     finally:
         process.kill()
         await process.wait()
     _gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, 10.0)
     assert not alive
+    assert not any(map(Path.exists, directories))
