@@ -26,7 +26,8 @@ from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, logs, quick_exit, tracing, worker_directory
-from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
+from baton.runtime.config import BatonConfig, PoolConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.enum_names import role_name
 from baton.runtime.metrics import MetricsServer

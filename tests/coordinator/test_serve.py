@@ -19,7 +19,8 @@ from scripted_worker import WAIT_S
 from baton.coordinator.launchers import launcher
 from baton.coordinator.server.server import Coordinator, WorkersFailed, serve
 from baton.runtime import errors, rpc
-from baton.runtime.config import BatonConfig, ConfigError, dump, parse
+from baton.runtime.config import BatonConfig, dump, parse
+from baton.runtime.config_error import ConfigError
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 WORKER = (sys.executable, str(Path(__file__).parent / "worker_program.py"))

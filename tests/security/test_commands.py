@@ -13,7 +13,7 @@ from cryptography import x509
 
 from baton.cli import keys
 from baton.runtime import api_keys
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 
 TIMEOUT_S = 60
 
