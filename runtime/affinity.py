@@ -11,7 +11,7 @@ from pathlib import Path
 # vLLM's setting of the cores its CPU ranks compute on; it reads it from the environment only.
 VLLM_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
-_claims: dict[int, socket.socket] = {}
+_claimed: set[int] = set()
 
 
 def deal(cores: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
@@ -28,13 +28,17 @@ def claim(cores: Collection[int]) -> list[int]:
         Those that another process of this host has said so of.
     """
     taken = []
-    for core in sorted(set(cores).difference(_claims)):
-        _claims[core] = socket.socket(socket.AF_UNIX)
+    for core in sorted(set(cores) - _claimed):
+        one = socket.socket(socket.AF_UNIX)
         try:
-            _claims[core].bind(f"\0baton-core-{core}")
+            one.bind(f"\0baton-core-{core}")
         except OSError:
-            _claims.pop(core).close()
             taken.append(core)
+            one.close()
+        else:
+            _claimed.add(core)
+            # It stays open until the process ends.
+            one.detach()
     return taken
 
 
