@@ -96,6 +96,7 @@ class Connection:
                 are given.
         """
         from baton.runtime.config_error import ConfigError
+        from baton.runtime.secret_words import SECRETS, is_secret
         from baton.runtime.watched_file import read_secret
 
         if self.api_key_file and self.api_key:
@@ -103,8 +104,8 @@ class Connection:
                 "BATON_API_KEY and BATON_API_KEY_FILE are both set: unset one of them"
             )
         if not self.api_key_file:
-            if not (self.api_key.isascii() and self.api_key.isprintable()):
-                raise ConfigError("BATON_API_KEY: must be printable ASCII, as every key is")
+            if self.api_key and not is_secret(self.api_key):
+                raise ConfigError(f"BATON_API_KEY: must be {SECRETS}")
             return self.api_key
         try:
             return read_secret(self.api_key_file, "--api-key-file")

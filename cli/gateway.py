@@ -46,7 +46,8 @@ def gateway(
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
     from baton.runtime import exposure, lifecycle, logs
-    from baton.runtime.config import ConfigError, load
+    from baton.runtime.config import load
+    from baton.runtime.config_error import ConfigError
 
     overrides = {"http": {"listen": listen}, "log_level": log_level and log_level.value}
     effective = load(config, overrides)
@@ -101,7 +102,7 @@ def bind(listen: str) -> tuple[socket.socket, str]:
         ConfigError: the address is wrong, in use or not of this host.
     """
     from baton.runtime.addresses import joined, split_address
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
 
     host, port = split_address(listen, "http.listen")
     host = host.strip("[]")

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from baton.runtime import demo_model
-from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.config import BatonConfig
+from baton.runtime.config_error import ConfigError
 
 
 def prepared(config: BatonConfig) -> BatonConfig:
@@ -32,10 +33,11 @@ def _make_weights(name: str) -> None:
     # In a process of its own: the coordinator should not carry torch for the rest of its life.
     code = (
         "import sys\n"
-        "from baton.runtime import config, demo_model\n"
+        "from baton.runtime import demo_model\n"
+        "from baton.runtime.config_error import ConfigError\n"
         "try:\n"
         "    demo_model.ensure(sys.argv[1])\n"
-        "except config.ConfigError as error:\n"
+        "except ConfigError as error:\n"
         "    sys.exit(str(error))\n"
     )
     made = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)

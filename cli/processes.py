@@ -146,7 +146,7 @@ def worker(
 
     from baton.cli.model import prepared
     from baton.runtime.addresses import split_address
-    from baton.runtime.config import ConfigError
+    from baton.runtime.config_error import ConfigError
     from baton.runtime.names import WORKER_NAMES, is_worker
     from baton.v1 import common_pb2
 

@@ -182,7 +182,7 @@ class BatonClient(AsyncClosing):
         failures = []
         metadata = self._dial.metadata()
         if authorization:
-            metadata = ((AUTHORIZATION, sendable(authorization, "authorization")),)
+            metadata = ((AUTHORIZATION, sendable(authorization)),)
         request = inference_pb2.GetModelRequest()
         for address in self._open().addresses:
             async with self._channels.to(address) as channel:

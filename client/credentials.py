@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from baton.client import errors
 from baton.runtime.dial import Dial, bearer
-from baton.runtime.errors import Unauthenticated
+from baton.runtime.errors import RemoteError, Unauthenticated
+from baton.runtime.secret_words import SECRETS, fits_header, is_secret
 from baton.runtime.tls import TlsFiles
 
 # An API key or a JWT; what gives one is asked for every request, and again when that is submitted
@@ -38,29 +39,31 @@ def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
     Raises:
         ConfigError: a file cannot be used.
     """
-    credential = bearer(api_key)
 
     def checked() -> str:
-        return sendable(credential(), "api_key")
+        key = api_key() if callable(api_key) else api_key
+        if key and not is_secret(key):
+            raise _unlike_any("api_key", SECRETS)
+        return key
 
+    credential = bearer(checked)
     if tls is None:
-        return Dial(credential=checked)
+        return Dial(credential=credential)
     files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file)
-    return Dial(files, tls.server_name, checked)
+    return Dial(files, tls.server_name, credential)
 
 
-def sendable(credential: str, what: str) -> str:
-    """The credential, which is never shown.
-
-    Args:
-        credential: "Bearer ..."; empty: none.
-        what: the argument that it is.
+def sendable(authorization: str) -> str:
+    """A credential as it is sent, "Bearer ...", which is never shown.
 
     Raises:
-        UnauthenticatedError: no credential is like that, and none could be sent.
+        UnauthenticatedError: it cannot be sent.
     """
-    if credential.isascii() and credential.isprintable():
-        return credential
-    raise errors.from_baton(
-        Unauthenticated(f"{what} has characters that no credential has: must be printable ASCII")
-    )
+    if not fits_header(authorization):
+        raise _unlike_any("authorization", "printable ASCII")
+    return authorization
+
+
+def _unlike_any(what: str, allowed: str) -> RemoteError:
+    message = f"{what} has characters that no credential has: must be {allowed}"
+    return errors.from_baton(Unauthenticated(message))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
 from baton.v1 import common_pb2
+
+_log = logging.getLogger(__name__)
 
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
@@ -175,7 +178,8 @@ def bind_threads(config: Any) -> list[int]:
     """
     if config.device_config.device_type != "cpu":
         return []
-    if affinity.VLLM_BIND_THREADS not in os.environ:
+    is_told = affinity.VLLM_BIND_THREADS in os.environ
+    if not is_told:
         ranks = config.parallel_config.tensor_parallel_size
         shares = affinity.deal(sorted(os.sched_getaffinity(0)), ranks)
         os.environ[affinity.VLLM_BIND_THREADS] = "|".join(
@@ -184,7 +188,15 @@ def bind_threads(config: Any) -> list[int]:
     bound = os.environ[affinity.VLLM_BIND_THREADS]
     if bound in ("auto", "nobind"):
         return []
-    return sorted({core for share in bound.split("|") for core in parse_id_list(share)})
+    cores = sorted({core for share in bound.split("|") for core in parse_id_list(share)})
+    if (taken := affinity.claim(cores)) and not is_told:
+        _log.warning(
+            "another worker of this host computes on cores %s too: give each its own, by "
+            "`taskset -c` or %s",
+            ",".join(map(str, taken)),
+            affinity.VLLM_BIND_THREADS,
+        )
+    return cores
 
 
 def layout_of(

@@ -30,6 +30,7 @@ from baton.gateway.scrapers import Scrapers
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 from baton.runtime.refusals import Refusals
+from baton.runtime.secret_words import fits_header
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
@@ -247,7 +248,7 @@ class Gateway:
 def _credential(request: Request) -> str:
     """As it was shown; empty: none. Raises Problem where the coordinator could not be shown it."""
     shown = request.headers.get("authorization", "")
-    if len(shown) > _MAX_CREDENTIAL_CHARS or not (shown.isascii() and shown.isprintable()):
+    if len(shown) > _MAX_CREDENTIAL_CHARS or not fits_header(shown):
         message = "the credential is not valid here"
         raise Problem(401, message, kind="authentication_error", code="invalid_api_key")
     return shown

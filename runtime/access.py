@@ -79,8 +79,9 @@ class Access:
             )
         # By account: its places, and how many requests are in each.
         self._places: defaultdict[str, Counter[object]] = defaultdict(Counter)
-        # By tenant.
-        self._num_calls: Counter[str] = Counter()
+        # By tenant: its places for calls, and how many calls are in each; and which each one is in.
+        self._call_places: defaultdict[str, Counter[object]] = defaultdict(Counter)
+        self._place_of: dict[tuple[str, int], object] = {}
 
     @classmethod
     def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
@@ -187,13 +188,18 @@ class Access:
                 retry_after_s=1.0,
             )
         held[place] += 1
-        return lambda: self._leave(account, place)
+        return lambda: _leave(self._places, account, place)
 
-    def hold_call(self, caller: Caller) -> Callable[[], None]:
+    def hold_call(
+        self, caller: Caller, call: int, *, older: int | None = None
+    ) -> Callable[[], None]:
         """Counts one of the server's calls to the caller's tenant.
 
         Args:
             caller: with grants.
+            call: its number; no other one has it.
+            older: of the call in which runs what is resumed in this one: they share a place, as the
+                older one is lost, and ends once that is noticed.
 
         Returns:
             What gives it back, to be called once.
@@ -203,7 +209,11 @@ class Access:
         """
         assert caller.grants is not None
         tenant, limit = caller.grants.tenant, self._config.tenant_calls
-        if self._num_calls[tenant] >= limit:
+        held = self._call_places[tenant]
+        place = None if older is None else self._place_of.get((tenant, older))
+        if place is None or held[place] > 1:
+            place = object()
+        if place not in held and len(held) >= limit:
             self.refusals.count(_INFERENCE, "tenant_calls", who=caller.name)
             raise ResourceExhausted(
                 f"{limit} sessions and single requests of tenant {tenant} are open, the most that "
@@ -212,21 +222,9 @@ class Access:
                 reason="TENANT_CALLS",
                 retry_after_s=1.0,
             )
-        self._num_calls[tenant] += 1
-        return lambda: self._let_go(tenant)
-
-    def _let_go(self, tenant: str) -> None:
-        self._num_calls[tenant] -= 1
-        if not self._num_calls[tenant]:
-            del self._num_calls[tenant]
-
-    def _leave(self, account: str, place: object) -> None:
-        held = self._places[account]
-        held[place] -= 1
-        if not held[place]:
-            del held[place]
-        if not held:
-            del self._places[account]
+        held[place] += 1
+        self._place_of[tenant, call] = place
+        return lambda: _leave(self._call_places, tenant, self._place_of.pop((tenant, call)))
 
     # ---- Operators and workers.
 
@@ -294,6 +292,15 @@ class Access:
     ) -> BatonError:
         self.refusals.count(service, reason, peer=peer, who=who)
         return error
+
+
+def _leave(places: dict[str, Counter[object]], account: str, place: object) -> None:
+    held = places[account]
+    held[place] -= 1
+    if not held[place]:
+        del held[place]
+    if not held:
+        del places[account]
 
 
 def _secret(authorization: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 
 # Part of the directory's name: changes whenever what is made here does.
 _VERSION = 1

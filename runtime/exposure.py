@@ -7,7 +7,8 @@ import logging
 from typing import NamedTuple
 
 from baton.runtime.addresses import split_address
-from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.config import BatonConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.security_config import SecurityConfig
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.runtime.config import ConfigError, TracingConfig
+from baton.runtime.config import TracingConfig
+from baton.runtime.config_error import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

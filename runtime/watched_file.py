@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from baton.runtime.config_error import ConfigError
+from baton.runtime.secret_words import SECRETS, is_secret
 
 T = TypeVar("T")
 
@@ -79,16 +80,16 @@ class WatchedFiles(Generic[T]):
 
 
 def read_secret(path: str, key: str) -> str:
-    """The one line of a file.
+    """The key or token in a file, between whatever blanks.
 
     Raises:
-        ConfigError: it is empty, or has several lines.
+        ConfigError: it holds something else.
     """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read().strip()
     except UnicodeDecodeError:
         text = ""
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ConfigError(f"{key}: {path} must hold one line of printable ASCII without spaces")
+    if not is_secret(text):
+        raise ConfigError(f"{key}: {path} must hold {SECRETS}")
     return text

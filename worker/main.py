@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -27,13 +26,15 @@ from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
 from baton.kvtransfer.control import TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, logs, quick_exit, tracing, worker_directory
-from baton.runtime.config import BatonConfig, ConfigError, PoolConfig
+from baton.runtime.config import BatonConfig, PoolConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.enum_names import role_name
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.names import FIRST_REVISION
 from baton.runtime.refusals import Refusals
 from baton.runtime.tracing import Tracing
+from baton.runtime.worker_directory import WorkerDirectory
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker import gpus
 from baton.worker.attach import AttachError, Attachment, CoordinatorGone
@@ -229,9 +230,9 @@ class _Worker:
 
         # 1. The transfer service: the engine connects to it while it starts.
         begun_at = monotonic()
-        directory = Path(self._directory) if self._directory else worker_directory.make()
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        socket_path = str(directory / "kv.sock")
+        directory = self._own_directory()
+        stack.callback(directory.remove)
+        socket_path = str(directory.path / "kv.sock")
         listening = towards(config.kv_transfer, self._coordinator)
         exposure.check_transfer(listening.listen, security)
         try:
@@ -326,6 +327,14 @@ class _Worker:
         )
         _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
         return host, runner, attachment
+
+    def _own_directory(self) -> WorkerDirectory:
+        if not self._directory:
+            return worker_directory.make()
+        try:
+            return WorkerDirectory(Path(self._directory))
+        except OSError as error:
+            raise WorkerFailed(f"--directory: {error}") from None
 
     async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
         timeout_s = self._config.worker.start_timeout_s

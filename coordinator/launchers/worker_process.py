@@ -7,17 +7,16 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 from baton.coordinator.launchers.tether import tethered
 from baton.runtime import worker_directory
+from baton.runtime.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class WorkerProcess:
         process: asyncio.subprocess.Process,
         output: _Pipe,
         errors: _Pipe,
-        directory: Path,
+        directory: WorkerDirectory,
         config: bytes,
         on_exit: Callable[[WorkerExit], None],
     ) -> None:
@@ -156,11 +155,11 @@ class WorkerProcess:
         Raises:
             OSError: it cannot be started.
         """
-        worker = ("worker", "--role", role, "--worker-id", worker_id)
         directory = worker_directory.make()
-        settings = ("--coordinator", coordinator, "--config", "-", "--directory", str(directory))
+        worker = ("worker", "--role", role, "--worker-id", worker_id)
+        settings = ("--coordinator", coordinator, "--config", "-")
         with contextlib.ExitStack() as write_ends, contextlib.ExitStack() as unstarted:
-            unstarted.callback(directory.rmdir)
+            unstarted.callback(directory.remove)
             output = await _Pipe.open()
             write_ends.callback(os.close, output.write_end)
             unstarted.callback(output.close)
@@ -168,7 +167,7 @@ class WorkerProcess:
             write_ends.callback(os.close, errors.write_end)
             unstarted.callback(errors.close)
             process = await asyncio.create_subprocess_exec(
-                *tethered(*command, *worker, *settings),
+                *tethered(*command, *worker, *settings, "--directory", str(directory.path)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output.write_end,
                 stderr=errors.write_end,
@@ -227,7 +226,7 @@ class WorkerProcess:
         finally:
             self._output.close()
             self._errors.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
         self._report(exit_code)
 
     def _report(self, exit_code: int) -> None:

@@ -17,7 +17,8 @@ from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import percentiles
 from baton.coordinator.telemetry.times import drain_s, duration
-from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.config import BatonConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import admin_pb2, cluster_pb2
 

@@ -88,8 +88,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             raise InvalidArgument("hello.worker_id", hello.worker_id, WORKER_NAMES)
         if hello.incarnation == 0:
             raise InvalidArgument("hello.incarnation", 0, "must be random and not 0")
-        if hello.role not in _ROLES:
-            raise InvalidArgument("hello.role", int(hello.role), "ROLE_PREFILL or ROLE_DECODE")
+        _check_role("hello.role", hello.role)
         if not hello.kv_address:
             raise InvalidArgument("hello.kv_address", "", "must be host:port")
         return hello
@@ -145,6 +144,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         elif kind == "cache":
             post(ev.WorkerCache(worker, message.cache))
         elif kind == "state_changed":
+            if role := message.state_changed.role:
+                _check_role("state_changed.role", role)
             post(ev.WorkerChanged(worker, message.state_changed))
         elif kind == "profile":
             post(ev.WorkerHeard(worker))
@@ -214,6 +215,11 @@ class _Heartbeat:
             self._wake.set()
             left_s = self._interval_s
         self._timer = self._loop.call_later(left_s, self._look)
+
+
+def _check_role(field: str, role: common_pb2.Role.ValueType) -> None:
+    if role not in _ROLES:
+        raise InvalidArgument(field, int(role), "must be ROLE_PREFILL or ROLE_DECODE")
 
 
 def _check_columns(tokens: cluster_pb2.StepTokens) -> None:

@@ -131,7 +131,9 @@ def _enter(
     if caller.grants is not None:
         # A gateway's is many tenants': one that holds too many is refused there by itself.
         session.holders.enter(
-            stream, caller.grants.tenant, lambda: intake.hold_call(caller, request, now)
+            stream,
+            caller.grants.tenant,
+            lambda: intake.hold_call(caller, session.number, request, now),
         )
     if (place := intake.enter(caller, request, now)) is not None:
         session.places[stream] = place

@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.known_end import known_stop
-from baton.coordinator.core.request import StreamKey, Submission
+from baton.coordinator.core.request import Request, StreamKey, Submission
 from baton.coordinator.lanes.lanes import lane_config
 from baton.coordinator.server.tokenization import Tokenizer
 from baton.coordinator.server.validation import (
@@ -109,12 +109,15 @@ class Intake:
         return caller
 
     def hold_call(
-        self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
+        self, caller: Caller, call: int, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None]:
         """Counts the call that the request came with to its caller; see Access.hold_call."""
         assert self._access is not None
+        older = self._running(request, caller) if request.resume.token_ids else None
         with self._counting(request, now):
-            return self._access.hold_call(caller)
+            return self._access.hold_call(
+                caller, call, older=older.submission.to.session if older is not None else None
+            )
 
     def enter(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
@@ -221,7 +224,7 @@ class Intake:
         max_queued = lane_config(self._config.lanes, lane).max_queued
         # Asked again when the work is done. What is resumed takes the place that it has.
         refused = None
-        if not request.resume.token_ids or not self._runs(request, caller):
+        if not request.resume.token_ids or self._running(request, caller) is None:
             refused = self._core.admission_error(lane)
         if refused is None and self._num_pending[lane] >= max_queued:
             refused = ResourceExhausted(
@@ -306,10 +309,10 @@ class Intake:
             revision=request.resume.revision,
         )
 
-    def _runs(self, request: inference_pb2.GenerateRequest, caller: Caller) -> bool:
-        """Whether one of the same name does."""
+    def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:
+        """The one of the same name that runs."""
         name, tenant = request.request_id, _tenant(request, caller)
-        return bool(name) and self._core.running_request(name, tenant) is not None
+        return self._core.running_request(name, tenant) if name else None
 
     def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
         """One message for all requests that say the same, which most do; it is never changed.

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
 from baton.v1 import inference_pb2
 

@@ -221,9 +221,15 @@ class Sender:
         return self._taken()
 
     def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
-        """A link ended, whyever: what it carries goes on without it."""
+        """A link ended, whyever: what it carries goes on without it.
+
+        What has left whole may have arrived whole: with no transport left, its receiver's word is
+        waited for.
+        """
         for send in list(self._sends.values()):
-            if send.link_id == link_id and send.state in (_S.SENDING, _S.COMMITTING):
+            if send.link_id != link_id or send.state not in (_S.SENDING, _S.COMMITTING):
+                continue
+            if send.state is _S.SENDING or self._offer(send.target, {*send.tried, send.transport}):
                 self._fall_back(send, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._taken()
 

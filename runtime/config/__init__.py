@@ -32,13 +32,11 @@ from baton.runtime.config.workers import (
     SimulatedConfig,
     WorkerConfig,
 )
-from baton.runtime.config_error import ConfigError
 from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [
     "BatchLaneConfig",
     "BatonConfig",
-    "ConfigError",
     "CoordinatorConfig",
     "DecodePoolConfig",
     "HttpConfig",

@@ -10,7 +10,7 @@ from google.protobuf import duration_pb2
 from baton.cli import failures, generate, output, timeline
 from baton.client import LatencyBudget, StageTime, Tokens
 from baton.client.errors import make
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 SPARE = ("ENGINE", "ROLE")

@@ -12,7 +12,8 @@ from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.settings import scaling_config
 from baton.coordinator.scaling.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
-from baton.runtime.config import ConfigError, parse
+from baton.runtime.config import parse
+from baton.runtime.config_error import ConfigError
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
 

@@ -13,7 +13,8 @@ from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
 from baton.engine import simulated
 from baton.engine.base import EngineRequest
 from baton.runtime import demo_model
-from baton.runtime.config import ConfigError, LatencyConfig, SimulatedConfig, parse
+from baton.runtime.config import LatencyConfig, SimulatedConfig, parse
+from baton.runtime.config_error import ConfigError
 from baton.runtime.latency import LatencyModel
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 

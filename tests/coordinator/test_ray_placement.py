@@ -11,7 +11,8 @@ from baton.coordinator.launchers.ray_launch.placement import (
     shortage,
     unreachable,
 )
-from baton.runtime.config import ConfigError, parse
+from baton.runtime.config import parse
+from baton.runtime.config_error import ConfigError
 
 SMALL = Node("s", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0})
 LARGE = Node("l", "10.0.0.2", {"CPU": 2.0, "GPU": 8.0, "nvlink": 1.0})

@@ -19,7 +19,8 @@ from scripted_worker import WAIT_S
 from baton.coordinator.launchers import launcher
 from baton.coordinator.server.server import Coordinator, WorkersFailed, serve
 from baton.runtime import errors, rpc
-from baton.runtime.config import BatonConfig, ConfigError, dump, parse
+from baton.runtime.config import BatonConfig, dump, parse
+from baton.runtime.config_error import ConfigError
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 WORKER = (sys.executable, str(Path(__file__).parent / "worker_program.py"))
@@ -252,8 +253,11 @@ async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path
             await process.stdout.readline()
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) == 2
+        directories = [Path(worker.cmdline()[-1]) for worker in workers]
+        assert all(map(Path.is_dir, directories))
     finally:
         process.kill()
         await process.wait()
     _gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, 10.0)
     assert not alive
+    assert not any(map(Path.exists, directories))

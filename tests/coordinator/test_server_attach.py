@@ -204,6 +204,15 @@ async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
         assert coordinator.shell.core.workers.by_id("p") is None
 
 
+async def test_a_role_that_nobody_knows_fences(coordinator, say_hello):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
+        change = cluster_pb2.WorkerStateChanged(role=7)
+        await worker.raw(cluster_pb2.WorkerMessage(seq=1, state_changed=change))
+        code, details = await worker.ended()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "state_changed.role is 7; must be ROLE_PREFILL or ROLE_DECODE" in details
+
+
 async def test_tokens_in_columns_of_different_length_fence(coordinator, say_hello):
     async with attached(coordinator.address, say_hello("d", DECODE)) as (worker,):
         tokens = cluster_pb2.StepTokens(

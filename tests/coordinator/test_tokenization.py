@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.coordinator.server.tokenization import Tokenizer
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import inference_pb2
 

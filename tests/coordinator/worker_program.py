@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from scripted_worker import ScriptedWorker
 
+from baton.runtime.worker_directory import WorkerDirectory
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 _SLEEPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -47,7 +48,8 @@ async def main() -> None:
     if behaviour.get("child"):
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
-    leave_something(arguments.directory)
+    directory = WorkerDirectory(Path(arguments.directory))
+    (directory.path / "something").touch()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if not behaviour.get("stubborn"):
@@ -74,10 +76,8 @@ async def main() -> None:
         await worker.leave()
     finally:
         await worker.close()
-
-
-def leave_something(directory: str) -> None:
-    Path(directory, "something").touch()
+        # Whoever started it may be gone.
+        directory.remove()
 
 
 async def beat(worker: ScriptedWorker) -> None:

@@ -8,7 +8,8 @@ import pytest
 from baton.kvtransfer.addresses import advertised, bind, towards
 from baton.runtime import rpc
 from baton.runtime.addresses import outward_address
-from baton.runtime.config import ConfigError, KvTransferConfig
+from baton.runtime.config import KvTransferConfig
+from baton.runtime.config_error import ConfigError
 
 
 @contextlib.contextmanager

@@ -322,6 +322,42 @@ def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
     harness.assert_empty()
 
 
+@pytest.mark.parametrize("word", ["committed", "refused", "stream lost", "none"])
+def test_with_no_other_transport_a_link_lost_behind_the_commit_leaves_the_word_to_the_receiver(
+    word,
+):
+    harness = offering("gloo")
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    everything(harness)
+    harness.sent()
+    assert harness.sender.handle_link_lost("gloo", "cut", harness.now) == []
+    if word == "committed":
+        _, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
+    elif word == "refused":
+        _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
+    elif word == "stream lost":
+        _, ended = harness.sender.handle_push_lost(A, "gone", harness.now)
+    else:
+        assert harness.sender.expire(LIMITS.idle_timeout_s - 0.1) == []
+        _, ended = harness.sender.expire(LIMITS.idle_timeout_s)
+    assert ended.committed == (word == "committed")
+    assert ended.transport == "gloo"
+    harness.assert_empty()
+
+
+def test_a_link_lost_before_everything_has_left_ends_a_send_with_no_other_transport():
+    harness = offering("gloo")
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    everything(harness, last=False)
+    harness.sent()
+    _, ended = harness.sender.handle_link_lost("gloo", "cut", harness.now)
+    assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_TRANSPORT, "cut")
+
+
 def test_what_was_sent_before_a_fallback_is_not_what_is_sent_after_it():
     harness = offering("gloo", "grpc")
     harness.open()

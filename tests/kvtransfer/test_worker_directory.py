@@ -1,16 +1,20 @@
 """What a killed worker cannot remove, its transfer service does."""
 
 import asyncio
-import shutil
 import socket
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import psutil
+import pytest
 
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.control import TransferClient
 from baton.runtime import worker_directory
 from baton.runtime.config import KvTransferConfig
+from baton.runtime.worker_directory import WorkerDirectory
 
 
 async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path):
@@ -45,6 +49,49 @@ async def test_a_directory_that_is_no_workers_stays(tmp_path):
     assert tmp_path.exists()
 
 
+MAKER = """
+import signal
+from baton.runtime import worker_directory
+directory = worker_directory.make()
+(directory.path / "something").touch()
+print(directory.path, flush=True)
+signal.pause()
+"""
+
+
+def test_what_nobody_is_left_to_remove_goes_with_the_next_start(short_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (others := short_path / "baton-results").mkdir()
+    makers = [
+        subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    killed, living = (Path(maker.stdout.readline().strip()) for maker in makers)
+    # As a worker that outlives its launcher for as long as it drains.
+    heir = WorkerDirectory(living)
+    try:
+        worker_directory.make().remove()
+        assert killed.exists()
+        makers[0].kill()
+        makers[0].wait()
+        worker_directory.make().remove()
+        assert not killed.exists()
+        makers[1].kill()
+        makers[1].wait()
+        worker_directory.make().remove()
+        assert living.exists()
+    finally:
+        heir.remove()
+        for maker in makers:
+            maker.kill()
+            maker.wait()
+            maker.stdout.close()
+    assert list(short_path.iterdir()) == [others]
+    with pytest.raises(FileNotFoundError):
+        WorkerDirectory(killed)
+
+
 def test_sockets_fit_whatever_the_temporary_directory_is(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 60) / ("e" * 40)
     deep.mkdir(parents=True)
@@ -52,7 +99,7 @@ def test_sockets_fit_whatever_the_temporary_directory_is(monkeypatch, tmp_path):
     directory = worker_directory.make()
     try:
         with socket.socket(socket.AF_UNIX) as longest:
-            longest.bind(str(directory / (worker_directory.LONGEST_SOCKET_NAME_BYTES * "x")))
+            longest.bind(str(directory.path / (worker_directory.LONGEST_SOCKET_NAME_BYTES * "x")))
         assert not worker_directory.fits(deep)
     finally:
-        shutil.rmtree(directory)
+        directory.remove()

@@ -12,7 +12,8 @@ from baton.coordinator.server.tokenization import Tokenizer
 from baton.models import files
 from baton.models.corpus import load
 from baton.runtime import demo_model
-from baton.runtime.config import BatonConfig, ConfigError
+from baton.runtime.config import BatonConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import inference_pb2
 

@@ -37,6 +37,15 @@ def test_keeping_off_every_core_changes_nothing():
     assert in_a_process(body) == str(CORES)
 
 
+def test_cores_are_another_processs_for_as_long_as_it_lives():
+    core = 100_000 + os.getpid()
+    claim = f"print(affinity.claim([{core}, {core} + 1]))"
+    assert affinity.claim([core]) == affinity.claim([core]) == []
+    assert in_a_process(claim) == str([core])
+    assert in_a_process(claim) == str([core])
+    assert affinity.claim([core + 1]) == []
+
+
 def test_cores_that_are_not_there_are_refused():
     with pytest.raises(OSError, match="Invalid argument"):
         affinity.run_on([CORES[-1] + 1000])

@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from baton.runtime.config import ConfigError, dump, parse
+from baton.runtime.config import dump, parse
+from baton.runtime.config_error import ConfigError
 
 
 @pytest.mark.parametrize(

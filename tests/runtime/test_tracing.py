@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from baton.runtime import tracing
-from baton.runtime.config import ConfigError, TracingConfig
+from baton.runtime.config import TracingConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.tracing import MAX_QUEUED_SPANS, Span, Tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

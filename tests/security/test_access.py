@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from baton.runtime.access import Access
-from baton.runtime.config import ConfigError
+from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig

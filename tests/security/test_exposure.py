@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from baton.runtime import exposure
-from baton.runtime.config import BatonConfig, ConfigError, dump, load, parse, shown
+from baton.runtime.config import BatonConfig, dump, load, parse, shown
+from baton.runtime.config_error import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 LISTENERS = (

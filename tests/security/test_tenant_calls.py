@@ -114,6 +114,40 @@ async def test_single_requests_are_calls_too_and_give_them_back(limited):
         again.cancel()
 
 
+async def test_a_call_that_resumes_counts_as_one_with_that_which_was_lost(limited):
+    running, keys = limited
+    metadata = [("authorization", f"Bearer {keys['a']}")]
+    async with rpc.channel(running.address) as channel, asyncio.timeout(WAIT_S):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        calls = []
+
+        async def is_let_in(name, known=()):
+            request = inference_pb2.GenerateRequest(request_id=name)
+            request.tokens.ids.append(1)
+            request.resume.token_ids.extend(known)
+            calls.append(stub.Session(metadata=metadata))
+            submit = inference_pb2.Submit(stream=1, request=request)
+            await calls[-1].write(inference_pb2.SessionRequest(submit=submit))
+            return (await calls[-1].read()).events[0].HasField("accepted")
+
+        # The coordinator does not notice that nobody reads them any more.
+        for name in ("r", "s"):
+            assert await is_let_in(name)
+        assert not await is_let_in("other", [7])
+        for name in ("r", "s"):
+            assert await is_let_in(name, [7])
+        # A third one in a place needs its own.
+        assert not await is_let_in("r", [7, 8])
+        assert not await is_let_in("new")
+        assert not calls[0].done()
+        calls[0].cancel()
+        while not await is_let_in("r", [7, 8]):
+            pass
+        assert not await is_let_in("new")
+        for call in calls:
+            call.cancel()
+
+
 async def test_a_session_beyond_the_limit_does_not_stay_open(limited, monkeypatch):
     running, keys = limited
     metadata = [("authorization", f"Bearer {keys['a']}")]

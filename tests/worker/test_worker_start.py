@@ -44,9 +44,9 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_eng
     config.write_text(f"model: {model}\nengine: vllm\n")
     command = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1", "--config", config]
     paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
-    directories = worker_directory.make()
+    directory = worker_directory.make()
     worker = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.main", *command, "--directory", directories],
+        [sys.executable, "-m", "baton.cli.main", *command, "--directory", directory.path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stderr=subprocess.PIPE,
         text=True,
@@ -65,4 +65,5 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_eng
         await asyncio.to_thread(worker.wait)
     assert (worker.returncode, told) == (0, "")
     assert psutil.wait_procs(children, 60)[1] == []
-    assert not directories.exists()
+    assert not directory.path.exists()
+    directory.remove()

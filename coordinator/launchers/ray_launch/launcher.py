@@ -15,7 +15,8 @@ from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
 from baton.coordinator.launchers.worker_process import BATON, WorkerExit
 from baton.coordinator.rollouts.revision import Revision
-from baton.runtime.config import BatonConfig, ConfigError, dump
+from baton.runtime.config import BatonConfig, dump
+from baton.runtime.config_error import ConfigError
 
 # An own Ray has Unix sockets there: in a longer path they would not fit.
 DIRECTORY, PREFIX = "/tmp", "baton-ray-"
