@@ -92,7 +92,7 @@ class _Step:
             "m", "r", "bfloat16", _LAYERS, heads, _HEAD_SIZE, _BLOCK_TOKENS, block_bytes, ""
         )
         self.num_blocks = _TOKENS // _BLOCK_TOKENS
-        self.num_bytes = self.layout.rank_bytes(self.num_blocks)
+        self.num_bytes = self.layout.shard_bytes(self.num_blocks)
         # Shared and mapped, as a segment is.
         self._staging = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         self.copies = CudaCopies(

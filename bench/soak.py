@@ -219,7 +219,7 @@ class Handoff:
             claim = port.claim(self.handoff_id, rank, timeout_s=ANSWER_TIMEOUT_S)
             if claim is None:
                 return None
-            size = LAYOUT.rank_bytes(claim.num_blocks)
+            size = LAYOUT.shard_bytes(claim.num_blocks)
             parts.append(bytes(port.memory[claim.offset : claim.offset + size]))
             port.release(self.handoff_id, rank)
         return b"".join(parts)

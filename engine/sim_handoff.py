@@ -114,7 +114,7 @@ class HandoffPort:
         self, offset: int, num_blocks: int, frames: Sequence[kv_transfer_pb2.LocalFrame]
     ) -> bytes | None:
         """Staging as it is now; None when a frame's bytes are not those that were received."""
-        data = bytes(self._port.memory[offset : offset + self.layout.rank_bytes(num_blocks)])
+        data = bytes(self._port.memory[offset : offset + self.layout.shard_bytes(num_blocks)])
         view = memoryview(data)
         for frame in frames:
             begin = self.layout.offset(0, frame.layer, frame.first_block, num_blocks)

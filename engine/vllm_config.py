@@ -18,13 +18,14 @@ from vllm.config import ProfilerConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_recording import Recording
-from baton.engine.vllm_refusals import refuse_model, refuse_settings
+from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -207,42 +208,83 @@ def layout_of(
     Its revision is that of the weights, those of the adapters too: who has others takes no handoff.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    dtype = model.dtype
-    if cache.cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
-        raise EngineDead(
-            f"engine_args.kv_cache_dtype: is {cache.cache_dtype!r}; Baton hands over the model's "
-            "own dtype: leave it at 'auto'"
-        )
+    refuse_cache(cache, model)
+    backends = _attention_backends(config)
+    _fix_block_size(config, backends)
     heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    # Keys and values side by side, or (MLA) the one latent that both are computed from.
+    content = head_size if model.use_mla else 2 * head_size
+    itemsize = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model).itemsize
+    tp_size = parallel.tensor_parallel_size
     return KvLayout(
         model=served_name,
         revision=_revision(model) + _of_adapters(adapters),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_cache_dtype(cache, model),
         num_layers=model.get_num_layers(parallel),
         num_kv_heads=heads,
         head_size=head_size,
         block_size_tokens=cache.block_size,
-        # Keys and values side by side.
-        block_bytes=2 * heads * cache.block_size * head_size * dtype.itemsize,
-        axes=f"heads,tokens,content of {_content(config, head_size)}",
-        tp_size=parallel.tensor_parallel_size,
+        block_bytes=heads * cache.block_size * content * itemsize,
+        axes=f"heads,tokens,content of {_content(config, backends)}",
+        tp_size=tp_size,
+        num_replicas=tp_size if model.use_mla else 1,
     )
 
 
-def _content(config: Any, head_size: int) -> str:
+def _cache_dtype(cache: Any, model: Any) -> str:
+    if cache.cache_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    # vLLM's short name for the same.
+    return "fp8_e4m3" if cache.cache_dtype == "fp8" else str(cache.cache_dtype)
+
+
+def _attention_backends(config: Any) -> list[Any]:
+    """Those that the model's layers will choose; layers with a window may have one of their own."""
+    model, windowed = config.model_config, (False, True)
+    mla = {"use_mla": True, "num_heads": model.get_num_attention_heads(config.parallel_config)}
+    with set_current_vllm_config(config):
+        chosen = [
+            get_attn_backend(
+                model.get_head_size(),
+                model.dtype,
+                config.cache_config.cache_dtype,
+                has_sliding_window=has_window,
+                **(mla if model.use_mla else {}),
+            )
+            for has_window in (windowed if model.get_sliding_window() else windowed[:1])
+        ]
+    return list(dict.fromkeys(chosen))
+
+
+def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
+    """Makes the ranks keep blocks of the size that is announced.
+
+    vLLM's ranks choose it when they have loaded the model, by what its attention takes (FlashMLA:
+    64 tokens), unless somebody else has. On CPUs it is chosen with the configuration.
+    """
+    cache = config.cache_config
+    if cache.user_specified_block_size or current_platform.is_cpu():
+        return
+    cache.block_size = current_platform._preferred_block_size_for_backends(
+        backends, cache.DEFAULT_BLOCK_SIZE, config
+    )
+    cache.user_specified_block_size = True
+
+
+def _content(config: Any, backends: Sequence[Any]) -> str:
     """Names how the attention kernels lay a token's keys and values out.
 
     Two backends may keep blocks of one size whose bytes mean something else; so do the CPU's own
     kernels for different instruction sets.
     """
-    model = config.model_config
-    with set_current_vllm_config(config):
-        backend: str = get_attn_backend(head_size, model.dtype, None).get_name()
-    if not current_platform.is_cpu():
-        return backend
+    model, cache = config.model_config, config.cache_config
+    names = "+".join(backend.get_name() for backend in backends)
+    if not current_platform.is_cpu() or model.use_mla:
+        return names
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return f"{backend}:{_get_attn_isa(model.dtype, config.cache_config.block_size, head_size)}"
+    isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    return f"{names}:{isa}"
 
 
 def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:

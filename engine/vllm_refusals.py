@@ -1,8 +1,9 @@
 """What vLLM serves and Baton cannot hand over, refused by name before any weights are loaded.
 
-Baton hands over the blocks of one paged cache of full attention, rank by rank, on one host. vLLM
-does not refuse the rest: of a sliding-window model, say, it turns its hybrid cache manager off
-beside a connector and goes on.
+Baton hands over one paged cache that keeps every token, of keys and values or of latents (MLA),
+rank by rank, on one host. Where layers with a window or chunks lie among ones of full attention,
+vLLM keeps every token of them all beside a connector: its hybrid cache manager is off. It does not
+refuse the rest.
 """
 
 from __future__ import annotations
@@ -43,8 +44,37 @@ def refuse_settings(engine_args: Mapping[str, Any]) -> None:
         )
 
 
+# Of a token's keys and values in a layer.
+_SIZES = frozenset({"head_size", "total_num_kv_heads"})
+# In which a token's keys and values are of one size, whoever wrote them.
+_QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def refuse_cache(cache: Any, model: Any) -> None:
+    """Refuses types of a cache that need more than its blocks, or differ from layer to layer.
+
+    Args:
+        cache: vLLM's CacheConfig.
+        model: vLLM's ModelConfig.
+
+    Raises:
+        EngineDead: naming the argument, its value, and what is allowed.
+    """
+    own = str(model.dtype).removeprefix("torch.")
+    if cache.cache_dtype not in (allowed := ("auto", own, *_QUANTIZED)):
+        raise EngineDead(
+            f"engine_args.kv_cache_dtype: is {cache.cache_dtype!r}; Baton hands over caches of "
+            f"{', '.join(allowed)}"
+        )
+    if layers := cache.kv_cache_dtype_skip_layers:
+        raise EngineDead(
+            f"engine_args.kv_cache_dtype_skip_layers: is {layers!r}; Baton hands over layers of "
+            "one type only: leave it out"
+        )
+
+
 def refuse_model(model: Any) -> None:
-    """Refuses a model whose state is more than one paged cache of full attention.
+    """Refuses a model whose state is more than one paged cache that keeps every token.
 
     Args:
         model: vLLM's ModelConfig.
@@ -58,8 +88,8 @@ def refuse_model(model: Any) -> None:
     if model.get_sliding_window() is not None and model.runner_type == "generate":
         remedy += ", or cut its context to the window with engine_args.disable_sliding_window"
     raise EngineDead(
-        f"model: {model.model} ({model.architecture}) {state}; Baton hands over the paged KV cache "
-        f"of full attention only: {remedy}"
+        f"model: {model.model} ({model.architecture}) {state}; Baton hands over one paged KV cache "
+        f"that keeps every token: {remedy}"
     )
 
 
@@ -75,16 +105,19 @@ def _foreign_state(model: Any) -> str | None:
         return "is a hybrid model: it mixes attention with layers whose state is recurrent"
     if model.is_diffusion:
         return "is a diffusion model: it rewrites tokens whose KV cache would be handed over"
-    if model.use_mla:
-        return (
-            "uses multi-head latent attention (MLA): its cache holds latents, not keys and values"
-        )
-    if (window := model.get_sliding_window()) is not None:
+    if hasattr(model.hf_text_config, "index_topk"):
+        return "uses sparse attention: its indexer keeps a cache of its own"
+    has_full_attention = "full_attention" in (
+        getattr(model.hf_text_config, "layer_types", ()) or ()
+    )
+    if (window := model.get_sliding_window()) is not None and not has_full_attention:
         return f"uses sliding-window attention: blocks more than {window} tokens back go"
-    if (chunk := model.attention_chunk_size) is not None:
+    if (chunk := model.attention_chunk_size) is not None and not has_full_attention:
         return f"uses chunked local attention: blocks of past chunks ({chunk} tokens) go"
     if model.has_noops:
         return "leaves attention out of some layers: they have no KV cache"
+    if any(_SIZES & each.keys() for each in model.model_arch_config.per_layer_overrides or ()):
+        return "has layers whose keys and values differ in size"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2
 
 # Of frames and of the meaning of their bytes.
@@ -18,6 +19,8 @@ class KvLayout:
         num_kv_heads: of one rank.
         block_bytes: of one block of one layer on one rank.
         axes: order of a block's axes, as "heads,tokens,content".
+        tp_size: tensor-parallel ranks.
+        num_replicas: neighbouring ranks that hold the same keys and values, a shard.
     """
 
     model: str
@@ -30,22 +33,27 @@ class KvLayout:
     block_bytes: int
     axes: str
     tp_size: int = 1
+    num_replicas: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.tp_size // self.num_replicas
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
-    def rank_bytes(self, num_blocks: int) -> int:
-        """Bytes of one rank's part of a handoff."""
+    def shard_bytes(self, num_blocks: int) -> int:
+        """Bytes of one shard of a handoff."""
         return self.num_layers * num_blocks * self.block_bytes
 
     def handoff_bytes(self, num_blocks: int) -> int:
-        """Bytes of a whole handoff, all ranks."""
-        return self.tp_size * self.rank_bytes(num_blocks)
+        """Bytes of a whole handoff, all shards."""
+        return self.num_shards * self.shard_bytes(num_blocks)
 
-    def offset(self, rank: int, layer: int, block: int, num_blocks: int) -> int:
+    def offset(self, shard: int, layer: int, block: int, num_blocks: int) -> int:
         """Where a block's bytes begin inside its handoff."""
-        return ((rank * self.num_layers + layer) * num_blocks + block) * self.block_bytes
+        return ((shard * self.num_layers + layer) * num_blocks + block) * self.block_bytes
 
     def fingerprint(self) -> kv_transfer_pb2.KvFingerprint:
         return kv_transfer_pb2.KvFingerprint(
@@ -60,6 +68,7 @@ class KvLayout:
             block_bytes=self.block_bytes,
             layout=self.axes,
             tp_size=self.tp_size,
+            num_shards=self.num_shards,
         )
 
     @classmethod
@@ -75,17 +84,5 @@ class KvLayout:
             block_bytes=fingerprint.block_bytes,
             axes=fingerprint.layout,
             tp_size=fingerprint.tp_size,
+            num_replicas=fingerprint.tp_size // kv_fingerprint.num_shards(fingerprint),
         )
-
-
-def mismatch(
-    ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
-) -> str | None:
-    """The fields in which two fingerprints differ, with both values; None when equal."""
-    differing = [
-        f"{descriptor.name} is {getattr(theirs, descriptor.name)!r}, "
-        f"here {getattr(ours, descriptor.name)!r}"
-        for descriptor in ours.DESCRIPTOR.fields
-        if getattr(ours, descriptor.name) != getattr(theirs, descriptor.name)
-    ]
-    return "; ".join(differing) or None

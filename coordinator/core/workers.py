@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.coordinator.core.request import RequestKey, WorkerKey
 from baton.coordinator.telemetry.stalls import MAX_SLOW_STEPS, SlowStep
+from baton.runtime import kv_fingerprint
 from baton.runtime.errors import (
     Aborted,
     AlreadyExists,
@@ -18,7 +19,7 @@ from baton.runtime.errors import (
     InvalidArgument,
 )
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
 _MAX_FENCED = 4096
@@ -364,12 +365,10 @@ class WorkerRegistry(AttachedWorkers):
             theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
             if theirs != ours:
                 differing.append(f"model.adapters are {theirs}, here {ours}")
-            differing += _differences(
-                "fingerprint",
-                other.hello.fingerprint,
-                hello.fingerprint,
-                [one.name for one in kv_transfer_pb2.KvFingerprint.DESCRIPTOR.fields],
-            )
+            differing += [
+                f"fingerprint.{one}"
+                for one in kv_fingerprint.differences(other.hello.fingerprint, hello.fingerprint)
+            ]
         if not differing:
             return None
         return FailedPrecondition(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.runtime import kv_fingerprint
 from baton.v1 import cluster_pb2
 
 
@@ -15,11 +16,14 @@ def block_size_of(hello: cluster_pb2.Hello) -> int:
 
 
 def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
-    """Bytes of a prompt's KV cache, all layers and ranks."""
+    """Bytes of a prompt's KV cache, all layers and shards."""
     fingerprint = hello.fingerprint
     num_blocks = -(-num_tokens // block_size_of(hello))
     return (
-        fingerprint.block_bytes * fingerprint.num_layers * (fingerprint.tp_size or 1) * num_blocks
+        fingerprint.block_bytes
+        * fingerprint.num_layers
+        * kv_fingerprint.num_shards(fingerprint)
+        * num_blocks
     )
 
 

@@ -115,13 +115,13 @@ class EarlyCopies:
 
     Args:
         port: of this rank's thread.
-        rank: tensor-parallel.
+        shard: of the cache, which this rank holds.
         layout: of the cache.
         copies: of this rank.
     """
 
-    def __init__(self, port: EnginePort, rank: int, layout: KvLayout, copies: BlockCopies) -> None:
-        self._port, self._rank, self._layout, self._copies = port, rank, layout, copies
+    def __init__(self, port: EnginePort, shard: int, layout: KvLayout, copies: BlockCopies) -> None:
+        self._port, self._shard, self._layout, self._copies = port, shard, layout, copies
         self._arriving: dict[bytes, _Arriving] = {}
         # Copies of the step under way that may not have ended.
         self._unchecked: list[tuple[_Arriving, Check]] = []
@@ -138,7 +138,7 @@ class EarlyCopies:
 
     def _advance(self, arriving: _Arriving) -> None:
         load = arriving.load
-        seen = self._port.peek(load.handoff_id, self._rank, arriving.epoch, arriving.num_seen)
+        seen = self._port.peek(load.handoff_id, self._shard, arriving.epoch, arriving.num_seen)
         if seen is None or seen.num_tokens != load.num_tokens:
             # It is over, or begins anew, or is another one than was meant.
             return

@@ -37,7 +37,7 @@ class Load:
         num_tokens: that the handoff must hold.
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache.
-        claims: what each rank may read, by rank, as Claim.parse takes it; empty: each asks itself.
+        claims: what ranks may read, by shard, as Claim.parse takes it; empty: each asks itself.
         is_early: the blocks are those of its early load (early_loads.py), which ends with this one.
     """
 

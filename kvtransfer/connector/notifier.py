@@ -64,11 +64,11 @@ class Notifier:
     """Waits where it is called. One thread uses it, and its port with it.
 
     Args:
-        rank: whose staging is filled.
+        shard: whose staging is filled.
     """
 
-    def __init__(self, port: EnginePort, rank: int) -> None:
-        self._port, self._rank = port, rank
+    def __init__(self, port: EnginePort, shard: int) -> None:
+        self._port, self._shard = port, shard
         self._frames: list[kv_transfer_pb2.LocalFrame] = []
         self._num_bytes = 0
 
@@ -94,7 +94,7 @@ class Notifier:
                 filled_frame(
                     each.handoff_id,
                     FIRST_EPOCH,
-                    self._rank,
+                    self._shard,
                     each.layer,
                     each.first_block,
                     each.num_blocks,
@@ -122,7 +122,7 @@ class Notifier:
         self.flush()
         self._port.abort_send(handoff_id)
         last = kv_transfer_pb2.LocalFrame(
-            handoff_id=handoff_id, epoch=FIRST_EPOCH, rank=self._rank, last=True
+            handoff_id=handoff_id, epoch=FIRST_EPOCH, rank=self._shard, last=True
         )
         self._port.send_frames([last])
 

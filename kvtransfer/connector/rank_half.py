@@ -53,8 +53,11 @@ class RankHalf:
     """
 
     def __init__(self, socket_path: str, port: EnginePort, rank: int, layout: KvLayout) -> None:
-        self._socket_path, self._port, self._rank = socket_path, port, rank
+        self._socket_path, self._port = socket_path, port
         self._layout = layout
+        # Of ranks that hold the same the first sends it, and each loads it.
+        self._shard, replica = divmod(rank, layout.num_replicas)
+        self._sends = replica == 0
         self._cache: PagedCache | None = None
         # Of the step under way: every block that is pushed, as the copies take them, and the frames
         # of a layer, those together that one gather takes.
@@ -75,14 +78,14 @@ class RankHalf:
         self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
-        self._early = EarlyCopies(self._port, self._rank, self._layout, self._copies)
+        self._early = EarlyCopies(self._port, self._shard, self._layout, self._copies)
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
-            self._notifier = Notifier(self._port, self._rank)
+            self._notifier = Notifier(self._port, self._shard)
         else:
             # A port is one thread's.
             port = EnginePort(self._socket_path)
-            self._notifier = NotifierThread(Notifier(port, self._rank), port)
+            self._notifier = NotifierThread(Notifier(port, self._shard), port)
 
     @property
     def alive(self) -> bool:
@@ -92,6 +95,8 @@ class RankHalf:
     def begin_step(self, step: HandoffStep) -> None:
         if step.early.cleared:
             self._copies.clear(step.early.cleared)
+        if not self._sends:
+            return
         for handoff_id in step.ended:
             self._notifier.ended(handoff_id)
         self._groups = list(self._grouped(step.pushes)) if self._notifier.alive else []
@@ -129,7 +134,7 @@ class RankHalf:
             filled = []
             for piece in group:
                 push = piece.push
-                offset = layout.offset(self._rank, layer, piece.first_block, push.num_blocks)
+                offset = layout.offset(self._shard, layer, piece.first_block, push.num_blocks)
                 filled.append(
                     Filled(
                         push.handoff_id,
@@ -169,9 +174,9 @@ class RankHalf:
         for load in step.loads:
             there = self._early.take(load)
             claimed = (
-                Claim.parse(load.claims[self._rank])
+                Claim.parse(load.claims[self._shard])
                 if load.claims
-                else self._port.claim(load.handoff_id, self._rank)
+                else self._port.claim(load.handoff_id, self._shard)
             )
             if claimed is None:
                 # It has ended, with a reason of its own, or the service does not answer in time.

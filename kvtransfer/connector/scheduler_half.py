@@ -92,7 +92,7 @@ class _Commit(NamedTuple):
 
     Attributes:
         heard_at: by time.monotonic.
-        claims: of each rank, where they were claimed ahead.
+        claims: of each shard, where they were claimed ahead.
     """
 
     heard_at: float

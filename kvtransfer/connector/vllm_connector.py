@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
@@ -90,23 +90,17 @@ class StepStats(KVConnectorStats):
         return not self.data
 
 
-def _is_full_attention(spec: KVCacheSpec) -> bool:
-    """Of this type and none below it: those keep latents, windows or sinks.
-
-    Without its hybrid cache manager vLLM calls windowed layers full, and says so in two fields.
-    """
-    return (
-        type(spec) is FullAttentionSpec
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
-    )
+def _keeps_every_token(spec: KVCacheSpec) -> bool:
+    """Of these types and none below them. The first may have layers with a window among it."""
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
 
 
 class BatonConnector(KVConnectorBase_V1):
     """The class vLLM loads; each method belongs to one half.
 
     Raises:
-        ValueError: the model's cache is not one group of full attention.
+        ValueError: the model's cache is not one group that keeps every token, or ranks hold other
+            parts of it than was announced.
     """
 
     def __init__(
@@ -115,14 +109,18 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         # The worker refuses by the model's configuration; this is what the cache itself says.
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        if len(specs) != 1 or not _is_full_attention(specs[0]):
+        if len(specs) != 1 or not _keeps_every_token(specs[0]):
             kinds = sorted({type(spec).__name__ for spec in specs})
             raise ValueError(
                 f"model {vllm_config.model_config.model} keeps {', '.join(kinds)} caches; Baton "
-                "hands over one group of full attention only: serve it with plain vLLM"
+                "hands over one group that keeps every token: serve it with plain vLLM"
             )
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._layout = KvLayout(**extra["layout"])
+        if (replicas := kv_cache_config.kv_tp_replicas) % self._layout.num_replicas:
+            raise ValueError(
+                f"{replicas} ranks hold the same; announced {self._layout.num_replicas}"
+            )
         self._port = EnginePort(extra["socket"])
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []

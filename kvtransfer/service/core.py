@@ -19,6 +19,7 @@ from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import IncomingPush, Transport
+from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -208,6 +209,11 @@ class TransferCore:
         for name in ("num_layers", "block_size_tokens", "block_bytes", "tp_size"):
             if getattr(layout, name) < 1:
                 raise TransferRefused(f"fingerprint.{name} is 0; must be at least 1")
+        if fingerprint.tp_size % kv_fingerprint.num_shards(fingerprint):
+            raise TransferRefused(
+                f"fingerprint.num_shards is {fingerprint.num_shards}; must divide tp_size, "
+                f"{fingerprint.tp_size}"
+            )
         if layout.block_bytes > MAX_PAYLOAD_BYTES:
             raise TransferRefused(
                 f"fingerprint.block_bytes is {layout.block_bytes}; at most {MAX_PAYLOAD_BYTES}"

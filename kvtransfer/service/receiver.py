@@ -18,7 +18,7 @@ from dataclasses import replace
 from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, Totals, copy, position_digest, verify
-from baton.kvtransfer.layout import KvLayout, mismatch
+from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiving import (
     LONG_HELD_S,
     SENDER_AT_WORK,
@@ -37,6 +37,7 @@ from baton.kvtransfer.receiving import (
     parse_open,
 )
 from baton.kvtransfer.service.handoff_table import HandoffTable
+from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
@@ -317,8 +318,8 @@ class Receiver:
             self._table.reject(stream, frame, live, error.reason, str(error), now)
             return
         num_bytes = layout.handoff_bytes(opened.num_blocks)
-        if (differing := mismatch(layout.fingerprint(), opened.fingerprint)) is not None:
-            detail = f"KV caches differ: {differing}"
+        if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
+            detail = f"KV caches differ: {'; '.join(differing)}"
             self._table.reject(stream, frame, live, pb.REFUSAL_REASON_FINGERPRINT, detail, now)
         elif not 1 <= opened.num_tokens <= opened.num_blocks * layout.block_size_tokens:
             detail = (
@@ -349,7 +350,7 @@ class Receiver:
         layout = self._known_layout()
         ranks = [
             RankPart(bytearray(layout.num_layers * opened.num_blocks))
-            for _ in range(layout.tp_size)
+            for _ in range(layout.num_shards)
         ]
         if live is None:
             live = Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
@@ -455,8 +456,8 @@ class Receiver:
         layout = self._known_layout()
         if handoff.state is not _S.RECEIVING:
             return "a data frame before the handoff was opened"
-        if frame.rank >= layout.tp_size:
-            return f"rank is {frame.rank}; must be below {layout.tp_size}"
+        if frame.rank >= layout.num_shards:
+            return f"rank is {frame.rank}; must be below {layout.num_shards}"
         if frame.layer >= layout.num_layers:
             return f"layer is {frame.layer}; must be below {layout.num_layers}"
         end = frame.first_block + frame.num_blocks
@@ -484,7 +485,7 @@ class Receiver:
             )
             return
         try:
-            if handoff.state is not _S.RECEIVING or frame.rank >= layout.tp_size:
+            if handoff.state is not _S.RECEIVING or frame.rank >= layout.num_shards:
                 raise MalformedFrame(f"a commit of rank {frame.rank} while {handoff.state.name}")
             part = handoff.ranks[frame.rank]
             if part.committed:

@@ -113,7 +113,7 @@ class Sender:
             total = self._arena.statistics().total_bytes
             raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
         until = now + min(wait_s, self._limits.max_wait_s)
-        totals, last = [Totals()] * layout.tp_size, [False] * layout.tp_size
+        totals, last = [Totals()] * layout.num_shards, [False] * layout.num_shards
         epoch = epoch or 1
         self._sends[handoff_id] = Send(
             handoff_id, target, num_blocks, num_tokens, num_bytes, epoch, epoch, _S.WAITING, until,
@@ -446,7 +446,7 @@ class Sender:
         layout = self._known_layout()
         if send.state is _S.WAITING:
             return "filled before its staging was reserved"
-        if filled.rank >= layout.tp_size or filled.layer >= layout.num_layers:
+        if filled.rank >= layout.num_shards or filled.layer >= layout.num_layers:
             return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
         end = filled.first_block + filled.num_blocks
         if end > send.num_blocks:

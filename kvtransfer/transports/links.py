@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 
 import grpc
 
-from baton.kvtransfer import layout
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, Frame
 from baton.kvtransfer.sending import Outgoing
@@ -27,7 +26,7 @@ from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.grpc_transport import SERVICE
 from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
-from baton.runtime import rpc
+from baton.runtime import kv_fingerprint, rpc
 from baton.runtime.addresses import local_address, split_address
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
@@ -318,8 +317,8 @@ class Links:
             return f"{hello.backend or 'no backend'} is not in use at the receiver"
         if ours is None:
             return "the engine is not ready yet"
-        if (differing := layout.mismatch(ours, hello.fingerprint)) is not None:
-            return f"KV caches differ: {differing}"
+        if differing := kv_fingerprint.differences(ours, hello.fingerprint):
+            return f"KV caches differ: {'; '.join(differing)}"
         if not hello.link_id or hello.link_id in self._incoming:
             return f"link_id is {hello.link_id!r}; must be new"
         if len(self._incoming) >= MAX_LINKS:

@@ -141,6 +141,18 @@ def test_other_layout_is_refused_with_both_values(world):
     assert "fingerprint.block_size_tokens is 32, here 16" in str(refusal.error)
 
 
+def test_ranks_that_hold_the_same_are_no_difference(world):
+    """Latents (MLA) are one shard, whatever the tensor-parallel size."""
+    fingerprint = kv_transfer_pb2.KvFingerprint()
+    fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
+    fingerprint.tp_size, fingerprint.num_shards = 8, 1
+    world.attach("x", DECODE, fingerprint=fingerprint)
+    assert world.core.workers.by_id("x") is not None
+    fingerprint.num_shards = 2
+    (refusal,) = world.attach("y", DECODE, fingerprint=fingerprint)
+    assert "fingerprint.tp_size is 8, here 1" in str(refusal.error)
+
+
 def test_other_weights_of_an_adapter_are_refused(world):
     """Its KV would be another's under the same name."""
     model = common_pb2.ModelDescription()

@@ -92,7 +92,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_cls": ("llama", {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
     "scheduling_policy": ("llama", {"scheduling_policy": "fcfs"}),
     "worker_extension_cls": ("llama", {"worker_extension_cls": "somebodys.Extension"}),
-    "kv_cache_dtype": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
+    "kv_cache_dtype": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
+    "kv_cache_dtype_skip_layers": ("llama", {"kv_cache_dtype_skip_layers": ["0"]}),
+    "sparse": ("deepseek", {"hf_overrides": {"index_topk": 64}}),
     "ngram": ("llama", {"speculative_config": NGRAM}),
     "draft_model": (
         "llama",
@@ -158,7 +160,6 @@ def said(directories: dict[str, str]) -> dict[str, str]:
         ("whisper", "WhisperForConditionalGeneration", "is an encoder-decoder model"),
         ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
         ("mistral", "MistralForCausalLM", "uses sliding-window attention"),
-        ("deepseek", "DeepseekV2ForCausalLM", "uses multi-head latent attention (MLA)"),
         ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
     ],
 )
@@ -203,8 +204,20 @@ def test_what_baton_sets(said: dict[str, str], name: str) -> None:
     assert said[name] == f"engine_args.{name}: is set by Baton and cannot be passed through"
 
 
-def test_a_cache_of_another_type_than_the_model(said: dict[str, str]) -> None:
-    assert said["kv_cache_dtype"].startswith("engine_args.kv_cache_dtype: is 'fp8_e5m2'")
+def test_a_cache_whose_scales_lie_elsewhere(said: dict[str, str]) -> None:
+    assert said["kv_cache_dtype"] == (
+        "engine_args.kv_cache_dtype: is 'int8_per_token_head'; Baton hands over caches of auto, "
+        "bfloat16, fp8, fp8_e4m3, fp8_e5m2"
+    )
+
+
+def test_a_cache_of_several_types(said: dict[str, str]) -> None:
+    message = said["kv_cache_dtype_skip_layers"]
+    assert message.startswith("engine_args.kv_cache_dtype_skip_layers: is ['0']; Baton hands over ")
+
+
+def test_an_indexer_with_a_cache_of_its_own(said: dict[str, str]) -> None:
+    assert "(DeepseekV2ForCausalLM) uses sparse attention: its indexer" in said["sparse"]
 
 
 def test_drafts_with_a_cache_of_their_own(said: dict[str, str]) -> None:
@@ -219,7 +232,7 @@ def test_profiles_are_torchs_and_say_what_is_wrong(said: dict[str, str]) -> None
     assert "torch_profiler_shapes" in said["profiler_config"]
 
 
-@pytest.mark.parametrize("name", ["llama", "window switched off", "ngram"])
+@pytest.mark.parametrize("name", ["llama", "window switched off", "ngram", "deepseek"])
 def test_the_others_get_as_far_as_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")
     assert "tokenizer" in said[name]

@@ -1,6 +1,7 @@
 """A handoff through the ranks' halves of two connectors and two real transfer services."""
 
 import asyncio
+import dataclasses
 import random
 import secrets
 
@@ -33,23 +34,26 @@ DEVICES = [
 
 
 class Worker:
-    """A service, and the only rank beside it, whose cache it fills itself."""
+    """A service, and a rank beside it, whose cache it fills itself."""
 
-    def __init__(self, client, device, order):
+    def __init__(self, client, device, order, rank=0, layout=LAYOUT):
         self.client = client
         self.port = EnginePort(client.socket_path)
-        self.rank = RankHalf(client.socket_path, self.port, 0, LAYOUT)
+        self.rank = RankHalf(client.socket_path, self.port, rank, layout)
         shape = (BLOCKS, HEADS, TOKENS, CONTENT)
         memory = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16, device=device)
         back = [order.index(axis) for axis in range(4)]
         self.caches = {f"layer.{index}": memory.clone().permute(back) for index in range(LAYERS)}
         self.rank.register(self.caches)
 
-    def step(self, pushes=(), loads=(), ended=(), compute=None, early=None, in_graph=()):
+    def step(
+        self, pushes=(), loads=(), ended=(), compute=None, early=None, in_graph=(), releases=True
+    ):
         """As vLLM's model runner makes one; returns the invalid block ids.
 
         Args:
             in_graph: layers that a CUDA graph computes without telling the connector.
+            releases: whether what was loaded is, by all ranks.
         """
         early = early or EarlyWork()
         metadata = HandoffStep(list(pushes), list(loads), list(ended), early)
@@ -68,7 +72,7 @@ class Worker:
         invalid = self.rank.take_invalid_block_ids()
         # By handoff, of those whose early load a load took over.
         self.num_early = self.rank.take_report().num_early_blocks
-        for load in loads:
+        for load in loads if releases else ():
             # The scheduler's half does, once the step is over.
             self.port.release(load.handoff_id, all_ranks=True)
         return invalid
@@ -174,6 +178,43 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
     assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
     await empty(sender)
     await empty(receiver)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("sending", "receiving"), [(2, 2), (1, 4), (4, 1)])
+async def test_what_several_ranks_hold_is_handed_over_once(tmp_path, device, sending, receiving):
+    sides = []
+    for number, num_ranks in enumerate((sending, receiving)):
+        layout = dataclasses.replace(LAYOUT, tp_size=num_ranks, num_replicas=num_ranks)
+        config = KvTransferConfig(send_bytes=2**22, receive_bytes=2**22)
+        client = await TransferClient.start(config, str(tmp_path / f"{number}.sock"))
+        await client.configure(layout.fingerprint())
+        sides.append([Worker(client, device, range(4), n, layout) for n in range(num_ranks)])
+    try:
+        (sender, *_), (receiver, *_) = sides
+        assert receiver.port.subscribe()
+        handoff_id, offset = await opened(sender, receiver, 3)
+        assert (await sender.client.stats()).send_bytes_used == 3 * LAYERS * BLOCK_BYTES
+        push = Push(handoff_id, offset, 0, 3, [9, 4, 6], True)
+        for one in reversed(sides[0]):
+            # Where the first of them does not send, others must not say that all is filled.
+            one.step([push], compute=writes({9: 0, 4: 1, 6: 2}))
+        await committed(receiver, handoff_id)
+        load = Load(handoff_id, 3 * TOKENS, 0, [1, 3, 2])
+        for one in sides[1]:
+            assert one.step(loads=[load], releases=False) == set()
+            for layer, cache in enumerate(one.caches.values()):
+                for at, block_id in enumerate([1, 3, 2]):
+                    assert bool((cache[block_id] == at + 100 * layer).all()), (layer, at)
+        receiver.port.release(handoff_id, all_ranks=True)
+        await empty(sender)
+        await empty(receiver)
+    finally:
+        for side in sides:
+            for one in side:
+                one.rank.close()
+                one.port.close()
+            await side[0].client.close()
 
 
 @pytest.mark.parametrize("told", [(), (LAYERS - 1,), (0, 2)], ids=["none", "last", "some"])

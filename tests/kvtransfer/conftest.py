@@ -110,7 +110,7 @@ class Handoff:
             claim = receiver.port.claim(self.handoff_id, rank)
             if claim is None:
                 return None
-            size = LAYOUT.rank_bytes(claim.num_blocks)
+            size = LAYOUT.shard_bytes(claim.num_blocks)
             part = bytes(receiver.port.memory[claim.offset : claim.offset + size])
             for frame in claim.frames:
                 start = (frame.layer * claim.num_blocks + frame.first_block) * LAYOUT.block_bytes

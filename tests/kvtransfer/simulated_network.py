@@ -410,7 +410,7 @@ class Decode:
         return self.world.layout.block_bytes
 
     def _part(self, grant: Grant) -> bytes:
-        size = self.world.layout.rank_bytes(grant.num_blocks)
+        size = self.world.layout.shard_bytes(grant.num_blocks)
         return bytes(self.memory[grant.offset : grant.offset + size])
 
     def _expected(self, grant: Grant, rank: int) -> bytes:
@@ -418,7 +418,7 @@ class Decode:
         layout = self.world.layout
         writer_epoch = self.world.writers[grant.handoff_id, grant.epoch]
         whole = truth(grant.handoff_id, writer_epoch, layout.handoff_bytes(grant.num_blocks))
-        size = layout.rank_bytes(grant.num_blocks)
+        size = layout.shard_bytes(grant.num_blocks)
         return whole[rank * size : (rank + 1) * size]
 
     # ---- Its transfer service.

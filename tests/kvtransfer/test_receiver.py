@@ -127,7 +127,7 @@ class Harness:
         return self.seen(self.receiver.expire(self.now))
 
     def bytes_of(self, grant) -> bytes:
-        size = LAYOUT.rank_bytes(grant.num_blocks)
+        size = LAYOUT.shard_bytes(grant.num_blocks)
         return bytes(self.memory[grant.offset : grant.offset + size])
 
     def assert_empty(self):
@@ -138,7 +138,7 @@ class Harness:
 
 
 def rank_truth(grant, rank) -> bytes:
-    size = LAYOUT.rank_bytes(grant.num_blocks)
+    size = LAYOUT.shard_bytes(grant.num_blocks)
     whole = truth(grant.handoff_id, grant.epoch, grant.num_blocks)
     return whole[rank * size : (rank + 1) * size]
 

@@ -172,6 +172,7 @@ class KvFingerprint(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     model: _builtins.str
     revision: _builtins.str
@@ -186,6 +187,11 @@ class KvFingerprint(_message.Message):
     layout: _builtins.str
     """Order of a block's axes, as "heads,tokens,content"."""
     tp_size: _builtins.int
+    num_shards: _builtins.int
+    """Different parts of a cache among its ranks; 0 means tp_size. Where there are fewer KV heads than
+    ranks, neighbouring ranks hold the same ones (of latents, MLA, all do): a shard is handed over
+    once. `rank` in what follows is that of a shard.
+    """
     def __init__(
         self,
         *,
@@ -200,10 +206,11 @@ class KvFingerprint(_message.Message):
         block_bytes: _builtins.int = ...,
         layout: _builtins.str = ...,
         tp_size: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,26 @@
+"""Whether one worker's KV cache fits another's engine, by how both describe it."""
+
+from __future__ import annotations
+
+from baton.v1 import kv_transfer_pb2
+
+
+def num_shards(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
+    """Different parts of a cache among its tensor-parallel ranks."""
+    return fingerprint.num_shards or fingerprint.tp_size or 1
+
+
+def differences(
+    ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
+) -> list[str]:
+    """The fields in which two fingerprints differ, with both values.
+
+    Empty: one can be handed over to the other. How many ranks hold a shard each makes no
+    difference.
+    """
+    ignored = ("tp_size", "num_shards") if num_shards(ours) == num_shards(theirs) else ()
+    return [
+        f"{name} is {getattr(theirs, name)!r}, here {getattr(ours, name)!r}"
+        for name in (descriptor.name for descriptor in ours.DESCRIPTOR.fields)
+        if name not in ignored and getattr(ours, name) != getattr(theirs, name)
+    ]

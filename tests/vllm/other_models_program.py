@@ -1,0 +1,142 @@
+"""Two engines of a model that is no Llama, small and random, and what one of them answers alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+import vllm_cases as cases
+from engine_handoffs import Side, handed_over, side
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
+
+from baton.engine import vllm_config
+from baton.engine.base import EngineRequest
+from baton.runtime import affinity, demo_model
+from baton.v1 import common_pb2
+
+_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def _windowed() -> Any:
+    return transformers.Gemma3TextConfig(
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+
+
+def _latent() -> Any:
+    # vLLM's kernels for latents on CPUs know one size only.
+    return transformers.DeepseekV2Config(
+        **_SIZES,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+    )
+
+
+ENGINE_ARGS = {
+    "kv_cache_memory_bytes": 2**23,
+    # vLLM's own rotation on CPUs takes the part of a query that it rotates for all of it: latent
+    # attention without scaled positions is wrong in prompts of several tokens.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+CONFIGS = {"windowed": _windowed, "latent": _latent}
+
+
+def make(name: str, directory: Path) -> str:
+    """Its checkpoint, with the demo models' tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim > 1:
+                # Wider than a trained model's start, so that tokens vary.
+                wide = torch.randn(weights.shape, generator=generator)
+                weights.copy_(wide * 1.5 / weights.shape[-1] ** 0.5)
+    model.save_pretrained(directory)
+    tokenizer = Path(demo_model.ensure("demo-2-layers", weights=False))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, directory)
+    return str(directory)
+
+
+async def answered_alone(one: Side, case: cases.Case) -> list[int]:
+    """By an engine that is handed nothing."""
+    sampling = common_pb2.SamplingParams(**case["sampling"])
+    request = EngineRequest(f"{case['name']}-alone", case["prompt"], sampling)
+    return (await one.finish(request))[0]
+
+
+def announced_block_size(model: str) -> int:
+    """Of an engine whose attention takes 64 tokens only, as FlashMLA on GPUs."""
+    config = vllm_config.RefusingEngineArgs(model=model).create_engine_config()
+    config.cache_config.user_specified_block_size = False
+    with (
+        mock.patch.object(vllm_config, "get_attn_backend", return_value=FlashMLABackend),
+        mock.patch.object(vllm_config, "current_platform", wraps=current_platform) as platform,
+    ):
+        platform.is_cpu.return_value = False
+        layout = vllm_config.layout_of(config, "m")
+    # The ranks leave a size alone that was asked for.
+    assert config.cache_config.user_specified_block_size
+    assert config.cache_config.block_size == layout.block_size_tokens
+    return layout.block_size_tokens
+
+
+async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        model = make(name, directory / "model")
+        sides = []
+        for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=True):
+            # What binds one engine's ranks is not for another's.
+            os.environ.pop(affinity.VLLM_BIND_THREADS, None)
+            begun = side(model, num_ranks, str(directory / socket), **ENGINE_ARGS)
+            sides.append(await stack.enter_async_context(begun))
+        prefill, decode = sides
+        made = await handed_over(prefill, decode, given)
+        alone = {
+            case["name"]: await answered_alone(prefill, case)
+            for case in given["one_by_one"] + given["together"]
+        }
+        layout = prefill.info.layout
+        sizes = {"num_shards": layout.num_shards, "block_bytes": layout.block_bytes}
+        fixed = announced_block_size(model)
+    return {**made, **sizes, "alone": alone, "announced_block_size": fixed}
+
+
+def main(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, Any]:
+    return asyncio.run(run(name, ranks, given))

@@ -1,0 +1,96 @@
+"""Models whose caches are laid out otherwise than a Llama's: windows among full attention, latents.
+
+What an engine answers that is handed nothing is the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import vllm_cases as cases
+from vllm_programs import Program
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+LENGTHS = [1, 31, 33, cases.CHUNK + 1, 2 * cases.CHUNK + 5]
+SHARED = cases.prompt(2 * cases.BLOCK_SIZE, 33)
+
+
+def handed_over_whole() -> list[cases.Case]:
+    return [
+        *(cases.greedy(f"length-{n}", cases.prompt(n, 30), 12) for n in LENGTHS),
+        {**cases.greedy("early", cases.prompt(100, 31), 8), "early": "and submitted"},
+        cases.greedy("shared", SHARED + cases.prompt(9, 34), 4),
+        cases.greedy("shared-again", SHARED + cases.prompt(9, 35), 4),
+    ]
+
+
+def all_cases() -> dict[str, list[cases.Case]]:
+    sampled = {"temperature": 1.0, "seed": 7}
+    return {
+        "one_by_one": [
+            *handed_over_whole(),
+            cases.greedy("seeded", cases.prompt(2 * cases.CHUNK, 36), 12, **sampled),
+            cases.greedy("penalties", cases.prompt(60, 37), 12, frequency_penalty=1.5),
+            {**cases.greedy("spoiled", cases.prompt(230, 38), 8), "spoiled_rank": 0},
+        ],
+        "together": [
+            cases.greedy(f"together-{n}", cases.prompt(20 + 50 * n, 39), 10) for n in range(4)
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What came of the cases, by model."""
+    programs = {
+        name: Program(
+            "other_models_program",
+            name,
+            ranks,
+            all_cases(),
+            directory=tmp_path_factory.mktemp(name),
+        )
+        for name, ranks in {"windowed": [1, 1], "latent": [1, 2]}.items()
+    }
+    try:
+        return {name: program.result() for name, program in programs.items()}
+    finally:
+        for program in programs.values():
+            program.close()
+
+
+@pytest.mark.parametrize("model", ["windowed", "latent"])
+def test_tokens_equal_those_without_a_handoff(made: dict[str, dict[str, Any]], model: str) -> None:
+    results = made[model]["results"]
+    assert {one["name"]: one["token_ids"] for one in results} == made[model]["alone"]
+
+
+@pytest.mark.parametrize("model", ["windowed", "latent"])
+def test_prompts_are_handed_over(made: dict[str, dict[str, Any]], model: str) -> None:
+    results = {one["name"]: one for one in made[model]["results"]}
+    for case in handed_over_whole():
+        result = results[case["name"]]
+        loaded = result["num_cached_by_decode"] + result["num_loaded"]
+        assert loaded == len(case["prompt"]), case["name"]
+    assert results["early"]["num_loaded_early"] == 100
+
+
+def test_latents_that_all_ranks_hold_are_handed_over_once(
+    made: dict[str, dict[str, Any]],
+) -> None:
+    """One rank's go to two: each loads the same bytes."""
+    assert made["latent"]["num_shards"] == 1
+    # Of 16 tokens, which vLLM's kernels take on CPUs; 512 numbers and 64 that are rotated.
+    assert made["latent"]["block_bytes"] == 16 * (512 + 64) * 4
+
+
+def test_the_block_size_that_attention_takes_is_announced(made: dict[str, dict[str, Any]]) -> None:
+    """vLLM's ranks would choose it after the layout was announced, and the handoff be refused."""
+    assert made["latent"]["announced_block_size"] == 64
+
+
+@pytest.mark.parametrize("model", ["windowed", "latent"])
+def test_nothing_is_left(made: dict[str, dict[str, Any]], model: str) -> None:
+    assert made[model]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
