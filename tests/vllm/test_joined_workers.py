@@ -20,10 +20,10 @@ from vllm_guests import (
     flip,
     held_up,
     let_pass,
-    next_goes,
     placed,
     responds,
     serves_on,
+    session_at,
     tokens_of,
 )
 from vllm_relay import Once, Relay
@@ -78,10 +78,11 @@ async def test_a_worker_flips_under_load_and_back(
     before, processes = await cluster.worker(FLIPPER), family(guests.main(FLIPPER))
 
     # 1. With prompts in it, which it finishes: then it decodes, and its tokens are right.
-    await next_goes(client, cluster, guests, FLIPPER, DECODE_ID)
+    there = await session_at(client, cluster, FLIPPER, DECODE_ID)
     chunked = [expected[f"flip-chunked-{index}"] for index in range(2)]
     streams = [
-        client.generate(case["prompt"], timeout_s=120, **case["sampling"]) for case in chunked
+        client.generate(case["prompt"], timeout_s=120, session_id=there, **case["sampling"])
+        for case in chunked
     ]
     for stream in streams:
         # It is accepted, and its prompt is dispatched.
@@ -90,21 +91,20 @@ async def test_a_worker_flips_under_load_and_back(
     assert await rest(streams) == [case["expected"]["token_ids"] for case in chunked]
     assert FLIPPER in [(await placed(cluster, stream))[0] for stream in streams]
     for name in ("flip-0", "flip-1"):
-        await next_goes(client, cluster, guests, PREFILL_ID, FLIPPER)
-        stream = await begun(client, expected[name], 2)
+        there = await session_at(client, cluster, PREFILL_ID, FLIPPER)
+        stream = await begun(client, expected[name], 2, there)
         assert await placed(cluster, stream) == (PREFILL_ID, FLIPPER)
         assert await rest([stream]) == [expected[name]["expected"]["token_ids"]]
 
     # 2. Back, with outputs in it: those that move elsewhere go on as if nothing had happened.
     streams = list(await asyncio.gather(*(begun(client, case, 3) for case in long)))
-    there = [stream for stream in streams if (await placed(cluster, stream))[1] == FLIPPER]
-    assert there
+    assert FLIPPER in [(await placed(cluster, stream))[1] for stream in streams]
     await flip(cluster, FLIPPER, PREFILL)
     assert await rest(streams) == tokens
 
     # 3. It computes prompts again. It is the same process, whose engine never ended.
-    await next_goes(client, cluster, guests, FLIPPER, DECODE_ID)
-    stream = await begun(client, expected["flip-2"], 2)
+    there = await session_at(client, cluster, FLIPPER, DECODE_ID)
+    stream = await begun(client, expected["flip-2"], 2, there)
     assert await placed(cluster, stream) == (FLIPPER, DECODE_ID)
     assert await rest([stream]) == [expected["flip-2"]["expected"]["token_ids"]]
     after = await cluster.worker(FLIPPER)
@@ -122,8 +122,8 @@ async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
 ) -> None:
     """Its lease at the receiver ends, and its request goes on without it."""
     case = expected["fault-0"]
-    await next_goes(client, cluster, guests, "p2", "d2")
-    stream = await held_up(client, cluster, to_d2, case)
+    there = await session_at(client, cluster, "p2", "d2")
+    stream = await held_up(client, to_d2, case, there)
     assert await placed(cluster, stream) == ("p2", "d2")
     assert staging(guests.main("d2")).num_receives == 1
     with stopped(family(guests.main("p2"))):
@@ -142,11 +142,11 @@ async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
 ) -> None:
     """It stops when the first frame of the first of four chunks arrives."""
     case = expected[f"length-{3 * cases.CHUNK + 5}-1"]
-    await next_goes(client, cluster, guests, "p2", "d2")
+    there = await session_at(client, cluster, "p2", "d2")
     processes = family(guests.main("p2"))
     stop = to_d2.spoil = Once(lambda: stopping.enter_context(stopped(processes)))
     with contextlib.ExitStack() as stopping:
-        stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+        stream = client.generate(case["prompt"], timeout_s=60, session_id=there, **case["sampling"])
         await anext(stream)
         assert await asyncio.to_thread(stop.done.wait, SOON_S)
         assert await placed(cluster, stream) == ("p2", "d2")
@@ -164,8 +164,8 @@ async def test_a_decode_worker_that_stands_still_is_not_waited_for(
     expected: dict[str, cases.Case],
 ) -> None:
     case = expected["fault-5"]
-    await next_goes(client, cluster, guests, "p2", "d2")
-    stream = await held_up(client, cluster, to_d2, case)
+    there = await session_at(client, cluster, "p2", "d2")
+    stream = await held_up(client, to_d2, case, there)
     assert await placed(cluster, stream) == ("p2", "d2")
     with stopped(family(guests.main("d2"))):
         assert await tokens_of(stream) == case["expected"]["token_ids"]
@@ -183,8 +183,8 @@ async def test_a_prefill_worker_killed_in_mid_push_is_not_missed(
     expected: dict[str, cases.Case],
 ) -> None:
     case = expected["fault-8"]
-    await next_goes(client, cluster, guests, "p2", "d2")
-    stream = await held_up(client, cluster, to_d2, case)
+    there = await session_at(client, cluster, "p2", "d2")
+    stream = await held_up(client, to_d2, case, there)
     assert await placed(cluster, stream) == ("p2", "d2")
     remains = Remains(guests.main("p2"))
     guests.main("p2").kill()
@@ -212,7 +212,7 @@ async def test_all_that_a_killed_decode_worker_had_goes_on_elsewhere(
             streams = [await begun(client, case, 2) for case in flowing]
             # None of its streams ends before it is killed.
             stopping.enter_context(stopped([guests.rank("d2")]))
-            streams.append(await held_up(client, cluster, to_d2, received))
+            streams.append(await held_up(client, to_d2, received))
         await responds(cluster, DECODE_ID, True)
         sent = list(zip(streams, [*flowing, received], strict=True))
         assert {(await placed(cluster, stream))[1] for stream, _ in sent} == {"d2"}
@@ -239,10 +239,10 @@ async def test_a_rank_killed_in_mid_prefill_takes_only_its_worker(
 ) -> None:
     """Its request is prefilled again elsewhere, whether or not the first token was out by then."""
     case = expected[f"length-{3 * cases.CHUNK + 5}-2"]
-    await next_goes(client, cluster, guests, "p3", DECODE_ID)
+    there = await session_at(client, cluster, "p3", DECODE_ID)
     remains = Remains(guests.main("p3"))
     kill = relay.spoil = Once(guests.rank("p3").kill)
-    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+    stream = client.generate(case["prompt"], timeout_s=60, session_id=there, **case["sampling"])
     assert await tokens_of(stream) == case["expected"]["token_ids"]
     assert kill.done.is_set()
     await released(cluster.worker_process("decode"), SOON_S)

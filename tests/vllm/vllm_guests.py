@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,6 +24,7 @@ LEASE_S = 1.0
 SOON_S = 10.0
 # For what ends when the coordinator gives a silent worker up.
 LOST_S = 20.0
+_SESSIONS = itertools.count()
 
 
 class Guests:
@@ -96,23 +97,28 @@ async def placed(cluster: Cluster, stream: TokenStream) -> tuple[str, str]:
     return found.prefill_worker_id, found.decode_worker_id
 
 
-async def next_goes(
-    client: BatonClient, cluster: Cluster, guests: Guests, prefill: str, decode: str
-) -> None:
-    """Sends short requests until it is these workers' turn: of idle ones, the one least used."""
-    alive = [each for each in await cluster.all_workers() if each.worker_id not in guests.dead()]
-    roles = {each.worker_id: each.role for each in alive}
+async def session_at(client: BatonClient, cluster: Cluster, prefill: str, decode: str) -> str:
+    """The id of a session that these workers had last: idle ones get what belongs to it.
+
+    Whose turn it is says less: each report changes what steps are predicted to take.
+    """
     async with asyncio.timeout(LOST_S):
-        # With one token alone, a request takes a prefill worker and no turn of those that decode.
-        for wanted, num_tokens in ((decode, 2), (prefill, 1)):
-            others = {name for name, role in roles.items() if role == roles[wanted]} - {wanted}
-            last = deque[str](maxlen=len(others))
-            while set(last) != others:
+        while True:
+            session = f"session-{next(_SESSIONS)}"
+            # With one token alone, a request takes no turn of those that decode.
+            for num_tokens, wanted in ((1, (prefill, "")), (2, (prefill, decode))):
                 probe = client.generate(
-                    [5, 6, 7], max_tokens=num_tokens, temperature=0, ignore_eos=True
+                    [5, 6, 7],
+                    max_tokens=num_tokens,
+                    temperature=0,
+                    ignore_eos=True,
+                    session_id=session,
                 )
                 await probe.complete()
-                last.append((await placed(cluster, probe))[num_tokens - 1])
+                if await placed(cluster, probe) != wanted:
+                    break
+            else:
+                return session
 
 
 def let_pass(relay: Relay) -> None:
@@ -122,11 +128,13 @@ def let_pass(relay: Relay) -> None:
 
 
 async def held_up(
-    client: BatonClient, cluster: Cluster, relay: Relay, case: cases.Case
+    client: BatonClient, relay: Relay, case: cases.Case, session_id: str = ""
 ) -> TokenStream:
     """A request whose first token is out, and of whose handoff the relay keeps the rest."""
     hold = relay.spoil = Hold()
-    stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+    stream = client.generate(
+        case["prompt"], timeout_s=60, session_id=session_id, **case["sampling"]
+    )
     async for event in stream:
         if isinstance(event, Tokens):
             break
@@ -167,9 +175,13 @@ async def flip(cluster: Cluster, worker_id: str, role: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def begun(client: BatonClient, case: cases.Case, num_tokens: int) -> TokenStream:
+async def begun(
+    client: BatonClient, case: cases.Case, num_tokens: int, session_id: str = ""
+) -> TokenStream:
     """A request that has so many tokens."""
-    stream = client.generate(case["prompt"], timeout_s=120, **case["sampling"])
+    stream = client.generate(
+        case["prompt"], timeout_s=120, session_id=session_id, **case["sampling"]
+    )
     async for event in stream:
         if isinstance(event, Tokens) and len(stream.token_ids) >= num_tokens:
             break
