@@ -105,17 +105,6 @@ class BatonConfig(Section):
                 raise ValueError(f"lora_adapters.{name}: is empty; must be a directory or hub id")
         return self
 
-    @model_validator(mode="after")
-    def _ranks_match(self) -> BatonConfig:
-        """Rank i hands over to rank i."""
-        sizes = [self.tensor_parallel_size(pool) for pool in (self.prefill, self.decode)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"tensor_parallel_size is {sizes[0]} for prefill and {sizes[1]} for decode; rank i "
-                "hands over to rank i: both pools must have the same size"
-            )
-        return self
-
     def tensor_parallel_size(self, pool: PoolConfig) -> Any:
         """Ranks of each of a pool's engines, as configured: vLLM checks that it is a number."""
         return (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
