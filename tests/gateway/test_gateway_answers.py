@@ -39,7 +39,7 @@ def deltas(draw, logprobs):
 def ask(*, chat, num_logprobs, include_usage=False, continuous_usage=False, stop=()):
     usage = include_usage, continuous_usage
     options = {"stop": stop}
-    return Ask("id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options)
+    return Ask("id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options, {})
 
 
 def parsed(chunk):
