@@ -59,8 +59,9 @@ class Connection(HttpToolsProtocol):
         super().__init__(**arguments)
         self._limits, self._stats, self._waiting = limits, stats, waiting
         self._handshakes = handshakes
-        # What the parser is given.
-        self._data = b""
+        # What the parser is given, and what of it another parser is given next.
+        self._data: bytes | memoryview = b""
+        self._rest: bytes | memoryview = b""
         # Of the head that is being read: as it came, and what the parser has whole.
         self._num_raw_bytes = self._num_parsed_bytes = 0
         self._in_head, self._num_heads = True, 0
@@ -110,10 +111,12 @@ class Connection(HttpToolsProtocol):
         if self._in_head and not self._answering:
             self._await_head()
 
-    def _parse(self, data: bytes) -> None:
-        self._data = data
-        super().data_received(data)
-        self._data = b""
+    def _parse(self, data: bytes | memoryview) -> None:
+        while data and self._refusal is None:
+            self._data, self._rest = data, b""
+            super().data_received(data)  # type: ignore[arg-type]
+            data = self._rest
+        self._data = self._rest = b""
 
     @property
     def _answering(self) -> bool:
@@ -188,9 +191,10 @@ class Connection(HttpToolsProtocol):
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        rest = self._data[upgrade.args[0] :]
-        self.parser = httptools.HttpRequestParser(self)
-        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self.parser, self._num_parsed_bytes = httptools.HttpRequestParser(self), 0
+        # Not copied, and not from here: as many such requests may follow as one chunk holds.
+        self._rest = memoryview(self._data)[upgrade.args[0] :]
+        super().data_received(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed_bytes += num_bytes

@@ -193,6 +193,25 @@ async def test_requests_follow_one_for_another_protocol_at_once(scripted):
     writer.close()
 
 
+async def test_many_requests_for_another_protocol_at_once_are_answered_each(scripted):
+    """Each was parsed from within the one before: hundreds raised, into the log."""
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    writer.write(1000 * request(UNKNOWN, *UPGRADE))
+    for _ in range(1000):
+        assert (await read_answer(reader))[0] == 400
+    writer.close()
+
+
+async def test_a_head_that_asks_for_another_protocol_may_be_as_long_as_any(
+    inference, coordinator, start_gateway
+):
+    """It comes to the parser twice, and is counted once."""
+    asked = request(UNKNOWN, f"x-padding: {1500 * 'x'}", *UPGRADE)
+    async with start_gateway(coordinator, max_header_bytes=2000) as gateway:
+        status, answer, _ = await answered(gateway, asked)
+    assert (status, answer["error"]["param"]) == (400, "unheard_of")
+
+
 async def test_a_body_in_chunks_comes_with_a_request_for_another_protocol(scripted):
     head, _, body = request(UNKNOWN, *UPGRADE, "transfer-encoding: chunked").partition(b"\r\n\r\n")
     lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
