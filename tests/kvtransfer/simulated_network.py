@@ -147,7 +147,7 @@ class Prefill:
     def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float, epoch=1):
         """Begins a handoff; None when it is refused at once."""
         tokens = num_blocks * self.world.layout.block_size_tokens
-        send = Send(handoff_id, self, target, num_blocks, epoch, [0] * self.world.layout.tp_size)
+        send = Send(handoff_id, self, target, num_blocks, epoch, [0] * self.world.layout.num_shards)
         try:
             effects = self.sender.open(
                 handoff_id, target.address, num_blocks, tokens, wait_s, epoch, self.world.now
@@ -391,7 +391,7 @@ class Decode:
         """Every rank loads what is committed; whether there was anything."""
         for handoff_id, state in list(self.states.items()):
             if state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED):
-                for rank in range(self.world.layout.tp_size):
+                for rank in range(self.world.layout.num_shards):
                     self.claim(handoff_id, rank)
         grants = list(self.grants)
         for grant, rank in grants:
@@ -510,10 +510,18 @@ class World:
         committed: (handoff id, epoch) that a receiver has committed.
     """
 
-    def __init__(self, tp_size: int, prefill_transports, decode_transports, batch_bytes: int):
+    def __init__(
+        self,
+        num_shards: int,
+        prefill_transports,
+        decode_transports,
+        batch_bytes: int,
+        num_replicas: int = 1,
+    ):
         self.layout = KvLayout(
-            "m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=tp_size
-        )
+            "m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content",
+            tp_size=num_shards * num_replicas, num_replicas=num_replicas,
+        )  # fmt: skip
         self.batch_bytes = batch_bytes
         self.now = 0.0
         self._numbers = 0

@@ -17,10 +17,11 @@ from baton.kvtransfer.receiving import Changed, ReceiverLimits
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 
-RANKS, LAYERS, SIZE, TOKEN_BYTES = 2, 2, 4, 16
+SHARDS, REPLICAS, LAYERS, SIZE, TOKEN_BYTES = 2, 2, 2, 4, 16
 LAYOUT = KvLayout(
-    "m", "r", "uint8", LAYERS, 1, 8, SIZE, SIZE * TOKEN_BYTES, "heads,tokens,content", RANKS
-)
+    "m", "r", "uint8", LAYERS, 1, 8, SIZE, SIZE * TOKEN_BYTES, "heads,tokens,content",
+    tp_size=SHARDS * REPLICAS, num_replicas=REPLICAS,
+)  # fmt: skip
 # As numbers that are none: whatever is computed from a block that has them anywhere becomes as bad.
 POISON = b"\xff" * TOKEN_BYTES
 LIMITS = ReceiverLimits(
@@ -30,14 +31,14 @@ LIMITS = ReceiverLimits(
 STAGED_BLOCKS, NUM_BLOCKS = 40, 22
 
 
-def content(tokens, rank, layer) -> bytes:
+def content(tokens, shard, layer) -> bytes:
     """The keys and values of the last of these tokens."""
-    return hashlib.blake2b(bytes([*tokens, 255, rank, layer]), digest_size=TOKEN_BYTES).digest()
+    return hashlib.blake2b(bytes([*tokens, 255, shard, layer]), digest_size=TOKEN_BYTES).digest()
 
 
-def block_content(tokens, index, rank, layer) -> bytes:
+def block_content(tokens, index, shard, layer) -> bytes:
     ends = range(index * SIZE + 1, min((index + 1) * SIZE, len(tokens)) + 1)
-    return b"".join(content(tokens[:end], rank, layer) for end in ends)
+    return b"".join(content(tokens[:end], shard, layer) for end in ends)
 
 
 @dataclass(eq=False)
@@ -194,22 +195,22 @@ class Service:
     def claim_ahead(self, handoff_id):
         self.told(self.receiver.claim_ahead(handoff_id, self.now))
 
-    def claim(self, handoff_id, rank):
+    def claim(self, handoff_id, shard):
         try:
-            grant, effects = self.receiver.claim(handoff_id, rank, self.now)
+            grant, effects = self.receiver.claim(handoff_id, shard, self.now)
         except TransferRefused:
             return None
         self.told(effects)
         return Claim.of(claimed(grant))
 
-    def peek(self, handoff_id, rank, epoch, num_seen):
+    def peek(self, handoff_id, shard, epoch, num_seen):
         try:
-            return Claim.of(claimed(self.receiver.peek(handoff_id, rank, epoch, num_seen)))
+            return Claim.of(claimed(self.receiver.peek(handoff_id, shard, epoch, num_seen)))
         except TransferRefused:
             return None
 
-    def release(self, handoff_id, rank=0, **how):
-        self.told(self.receiver.release(handoff_id, rank, self.now, **how))
+    def release(self, handoff_id, shard=0, **how):
+        self.told(self.receiver.release(handoff_id, shard, self.now, **how))
 
 
 def claimed(grant):
@@ -250,26 +251,26 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
         handoff_id=handoff_id, epoch=epoch, fingerprint=LAYOUT.fingerprint(),
         num_blocks=num_blocks, num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
     )  # fmt: skip
-    messages, totals = [frames.encode_open(opened)], [Totals()] * RANKS
+    messages, totals = [frames.encode_open(opened)], [Totals()] * SHARDS
     # As prompts are computed: layer after layer, some blocks at a time.
     for first in range(0, num_blocks, at_once):
         for layer in range(LAYERS):
-            for rank in range(RANKS):
+            for shard in range(SHARDS):
                 for block in range(first, min(first + at_once, num_blocks)):
-                    data = block_content(tokens, skip_blocks + block, rank, layer)
+                    data = block_content(tokens, skip_blocks + block, shard, layer)
                     data = data.ljust(LAYOUT.block_bytes, b"\0")
                     sent = alter(data) if alter is not None else data
                     message = frames.encode(
                         FrameKind.DATA, handoff_id, epoch, sent,
-                        rank=rank, layer=layer, first_block=block, num_blocks=1,
+                        rank=shard, layer=layer, first_block=block, num_blocks=1,
                     )  # fmt: skip
                     checksum = frames.checksum(data)
-                    digest = frames.position_digest(rank, layer, block, 1, checksum)
-                    totals[rank] = totals[rank].plus(len(data), digest)
+                    digest = frames.position_digest(shard, layer, block, 1, checksum)
+                    totals[shard] = totals[shard].plus(len(data), digest)
                     messages.append(message)
     return messages + [
-        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), rank=rank)
-        for rank, total in enumerate(totals)
+        frames.encode(FrameKind.COMMIT, handoff_id, epoch, total.encode(), rank=shard)
+        for shard, total in enumerate(totals)
     ]
 
 

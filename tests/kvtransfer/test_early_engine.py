@@ -35,7 +35,8 @@ from small_engine import (
     LIMITS,
     NUM_BLOCKS,
     POISON,
-    RANKS,
+    REPLICAS,
+    SHARDS,
     SIZE,
     TOKEN_BYTES,
     Notes,
@@ -92,7 +93,7 @@ class EarlyEngine(RuleBasedStateMachine):
         self.half.bind(self.pool)
         self.caches = []
         self.ranks = []
-        for number in range(RANKS):
+        for number in range(LAYOUT.tp_size):
             rank = RankHalf("", self.service, number, LAYOUT)
             shape = (NUM_BLOCKS, 1, SIZE, TOKEN_BYTES)
             cache = {f"{layer}": torch.zeros(shape, dtype=torch.uint8) for layer in range(LAYERS)}
@@ -411,7 +412,7 @@ class EarlyEngine(RuleBasedStateMachine):
         for at in range(request.num_computed, request.num_tokens):
             block = request.blocks[at // SIZE].block_id
             for layer in range(LAYERS):
-                data = bytearray(made(request.tokens[: at + 1], rank, layer))
+                data = bytearray(made(request.tokens[: at + 1], rank // REPLICAS, layer))
                 row = torch.frombuffer(data, dtype=torch.uint8)
                 self.caches[rank][layer][block, 0, at % SIZE] = row
 
@@ -439,12 +440,12 @@ class EarlyEngine(RuleBasedStateMachine):
             request.update_block_hashes()
 
     def check_block(self, tokens, index, block):
-        for rank in range(RANKS):
+        for rank in range(LAYOUT.tp_size):
             assert self.is_right(tokens, index, block, rank), (block, index, rank)
 
     def is_right(self, tokens, index, block, rank):
         for layer in range(LAYERS):
-            expected = block_content(tokens, index, rank, layer)
+            expected = block_content(tokens, index, rank // REPLICAS, layer)
             if self.data(block, rank, layer)[: len(expected)] != expected:
                 return False
         return not self.is_poisoned(block, rank)
@@ -497,7 +498,7 @@ def engine_with(*args, is_calm=True, verifies_late=False, **options):
 
 def num_uncommitted(coming):
     """Messages of its first epoch, but for the commits."""
-    return sum(stream == 1 for stream, _ in coming.messages) - RANKS
+    return sum(stream == 1 for stream, _ in coming.messages) - SHARDS
 
 
 @pytest.mark.parametrize("length", [3, 20, 23])
@@ -626,9 +627,11 @@ def test_a_handoff_that_some_rank_does_not_load_has_failed_and_says_why(
         engine.staging_is_altered(LAYOUT.handoff_bytes(5) // TOKEN_BYTES - SIZE)
     if how == "no answer":
         claim = engine.service.claim
-        last = RANKS - 1
+        last = SHARDS - 1
         monkeypatch.setattr(
-            engine.service, "claim", lambda name, rank: None if rank == last else claim(name, rank)
+            engine.service,
+            "claim",
+            lambda name, shard: None if shard == last else claim(name, shard),
         )
     engine.run_step()
     engine.run_step()
@@ -642,7 +645,7 @@ def test_part_of_a_handoff_is_loaded_early():
     engine, coming = engine_with(20, 1, 0)
     # The first three of its blocks, of every layer and rank.
     engine.run_step()
-    engine.deliver(coming, 1 + 2 * 3 * LAYERS * RANKS // 2)
+    engine.deliver(coming, 1 + 2 * 3 * LAYERS * SHARDS // 2)
     engine.run_step()
     engine.tell(coming)
     engine.deliver(coming, 1000)

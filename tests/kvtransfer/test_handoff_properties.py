@@ -37,17 +37,18 @@ class HandoffMachine(RuleBasedStateMachine):
     world: World | None = None
 
     @initialize(
-        tp_size=st.sampled_from([1, 2]),
+        num_shards=st.sampled_from([1, 2]),
+        num_replicas=st.sampled_from([1, 2]),
         prefill=st.lists(st.sampled_from(TRANSPORTS), min_size=2, max_size=2),
         decode=st.lists(st.sampled_from(TRANSPORTS), min_size=2, max_size=2),
         batch_bytes=st.sampled_from([1, 1000, 2**20]),
         is_calm=st.sampled_from([False, False, True]),
         first=st.lists(st.tuples(*[st.integers(0, 1)] * 2, st.integers(1, 3), st.booleans())),
     )
-    def starts(self, tp_size, prefill, decode, batch_bytes, is_calm, first):
+    def starts(self, num_shards, num_replicas, prefill, decode, batch_bytes, is_calm, first):
         """In a calm world nothing stops a handoff, and no time passes: all that fit must arrive."""
         self.is_calm = is_calm
-        self.world = World(tp_size, prefill, decode, batch_bytes)
+        self.world = World(num_shards, prefill, decode, batch_bytes, num_replicas)
         self.sends: list[Send] = []
         self.ids = (number.to_bytes(16, "big") for number in itertools.count(1))
         for source, target, num_blocks, fills in first:

@@ -22,7 +22,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 sys.path.append(str(Path(__file__).parent))
 
-from small_engine import LAYERS, LAYOUT, LIMITS, RANKS, messages_of
+from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 ID, NUM_BLOCKS = b"h" * 16, 9
 EVERY_FRAME = [(layer, block) for layer in range(LAYERS) for block in range(NUM_BLOCKS)]
@@ -65,7 +65,7 @@ def deliver(receiver):
 async def test_a_claim_comes_in_parts(service):
     receiver, port = service
     deliver(receiver)
-    for rank in range(RANKS):
+    for rank in range(SHARDS):
         claim = await asyncio.to_thread(port.claim, ID, rank)
         assert [(frame.layer, frame.first_block) for frame in claim.frames] == EVERY_FRAME
         assert (claim.epoch, claim.num_blocks) == (1, NUM_BLOCKS)
