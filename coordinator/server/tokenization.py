@@ -37,6 +37,15 @@ _NUM_THREADS = 2
 _MAX_INLINE_CHARS = 4096
 # That a template writes around a message, about.
 _AROUND_MESSAGE_CHARS = 32
+# Of a template, over what it is given: the sandbox's own are among them.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Tokenizer:
@@ -89,6 +98,8 @@ class Tokenizer:
         if request.HasField("tokens"):
             return True
         around = sum(_AROUND_MESSAGE_CHARS + len(one.role) for one in request.chat.messages)
+        # The template may write those, too.
+        around += len(request.chat.template_kwargs)
         return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -157,7 +168,7 @@ class Tokenizer:
                 add_generation_prompt=add,
                 **{**self._special_tokens, **kwargs},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidArgument(
                 "chat.messages",
                 [message["role"] for message in messages],

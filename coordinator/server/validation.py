@@ -212,6 +212,8 @@ def _check_template_kwargs(text: str) -> None:
     field = "chat.template_kwargs"
     try:
         found = json.loads(text)
+        # An escape may stand for half a character, which no tokenizer takes.
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, text, f"must be JSON text: {error}") from None
     if not isinstance(found, dict):

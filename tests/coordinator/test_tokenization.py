@@ -65,6 +65,15 @@ def test_templates_are_given_what_the_caller_sends_for_them(fresh_model_dir):
     tokenizer.close()
 
 
+@pytest.mark.parametrize("source", ["{{ 1 // n }}", "{% for _ in range(10**9 - n) %}{% endfor %}"])
+def test_what_a_template_cannot_compute_is_the_callers_fault(fresh_model_dir, source):
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    with pytest.raises(InvalidArgument, match="chat template refuses"):
+        tokenizer.render(chat(("user", "x"), template_kwargs='{"n": 0}'))
+    tokenizer.close()
+
+
 def test_template_refusal_is_the_callers_fault(tokenizer):
     with pytest.raises(InvalidArgument, match="unknown role robot"):
         tokenizer.render(chat(("robot", "hi")))
@@ -127,6 +136,12 @@ async def test_long_texts_give_the_same_tokens(tokenizer):
 def test_long_chats_leave_the_event_loop_whatever_is_long(tokenizer, messages):
     assert not tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(*messages)))
     assert tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(("user", "x"))))
+
+
+def test_what_a_template_may_write_counts(tokenizer):
+    long = chat(("user", "x"), template_kwargs=json.dumps({"bos_token": 10_000 * "x"}))
+    assert len(tokenizer.render(long)) > 10_000
+    assert not tokenizer.is_quick(inference_pb2.GenerateRequest(chat=long))
 
 
 def test_missing_models_are_said_clearly(tmp_path):

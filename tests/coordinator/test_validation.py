@@ -85,6 +85,7 @@ def test_sampling(sampling, field):
         (templated("[" * 5000), "chat.template_kwargs"),
         (templated("[1]"), "chat.template_kwargs"),
         (templated('{"messages": []}'), "chat.template_kwargs"),
+        (templated(r'{"name": ["\ud800"]}'), "chat.template_kwargs"),
         ({"lane": 9}, "lane"),
         ({"lane": -1}, "lane"),
         ({"request_id": "has space"}, "request_id"),
