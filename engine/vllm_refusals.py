@@ -83,14 +83,13 @@ def refuse_model(model: Any) -> None:
         EngineDead: naming the model, its architecture, what its state is, and what to do.
     """
     state, remedy = _foreign_state(model), "serve it with plain vLLM"
-    if state is None:
-        return
-    if model.get_sliding_window() is not None and model.runner_type == "generate":
+    if state is None and (state := _windowed_state(model)) is not None:
         remedy += ", or cut its context to the window with engine_args.disable_sliding_window"
-    raise EngineDead(
-        f"model: {model.model} ({model.architecture}) {state}; Baton hands over one paged KV cache "
-        f"that keeps every token: {remedy}"
-    )
+    if state is not None:
+        raise EngineDead(
+            f"model: {model.model} ({model.architecture}) {state}; Baton hands over one paged KV "
+            f"cache that keeps every token: {remedy}"
+        )
 
 
 def _foreign_state(model: Any) -> str | None:
@@ -107,18 +106,25 @@ def _foreign_state(model: Any) -> str | None:
         return "is a diffusion model: it rewrites tokens whose KV cache would be handed over"
     if hasattr(model.hf_text_config, "index_topk"):
         return "uses sparse attention: its indexer keeps a cache of its own"
-    has_full_attention = "full_attention" in (
-        getattr(model.hf_text_config, "layer_types", ()) or ()
-    )
-    if (window := model.get_sliding_window()) is not None and not has_full_attention:
-        return f"uses sliding-window attention: blocks more than {window} tokens back go"
-    if (chunk := model.attention_chunk_size) is not None and not has_full_attention:
+    if (chunk := model.attention_chunk_size) is not None and not _has_full_attention(model):
         return f"uses chunked local attention: blocks of past chunks ({chunk} tokens) go"
     if model.has_noops:
         return "leaves attention out of some layers: they have no KV cache"
     if any(_SIZES & each.keys() for each in model.model_arch_config.per_layer_overrides or ()):
         return "has layers whose keys and values differ in size"
     return None
+
+
+def _windowed_state(model: Any) -> str | None:
+    """Likewise, of windows in every layer."""
+    if (window := model.get_sliding_window()) is None or _has_full_attention(model):
+        return None
+    return f"uses sliding-window attention: blocks more than {window} tokens back go"
+
+
+def _has_full_attention(model: Any) -> bool:
+    """In some layers."""
+    return "full_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def refuse_speculation(config: Any) -> None:

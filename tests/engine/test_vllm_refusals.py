@@ -76,6 +76,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 64,
     },
+    "gemma": {
+        **DECODER,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "llama": LLAMA,
     "chunked": {**LLAMA, "attention_chunk_size": 128},
 }
@@ -161,6 +170,7 @@ def said(directories: dict[str, str]) -> dict[str, str]:
         ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
         ("mistral", "MistralForCausalLM", "uses sliding-window attention"),
         ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
+        ("gemma", "Gemma4ForCausalLM", "has layers whose keys and values differ in size"),
     ],
 )
 def test_a_model_with_other_state_is_refused_by_name(
@@ -174,6 +184,11 @@ def test_a_model_with_other_state_is_refused_by_name(
 
 def test_a_sliding_window_has_another_way_out(said: dict[str, str]) -> None:
     assert "engine_args.disable_sliding_window" in said["mistral"]
+
+
+def test_a_way_out_is_named_where_it_is_one(said: dict[str, str]) -> None:
+    """Without their windows the layers differ in size all the same."""
+    assert said["gemma"].endswith(PLAIN)
 
 
 def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
