@@ -188,9 +188,9 @@ class KvFingerprint(_message.Message):
     """Order of a block's axes, as "heads,tokens,content"."""
     tp_size: _builtins.int
     num_shards: _builtins.int
-    """Different parts of a cache among its ranks; 0 means tp_size. Where there are fewer KV heads than
-    ranks, neighbouring ranks hold the same ones (of latents, MLA, all do): a shard is handed over
-    once. `rank` in what follows is that of a shard.
+    """Parts that the ranks' caches are handed over in, each once; it divides tp_size, and 0 means
+    tp_size. Fewer where neighbouring ranks hold the same and it is handed over for all of them (of
+    latents, MLA, all do: 1). `rank` in what follows is the index of such a part.
     """
     def __init__(
         self,
