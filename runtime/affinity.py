@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Collection, Sequence
@@ -32,8 +33,10 @@ def claim(cores: Collection[int]) -> list[int]:
         one = socket.socket(socket.AF_UNIX)
         try:
             one.bind(f"\0baton-core-{core}")
-        except OSError:
-            taken.append(core)
+        except OSError as error:
+            # Where such names are not to be had nobody can say so.
+            if error.errno == errno.EADDRINUSE:
+                taken.append(core)
             one.close()
         else:
             _claimed.add(core)

@@ -37,6 +37,18 @@ def test_keeping_off_every_core_changes_nothing():
     assert in_a_process(body) == str(CORES)
 
 
+def test_where_no_names_are_to_be_had_cores_are_nobodys():
+    body = """
+import socket
+class Forbidding(socket.socket):
+    def bind(self, address):
+        raise PermissionError(1, "not here")
+socket.socket = Forbidding
+print(affinity.claim([0, 1]))
+"""
+    assert in_a_process(body) == "[]"
+
+
 def test_cores_are_another_processs_for_as_long_as_it_lives():
     core = 100_000 + os.getpid()
     claim = f"print(affinity.claim([{core}, {core} + 1]))"
