@@ -91,8 +91,13 @@ class StepStats(KVConnectorStats):
 
 
 def _keeps_every_token(spec: KVCacheSpec) -> bool:
-    """Of these types and none below them. The first may have layers with a window among it."""
-    return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+    """Of these types and none below them, one state for each token.
+
+    The first may have layers with a window among it. What compresses several tokens into one state
+    (DeepSeek V4) would look as blocks do that kernels cut into parts.
+    """
+    is_known = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+    return is_known and spec.tokens_per_state == 1
 
 
 class BatonConnector(KVConnectorBase_V1):

@@ -277,3 +277,22 @@ def test_what_a_person_sees(directories: dict[str, str]) -> None:
 )
 def test_settings_that_adapters_cannot_do_with(said: dict[str, str], case: str, message: str):
     assert said[case].startswith(message)
+
+
+def test_a_cache_of_anything_but_tokens_is_refused_by_what_it_is() -> None:
+    """The connector's own look, whatever the model's configuration says."""
+    program = """
+from dataclasses import replace
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from baton.kvtransfer.connector.vllm_connector import _keeps_every_token
+sizes = {"block_size": 64, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+full, latent = FullAttentionSpec(**sizes, sliding_window=16), MLAAttentionSpec(**sizes)
+taken = [full, latent]
+refused = [SlidingWindowSpec(**sizes, sliding_window=16), replace(latent, tokens_per_state=4)]
+assert all(map(_keeps_every_token, taken)) and not any(map(_keeps_every_token, refused))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
