@@ -8,7 +8,7 @@ refuse the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.engine.base import EngineDead
@@ -100,7 +100,9 @@ def _foreign_state(model: Any) -> str | None:
         return "is an encoder-decoder model: it keeps its encoder's output beside the KV cache"
     if model.is_attention_free:
         return "has no attention: its state is recurrent, and there is no KV cache"
-    if model.is_hybrid or model.has_inner_state:
+    # Of layers that vLLM runs by way of Transformers it does not say so itself.
+    is_linear = "linear_attention" in _layer_types(model)
+    if model.is_hybrid or model.has_inner_state or is_linear:
         return "is a hybrid model: it mixes attention with layers whose state is recurrent"
     if model.is_diffusion:
         return "is a diffusion model: it rewrites tokens whose KV cache would be handed over"
@@ -124,7 +126,12 @@ def _windowed_state(model: Any) -> str | None:
 
 def _has_full_attention(model: Any) -> bool:
     """In some layers."""
-    return "full_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
+    return "full_attention" in _layer_types(model)
+
+
+def _layer_types(model: Any) -> Sequence[str]:
+    """Layer by layer; empty where its configuration does not say."""
+    return getattr(model.hf_text_config, "layer_types", None) or ()
 
 
 def refuse_speculation(config: Any) -> None:

@@ -85,6 +85,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "minimax": {
+        **DECODER,
+        "architectures": ["MiniMaxForCausalLM"],
+        "model_type": "minimax",
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "llama": LLAMA,
     "chunked": {**LLAMA, "attention_chunk_size": 128},
 }
@@ -170,6 +178,7 @@ def said(directories: dict[str, str]) -> dict[str, str]:
         ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
         ("mistral", "MistralForCausalLM", "uses sliding-window attention"),
         ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
+        ("minimax", "TransformersMoEForCausalLM", "is a hybrid model: it mixes attention"),
         ("gemma", "Gemma4ForCausalLM", "has layers whose keys and values differ in size"),
     ],
 )
