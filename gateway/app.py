@@ -25,12 +25,12 @@ from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.operators import shown_by
 from baton.gateway.outage import Outage
 from baton.gateway.problems import Problem
-from baton.gateway.questions import Answer, PerCaller, Turns
+from baton.gateway.questions import Answer, PerCaller, Turns, credential
 from baton.gateway.scrapers import Scrapers
+from baton.gateway.tokens import ModelTokenizer
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 from baton.runtime.refusals import Refusals
-from baton.runtime.secret_words import fits_header
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
@@ -47,8 +47,6 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Less than gRPC's metadata may have by default.
-_MAX_CREDENTIAL_CHARS = 12 * 2**10
 _KINDS = {404: "not_found_error"}
 
 
@@ -96,10 +94,11 @@ class Gateway:
             _MODELS_HOLD_S,
             self._turns,
         )
+        tokenizer = ModelTokenizer(self._model)
         self._watcher = watcher
         self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
         self._generations = {
-            route: Generation(route, client, config, self.stats, outage)
+            route: Generation(route, client, config, self.stats, outage, tokenizer)
             for route in (COMPLETIONS, CHAT)
         }
         self._others = Starlette(
@@ -145,11 +144,11 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get(_credential(request))
+        model = await self._model.get(credential(request.headers))
         return JSONResponse({"object": "list", "data": self._described(model)})
 
     async def _one_model(self, request: Request) -> Response:
-        model = await self._model.get(_credential(request))
+        model = await self._model.get(credential(request.headers))
         name = request.path_params["name"]
         found = self._described(model)
         one = next((one for one in found if one["id"] == name), None)
@@ -221,10 +220,12 @@ class Gateway:
 
     async def _data(self, request: Request) -> Response:
         # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
-        return JSONResponse(await self._overview.get(_credential(request)), headers=_DATA_HEADERS)
+        return JSONResponse(
+            await self._overview.get(credential(request.headers)), headers=_DATA_HEADERS
+        )
 
     async def _waterfall(self, request: Request) -> Response:
-        with shown_by(_credential(request)):
+        with shown_by(credential(request.headers)):
             try:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
@@ -243,15 +244,6 @@ class Gateway:
         kind = _KINDS.get(error.status_code, problems.INVALID)
         problem = Problem(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
-
-
-def _credential(request: Request) -> str:
-    """As it was shown; empty: none. Raises Problem where the coordinator could not be shown it."""
-    shown = request.headers.get("authorization", "")
-    if len(shown) > _MAX_CREDENTIAL_CHARS or not fits_header(shown):
-        message = "the credential is not valid here"
-        raise Problem(401, message, kind="authentication_error", code="invalid_api_key")
-    return shown
 
 
 def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:

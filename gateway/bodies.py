@@ -38,7 +38,6 @@ _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 
 # Known and not carried out, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
@@ -52,9 +51,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -149,6 +146,10 @@ class GenerationBody(_Part):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    # It comes back in a header.
+    request_id: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,128}\z")] | None = None
     # Requests that share it find their KV cache again.
     prompt_cache_key: str | None = None
     # Accepted, and of no consequence here.
@@ -176,6 +177,9 @@ class GenerationBody(_Part):
 class CompletionBody(GenerationBody):
     prompt: Any
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    # The coordinator adds them to texts, and leaves those of chats to the template.
+    add_special_tokens: Literal[True] | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
         """Texts, or prompts of token ids; at least one.
@@ -200,6 +204,8 @@ class Message(_Part):
 
     role: str
     content: str
+    # Templates hardly ever ask for it.
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -235,6 +241,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:
@@ -256,6 +263,9 @@ def parse(body: bytes, kind: type[B]) -> B:
     if not isinstance(values, dict):
         what = f"the body is a JSON {type(values).__name__}; must be an object"
         raise Problem(400, what, code="invalid_json")
+    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
+        # Not to be called, they are as good as absent.
+        del values["tools"]
     known = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in values.items() if _counts(name, value, known)}
     try:
