@@ -25,7 +25,7 @@ from baton.gateway.problems import Problem, wrong
 from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
-B = TypeVar("B", bound="GenerationBody")
+B = TypeVar("B", bound="Part")
 T = TypeVar("T")
 
 # A body has room for millions of wrong entries, and what is said of each takes its time: of a list
@@ -65,7 +65,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object of a body, or the whole of it."""
+
     # Strict: "5" is no number and 1 no boolean.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
@@ -79,7 +81,7 @@ class _Part(BaseModel):
         return value
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool | None = None
     # Of vLLM: with every chunk what there was of its choice so far.
     continuous_usage_stats: bool | None = None
@@ -87,14 +89,14 @@ class StreamOptions(_Part):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(_Part):
+class JsonSchema(Part):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -108,7 +110,7 @@ class ResponseFormat(_Part):
         return self
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -116,7 +118,7 @@ class StructuredOutputs(_Part):
     grammar: str | None = None
 
 
-class GenerationBody(_Part):
+class GenerationBody(Part):
     """What both routes take."""
 
     model: str | None = None
@@ -199,7 +201,7 @@ class CompletionBody(GenerationBody):
         raise wrong("prompt", prompt, allowed)
 
 
-class Message(_Part):
+class Message(Part):
     """One turn of a chat."""
 
     role: str
@@ -234,8 +236,11 @@ class Message(_Part):
         return "\n".join(texts)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -8,6 +8,7 @@ from openai import BadRequestError, NotFoundError
 from processes import ADAPTERS, Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton import __version__
 from baton.client import AdminClient
 
 PROMPT = [5, 6, 7, 8]
@@ -423,3 +424,10 @@ async def metrics(gateway):
 async def test_health(gateway):
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{gateway.url}/health")).status_code == 200
+
+
+async def test_what_vllms_tools_ask_first(gateway):
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{gateway.url}/ping")).status_code == 200
+        assert (await http.post(f"{gateway.url}/ping", json={})).status_code == 200
+        assert (await http.get(f"{gateway.url}/version")).json() == {"version": __version__}
