@@ -21,6 +21,7 @@ _OTHER_NAMES = {
     "top_logprobs": "sampling.logprobs",
     "structured_outputs": "sampling.structured_output",
     "request_id": "request_id",
+    "session_id": "session_id",
 }
 _SAMPLING = (
     "temperature",
@@ -181,6 +182,7 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
         ("max_tokens", body.max_tokens),
         ("prompt_logprobs", body.prompt_logprobs),
         ("model", body.model),
+        ("session_id", body.session_id),
         ("session_id", body.prompt_cache_key),
         ("tenant", headers.get("x-baton-tenant")),
         ("authorization", headers.get("authorization")),

@@ -154,6 +154,8 @@ class GenerationBody(Part):
     request_id: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,128}\z")] | None = None
     # Requests that share it find their KV cache again.
     prompt_cache_key: str | None = None
+    # The same, as vLLM calls it.
+    session_id: str | None = None
     # Accepted, and of no consequence here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

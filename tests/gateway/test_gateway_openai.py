@@ -255,6 +255,7 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         ("prompt_logprobs", {"prompt_logprobs": 21}),
         ("prompt_logprobs", {"prompt_logprobs": 0, "stream": True}),
         ("request_id", {"request_id": "a\r\nset-cookie: b"}),
+        ("session_id", {"session_id": "s" * 300}),
         ("add_special_tokens", {"add_special_tokens": False}),
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 4}),
         ("suffix", {"suffix": "end"}),
