@@ -160,8 +160,13 @@ class Exchange:
         completions = await _all(readings)
         head = answers.Head(ask, completions[0].model, int(time.time()))
         prompts = await shown_prompts(ask, tokenizer)
-        body = json.dumps(answers.whole(head, completions, prompts)).encode()
-        await self._answer(200, [_JSON], body)
+
+        def body() -> bytes:
+            return json.dumps(answers.whole(head, completions, prompts)).encode()
+
+        # To write all that is known of a long prompt takes longer than others' tokens should wait.
+        long = "prompt_logprobs" in ask.options or ask.return_token_ids
+        await self._answer(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
     async def _whole(self, ask: Ask, stream: TokenStream) -> Completion:
         """A choice's answer, its latencies counted."""
