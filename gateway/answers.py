@@ -16,6 +16,7 @@ from typing import Any
 
 from baton.client import Completion, Finished, TokenLogprob, Tokens, Usage
 from baton.gateway.asks import Ask
+from baton.gateway.tokens import ShownPrompt
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; vLLM's floor for tokens that cannot be picked.
@@ -39,21 +40,37 @@ class Head:
         return {"id": self.ask.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole(head: Head, completions: Sequence[Completion]) -> dict[str, Any]:
+def whole(
+    head: Head, completions: Sequence[Completion], prompts: Sequence[ShownPrompt]
+) -> dict[str, Any]:
     """The answer to a request that does not stream; completions by the index of their choice."""
-    choices = []
+    ask, choices = head.ask, []
+    of_prompts = [
+        _of_prompt(ask, completions[index * ask.n].finished, prompt)
+        for index, prompt in enumerate(prompts)
+    ]
     for index, completion in enumerate(completions):
-        finished = completion.finished
-        logprobs = _logprobs(head.ask, completion.logprobs, 0)
-        if head.ask.chat:
-            message = {"role": "assistant", "content": completion.text}
-            said: dict[str, Any] = {"message": message}
+        prompt, finished = prompts[index // ask.n], completion.finished
+        text, positions, token_ids = completion.text, completion.logprobs, completion.token_ids
+        if ask.only_prompt:
+            text, positions, token_ids = "", (), ()
+        if ask.echo:
+            text, positions = prompt.text + text, finished.prompt_logprobs + positions
+        logprobs = _logprobs(ask, positions, 0, prompt.first_token)
+        if ask.chat:
+            said: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
         else:
-            said = {"text": completion.text}
-        choices.append({"index": index, **said, "logprobs": logprobs, **_end(head.ask, finished)})
-    kind = "chat.completion" if head.ask.chat else "text_completion"
-    usages = [one.usage for one in completions]
-    return {**head.fields(kind), "choices": choices, "usage": usage(head.ask, usages)}
+            said = {"text": text}
+        choice = {"index": index, **said, "logprobs": logprobs, **_end(ask, finished)}
+        if ask.return_token_ids:
+            choice["token_ids"] = token_ids
+        # As vLLM has them: a chat has one prompt, which is the whole answer's.
+        choices.append(choice if ask.chat else choice | of_prompts[index // ask.n])
+    kind = "chat.completion" if ask.chat else "text_completion"
+    found = {**head.fields(kind), "choices": choices}
+    if ask.chat:
+        found |= of_prompts[0]
+    return found | {"usage": usage(ask, [one.usage for one in completions])}
 
 
 class Chunks:
@@ -63,19 +80,31 @@ class Chunks:
         head: of the answer.
         index: of the choice.
         num_prompt_tokens: of its prompt.
+        prompt: what is shown of it, with the first chunk.
     """
 
-    def __init__(self, head: Head, index: int, num_prompt_tokens: int) -> None:
+    def __init__(self, head: Head, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> None:
         self.ask = head.ask
+        self._echo = prompt.text if head.ask.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
         # What is the same in all chunks says nothing of one.
-        self._all_alike = head.ask.num_logprobs is None and not head.ask.continuous_usage
+        self._all_alike = (
+            head.ask.num_logprobs is None
+            and not head.ask.continuous_usage
+            and not head.ask.return_token_ids
+            and not head.ask.only_prompt
+        )
         kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         said = '"delta":{"content":' if head.ask.chat else '"text":'
         start = f'data: {fields[:-1]},"choices":[{{"index":{index},{said}'
         # The first chunk of a chat says who speaks.
         self._start = start.replace('"delta":{', '"delta":{"role":"assistant",', 1)
+        if head.ask.return_token_ids:
+            # It has the prompt's tokens too: a chat's beside its choices, as in vLLM.
+            ids = json.dumps(list(prompt.token_ids), separators=(",", ":"))
+            before = '"choices":[' if head.ask.chat else '"text":'
+            self._start = self._start.replace(before, f'"prompt_token_ids":{ids},{before}', 1)
         self._next_start = start
         # Usage is in the last chunk alone; with include_usage the others say that it is not there.
         with_usage = head.ask.include_usage and not head.ask.continuous_usage
@@ -87,7 +116,9 @@ class Chunks:
 
     def chunk(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
         """One event of the stream: tokens, the end, or both."""
-        text = tokens.text if tokens is not None else ""
+        if self.ask.only_prompt:
+            tokens = None
+        text, self._echo = self._echo + (tokens.text if tokens is not None else ""), ""
         start, self._start = self._start, self._next_start
         if finished is None and self._all_alike:
             return f"{start}{quoted(text)}{self._plain_end}".encode()
@@ -97,6 +128,8 @@ class Chunks:
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
             rest |= _end(self.ask, finished)
+        if self.ask.return_token_ids:
+            rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
         close = self._close
         if self.ask.continuous_usage:
@@ -135,8 +168,32 @@ def _end(ask: Ask, finished: Finished) -> dict[str, Any]:
     return {"finish_reason": reason, "stop_reason": stop}
 
 
+def _of_prompt(ask: Ask, finished: Finished, prompt: ShownPrompt) -> dict[str, Any]:
+    """What an answer says of a prompt when it is asked to."""
+    found: dict[str, Any] = {}
+    if ask.num_prompt_logprobs is not None:
+        found["prompt_logprobs"] = [
+            {
+                str(one.token_id): {
+                    "logprob": _finite(one.logprob),
+                    "rank": one.rank,
+                    "decoded_token": one.text,
+                }
+                for one in position
+            }
+            or None
+            for position in finished.prompt_logprobs
+        ]
+    if ask.return_token_ids:
+        found["prompt_token_ids"] = prompt.token_ids
+    return found
+
+
 def _logprobs(
-    ask: Ask, positions: Iterable[Sequence[TokenLogprob]], num_chars: int
+    ask: Ask,
+    positions: Iterable[Sequence[TokenLogprob]],
+    num_chars: int,
+    first_token: str = "",
 ) -> dict[str, Any] | None:
     """Of some positions.
 
@@ -144,6 +201,7 @@ def _logprobs(
         ask: whether and how many.
         positions: per token, the chosen one first.
         num_chars: of the tokens before.
+        first_token: of a prompt, which nothing is known of but its text.
     """
     if ask.num_logprobs is None:
         return None
@@ -156,14 +214,16 @@ def _logprobs(
         "text_offset": [],
     }
     for position in positions:
-        chosen = position[0]
-        found["tokens"].append(chosen.text)
-        found["token_logprobs"].append(_finite(chosen.logprob))
-        # The first of equal texts is the chosen token, or the likelier one.
-        top = {one.text: _finite(one.logprob) for one in reversed(position)}
-        found["top_logprobs"].append(dict(reversed(top.items())))
+        text = position[0].text if position else first_token
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(position[0].logprob) if position else None)
+        # Of a prompt there may be more. The first of equal texts is the chosen token, or the
+        # likelier one.
+        shown = position[: ask.num_logprobs + 1]
+        top = {one.text: _finite(one.logprob) for one in reversed(shown)}
+        found["top_logprobs"].append(dict(reversed(top.items())) or None)
         found["text_offset"].append(num_chars)
-        num_chars += len(chosen.text)
+        num_chars += len(text)
     return found
 
 

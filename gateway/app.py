@@ -14,23 +14,25 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from baton import __version__
 from baton.client import BatonClient
 from baton.client.errors import NotFoundError
 from baton.client.watcher import Watcher
-from baton.gateway import dashboard, problems
+from baton.gateway import dashboard, incoming, problems
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as described
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.operators import shown_by
 from baton.gateway.outage import Outage
-from baton.gateway.problems import Problem
-from baton.gateway.questions import Answer, PerCaller, Turns
+from baton.gateway.problems import CLIENT_LEFT, Problem
+from baton.gateway.questions import Answer, PerCaller, Turns, credential
 from baton.gateway.scrapers import Scrapers
+from baton.gateway.tokenize_routes import TokenizeRoutes, check_served
+from baton.gateway.tokens import ModelTokenizer
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 from baton.runtime.refusals import Refusals
-from baton.runtime.secret_words import fits_header
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
@@ -47,8 +49,6 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Less than gRPC's metadata may have by default.
-_MAX_CREDENTIAL_CHARS = 12 * 2**10
 _KINDS = {404: "not_found_error"}
 
 
@@ -77,6 +77,7 @@ class Gateway:
         self._registry = GatewayCollector(self.stats).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
+        self._config = config
 
         outage = Outage()
 
@@ -96,10 +97,12 @@ class Gateway:
             _MODELS_HOLD_S,
             self._turns,
         )
+        tokenizer = ModelTokenizer(self._model)
+        tokenizing = TokenizeRoutes(self._model, tokenizer)
         self._watcher = watcher
         self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
         self._generations = {
-            route: Generation(route, client, config, self.stats, outage)
+            route: Generation(route, client, config, self.stats, outage, tokenizer)
             for route in (COMPLETIONS, CHAT)
         }
         self._others = Starlette(
@@ -111,6 +114,16 @@ class Gateway:
                 Route("/v1/models", self._counted("/v1/models", self._models)),
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
+                # As vLLM has it for SageMaker; no route of its own to metrics and alerts.
+                Route("/ping", self._counted("/health", self._health), methods=["GET", "POST"]),
+                Route("/version", self._counted("/version", self._version)),
+                *(
+                    Route(route, self._counted(route, self._parsed(answer)), methods=["POST"])
+                    for route, answer in (
+                        ("/tokenize", tokenizing.tokenize),
+                        ("/detokenize", tokenizing.detokenize),
+                    )
+                ),
                 Route("/metrics", self._counted("/metrics", self._metrics)),
                 *self._dashboard(),
             ],
@@ -136,6 +149,8 @@ class Gateway:
                 response = await answer(request)
             except Problem as problem:
                 response = _response(problem)
+            except incoming.ClientLeft:
+                response = Response(status_code=CLIENT_LEFT)
             except Exception:
                 _log.exception("%s failed", route)
                 response = _response(Problem(500, "internal error", kind="server_error"))
@@ -145,20 +160,15 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get(_credential(request))
+        model = await self._model.get(credential(request.headers))
         return JSONResponse({"object": "list", "data": self._described(model)})
 
     async def _one_model(self, request: Request) -> Response:
-        model = await self._model.get(_credential(request))
+        model = await self._model.get(credential(request.headers))
         name = request.path_params["name"]
         found = self._described(model)
-        one = next((one for one in found if one["id"] == name), None)
-        if one is None:
-            served = " and ".join(repr(one["id"]) for one in found)
-            message = f"model is {name!r}; this gateway serves {served}"
-            kind = _KINDS[404]
-            raise Problem(404, message, kind=kind, param="model", code="model_not_found")
-        return JSONResponse(one)
+        check_served(name, model)
+        return JSONResponse(next(one for one in found if one["id"] == name))
 
     def _described(self, model: common_pb2.ModelDescription) -> list[dict[str, object]]:
         """The base model, then its adapters, as vLLM lists them."""
@@ -181,6 +191,20 @@ class Gateway:
     async def _health(self, request: Request) -> Response:
         await self._ready.get()
         return Response(status_code=200)
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    def _parsed(
+        self, answer: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that takes a body."""
+
+        async def endpoint(request: Request) -> Response:
+            body = await incoming.read(request.receive, request.headers, self._config)
+            return JSONResponse(await answer(body, request.headers))
+
+        return endpoint
 
     async def _metrics(self, request: Request) -> Response:
         self._scrapers.check(request.headers, request.client.host if request.client else "")
@@ -221,10 +245,12 @@ class Gateway:
 
     async def _data(self, request: Request) -> Response:
         # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
-        return JSONResponse(await self._overview.get(_credential(request)), headers=_DATA_HEADERS)
+        return JSONResponse(
+            await self._overview.get(credential(request.headers)), headers=_DATA_HEADERS
+        )
 
     async def _waterfall(self, request: Request) -> Response:
-        with shown_by(_credential(request)):
+        with shown_by(credential(request.headers)):
             try:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
@@ -245,18 +271,26 @@ class Gateway:
         return _response(problem, error.headers)
 
 
-def _credential(request: Request) -> str:
-    """As it was shown; empty: none. Raises Problem where the coordinator could not be shown it."""
-    shown = request.headers.get("authorization", "")
-    if len(shown) > _MAX_CREDENTIAL_CHARS or not fits_header(shown):
-        message = "the credential is not valid here"
-        raise Problem(401, message, kind="authentication_error", code="invalid_api_key")
-    return shown
+class _Unread(Response):
+    """Refuses a request of which something is left to read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": [*self.raw_headers, (b"connection", b"close")],
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await incoming.pass_over(receive)
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
     found = {name.decode(): value.decode() for name, value in problem.headers()}
-    return Response(
+    kind = _Unread if problem.status in incoming.UNREAD else Response
+    return kind(
         problem.body(),
         problem.status,
         {**(headers or {}), **found},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from baton.client import Prompt, RequestOptions
@@ -20,6 +20,8 @@ _OTHER_NAMES = {
     "max_completion_tokens": "sampling.max_tokens",
     "top_logprobs": "sampling.logprobs",
     "structured_outputs": "sampling.structured_output",
+    "request_id": "request_id",
+    "session_id": "session_id",
 }
 _SAMPLING = (
     "temperature",
@@ -50,6 +52,10 @@ class Ask:
         seed: of a prompt's first choice; the next one's is one more, as vLLM has it.
         include_usage, continuous_usage: at the end of a stream, and with it in every chunk.
         num_logprobs: of the likeliest tokens beside the chosen one's; None: none at all.
+        echo: the prompt comes before its output.
+        only_prompt: the output is left out.
+        num_prompt_logprobs: as num_logprobs, to be shown by themselves.
+        return_token_ids: of prompts and outputs.
         names: what the body calls fields of the contract that have two names there.
     """
 
@@ -64,7 +70,20 @@ class Ask:
     continuous_usage: bool
     num_logprobs: int | None
     options: RequestOptions
-    names: Mapping[str, str]
+    echo: bool = False
+    only_prompt: bool = False
+    num_prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_tokenizer(self) -> str | None:
+        """The field that asks for more of a prompt than came; None: none does."""
+        all_texts = all(isinstance(prompt, str) for prompt in self.prompts)
+        if self.echo and (self.num_logprobs is not None or not all_texts):
+            return "echo"
+        all_ids = not self.chat and not any(isinstance(prompt, str) for prompt in self.prompts)
+        return "return_token_ids" if self.return_token_ids and not all_ids else None
 
     @property
     def num_choices(self) -> int:
@@ -91,7 +110,16 @@ def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, s
     options = _options(body, headers)
     if body.max_tokens is None:
         options["default_max_tokens"] = _DEFAULT_COMPLETION_TOKENS
-    return _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
+    only_prompt = bool(body.echo) and body.max_tokens == 0
+    if only_prompt:
+        # What the coordinator takes at least; it is left out of the answer.
+        options["max_tokens"] = 1
+    if body.echo and body.logprobs is not None:
+        if body.stream:
+            raise wrong("echo", True, "must be false in a stream with logprobs")
+        options.setdefault("prompt_logprobs", body.logprobs)
+    ask = _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
+    return replace(ask, echo=bool(body.echo), only_prompt=only_prompt)
 
 
 def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
@@ -134,21 +162,27 @@ def _ask(
         bool(usage.include_usage and usage.continuous_usage_stats),
         num_logprobs,
         options,
-        {
-            field: name
-            for name, field in _OTHER_NAMES.items()
+        num_prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=bool(body.return_token_ids),
+        names={
+            ours: name
+            for name, ours in _OTHER_NAMES.items()
             if getattr(body, name, None) is not None
         },
     )
 
 
 def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions:
+    if body.stream and body.prompt_logprobs is not None:
+        raise wrong("prompt_logprobs", body.prompt_logprobs, "must be left out in a stream")
     found: dict[str, Any] = {
         name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
     }
     for name, value in (
         ("max_tokens", body.max_tokens),
+        ("prompt_logprobs", body.prompt_logprobs),
         ("model", body.model),
+        ("session_id", body.session_id),
         ("session_id", body.prompt_cache_key),
         ("tenant", headers.get("x-baton-tenant")),
         ("authorization", headers.get("authorization")),

@@ -25,7 +25,7 @@ from baton.gateway.problems import Problem, wrong
 from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
-B = TypeVar("B", bound="GenerationBody")
+B = TypeVar("B", bound="Part")
 T = TypeVar("T")
 
 # A body has room for millions of wrong entries, and what is said of each takes its time: of a list
@@ -38,7 +38,6 @@ _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 
 # Known and not carried out, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
@@ -52,9 +51,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -68,7 +65,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object of a body, or the whole of it."""
+
     # Strict: "5" is no number and 1 no boolean.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
@@ -82,7 +81,7 @@ class _Part(BaseModel):
         return value
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool | None = None
     # Of vLLM: with every chunk what there was of its choice so far.
     continuous_usage_stats: bool | None = None
@@ -90,14 +89,14 @@ class StreamOptions(_Part):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(_Part):
+class JsonSchema(Part):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -111,7 +110,7 @@ class ResponseFormat(_Part):
         return self
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -119,7 +118,7 @@ class StructuredOutputs(_Part):
     grammar: str | None = None
 
 
-class GenerationBody(_Part):
+class GenerationBody(Part):
     """What both routes take."""
 
     model: str | None = None
@@ -149,8 +148,14 @@ class GenerationBody(_Part):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    # It comes back in a header.
+    request_id: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,128}\z")] | None = None
     # Requests that share it find their KV cache again.
     prompt_cache_key: str | None = None
+    # The same, as vLLM calls it.
+    session_id: str | None = None
     # Accepted, and of no consequence here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -176,6 +181,9 @@ class GenerationBody(_Part):
 class CompletionBody(GenerationBody):
     prompt: Any
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    # The coordinator adds them to texts, and leaves those of chats to the template.
+    add_special_tokens: Literal[True] | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
         """Texts, or prompts of token ids; at least one.
@@ -195,11 +203,13 @@ class CompletionBody(GenerationBody):
         raise wrong("prompt", prompt, allowed)
 
 
-class Message(_Part):
+class Message(Part):
     """One turn of a chat."""
 
     role: str
     content: str
+    # Templates hardly ever ask for it.
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -228,13 +238,17 @@ class Message(_Part):
         return "\n".join(texts)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:
@@ -256,6 +270,9 @@ def parse(body: bytes, kind: type[B]) -> B:
     if not isinstance(values, dict):
         what = f"the body is a JSON {type(values).__name__}; must be an object"
         raise Problem(400, what, code="invalid_json")
+    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
+        # Not to be called, they are as good as absent.
+        del values["tools"]
     known = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in values.items() if _counts(name, value, known)}
     try:

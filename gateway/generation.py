@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
 from starlette.datastructures import Headers
@@ -26,11 +26,17 @@ from baton.client import (
 )
 from baton.gateway import answers, asks, bodies, incoming, problems
 from baton.gateway.asks import Ask
+from baton.gateway.bodies import GenerationBody
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
+from baton.gateway.questions import credential
+from baton.gateway.tokens import ModelTokenizer, shown_prompts
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
+
+if TYPE_CHECKING:
+    from baton.runtime.tokenization import Tokenizer
 
 T = TypeVar("T")
 
@@ -55,6 +61,7 @@ class Generation:
     config: HttpConfig
     stats: GatewayStats
     outage: Outage
+    tokenizer: ModelTokenizer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self, scope, receive, send).run()
@@ -84,10 +91,11 @@ class Exchange:
             stats.num_running += 1
             running = True
             ask = self._ask(body)
+            tokenizer = await self._tokenizer(ask)
             watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
             for prompt, options in ask.requests():
                 self._streams.append(self._to.client.generate(prompt, **options))
-            await (self._stream(ask) if ask.stream else self._complete(ask))
+            await (self._stream if ask.stream else self._complete)(ask, tokenizer)
             self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
         except incoming.ClientLeft:
             status = CLIENT_LEFT
@@ -117,15 +125,27 @@ class Exchange:
 
     def _ask(self, body: bytes) -> Ask:
         if self._to.route == CHAT:
-            ask = asks.of_chat(bodies.parse(body, bodies.ChatBody), self._id, self._headers)
+            chat = bodies.parse(body, bodies.ChatBody)
+            ask = asks.of_chat(chat, self._named(chat), self._headers)
         else:
-            parsed = bodies.parse(body, bodies.CompletionBody)
-            ask = asks.of_completion(parsed, self._id, self._headers)
+            completion = bodies.parse(body, bodies.CompletionBody)
+            ask = asks.of_completion(completion, self._named(completion), self._headers)
         limit = self._to.config.max_choices
         if ask.num_choices > limit:
             allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
             raise problems.wrong("n", ask.n, allowed)
         return ask
+
+    def _named(self, body: GenerationBody) -> str:
+        """The request's id, which its body may say where no header does."""
+        if body.request_id is not None and not self._headers.get("x-request-id"):
+            self._id = body.request_id
+        return self._id
+
+    async def _tokenizer(self, ask: Ask) -> Tokenizer | None:
+        if (field := ask.needs_tokenizer) is None:
+            return None
+        return await self._to.tokenizer.get(credential(self._headers), field)
 
     async def _watch(self) -> None:
         """Ends everything when the client is gone: its reader then sees the streams closed."""
@@ -135,12 +155,18 @@ class Exchange:
         for stream in self._streams:
             await stream.aclose()
 
-    async def _complete(self, ask: Ask) -> None:
+    async def _complete(self, ask: Ask, tokenizer: Tokenizer | None) -> None:
         readings = [self._whole(ask, stream) for stream in self._streams]
         completions = await _all(readings)
         head = answers.Head(ask, completions[0].model, int(time.time()))
-        body = json.dumps(answers.whole(head, completions)).encode()
-        await self._answer(200, [_JSON], body)
+        prompts = await shown_prompts(ask, tokenizer)
+
+        def body() -> bytes:
+            return json.dumps(answers.whole(head, completions, prompts)).encode()
+
+        # To write all that is known of a long prompt takes longer than others' tokens should wait.
+        long = "prompt_logprobs" in ask.options or ask.return_token_ids
+        await self._answer(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
     async def _whole(self, ask: Ask, stream: TokenStream) -> Completion:
         """A choice's answer, its latencies counted."""
@@ -165,7 +191,7 @@ class Exchange:
                 )
         raise _cut_short()
 
-    async def _stream(self, ask: Ask) -> None:
+    async def _stream(self, ask: Ask, tokenizer: Tokenizer | None) -> None:
         """The answer as server-sent events.
 
         The status waits for all choices to be admitted and the first to say something, so that a
@@ -173,12 +199,15 @@ class Exchange:
         """
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
+        prompts = await shown_prompts(ask, tokenizer)
+        chunks = [
+            answers.Chunks(head, index, one.prompt_tokens, prompts[index // ask.n])
+            for index, one in enumerate(accepted)
+        ]
         # Each a task: a token resumes its choice, and not all that waits for that one's end.
         finished = await _all(
             [
-                asyncio.create_task(
-                    self._choice(stream, answers.Chunks(head, index, accepted[index].prompt_tokens))
-                )
+                asyncio.create_task(self._choice(stream, chunks[index]))
                 for index, stream in enumerate(self._streams)
             ]
         )

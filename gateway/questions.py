@@ -6,19 +6,31 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from baton.gateway import problems
 from baton.gateway.problems import Problem
 from baton.runtime.errors import RemoteError
+from baton.runtime.secret_words import fits_header
 
 T = TypeVar("T")
 
+# Less than gRPC's metadata may have by default.
+_MAX_CREDENTIAL_CHARS = 12 * 2**10
 _MAX_ANSWERS = 256
 _ERROR_HOLDS_S = 1.0
 # At a time, and the longest wait for a turn: as long as an answer may take.
 _MAX_ASKED, _TURN_TIMEOUT_S = 32, 2.0
+
+
+def credential(headers: Mapping[str, str]) -> str:
+    """As it was shown; empty: none. Raises Problem where the coordinator could not be shown it."""
+    shown = headers.get("authorization", "")
+    if len(shown) > _MAX_CREDENTIAL_CHARS or not fits_header(shown):
+        message = "the credential is not valid here"
+        raise Problem(401, message, kind="authentication_error", code="invalid_api_key")
+    return shown
 
 
 class Turns:

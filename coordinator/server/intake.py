@@ -16,7 +16,6 @@ from baton.coordinator.core.core import Core
 from baton.coordinator.core.known_end import known_stop
 from baton.coordinator.core.request import Request, StreamKey, Submission
 from baton.coordinator.lanes.lanes import lane_config
-from baton.coordinator.server.tokenization import Tokenizer
 from baton.coordinator.server.validation import (
     ModelLimits,
     check_lane,
@@ -29,6 +28,7 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.tokenization import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 
 # Sampling parameters that were found good: how many are remembered, and how long one may be.

@@ -25,7 +25,6 @@ from baton.coordinator.server.inference import InferenceService
 from baton.coordinator.server.intake import Intake
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import SAMPLE_S
-from baton.coordinator.server.tokenization import Tokenizer
 from baton.runtime import demo_model, exposure, rpc, tracing
 from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
@@ -34,6 +33,7 @@ from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
+from baton.runtime.tokenization import Tokenizer
 from baton.runtime.tracing import Tracing
 from baton.v1 import admin_pb2_grpc
 

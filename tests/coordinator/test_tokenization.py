@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from baton.coordinator.server.tokenization import Tokenizer
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
+from baton.runtime.tokenization import Tokenizer
 from baton.v1 import inference_pb2
 
 

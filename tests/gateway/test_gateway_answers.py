@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.client import Completion, Finished, LatencyBudget, TokenLogprob, Tokens, Usage
 from baton.gateway import answers
 from baton.gateway.asks import Ask
+from baton.gateway.tokens import ShownPrompt
 
 BUDGET = LatencyBudget((), 0.0, 0.0, 0.0, 0.0)
 # Everything that the contract's strings can hold.
@@ -58,7 +59,7 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
     num_tokens = sum(len(part.token_ids) for part in parts)
     finished = Finished("length", "", Usage(3, num_tokens, 1), BUDGET)
     head = answers.Head(ask(chat=chat, num_logprobs=num_logprobs), "m", 1)
-    chunks = answers.Chunks(head, 0, 3)
+    chunks = answers.Chunks(head, 0, 3, ShownPrompt())
     seen = [parsed(chunks.chunk(part, None)) for part in parts[:-1]]
     seen.append(parsed(chunks.chunk(parts[-1], finished)))
     whole = answers.whole(
@@ -73,6 +74,7 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
                 finished,
             )
         ],
+        [ShownPrompt()],
     )
     whole = json.loads(json.dumps(whole, allow_nan=False))
     choices = [one["choices"][0] for one in seen]
@@ -98,13 +100,13 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
 def test_what_stopped_it(stop, asked, shown):
     finished = Finished("stop", stop, Usage(1, 1, 0), BUDGET)
     head = answers.Head(ask(chat=False, num_logprobs=None, stop=asked), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0, 3).chunk(None, finished))
+    chunk = parsed(answers.Chunks(head, 0, 3, ShownPrompt()).chunk(None, finished))
     assert chunk["choices"][0]["stop_reason"] == shown
 
 
 def test_usage_is_in_every_chunk_when_it_is_asked_for():
     head = answers.Head(ask(chat=True, num_logprobs=None, include_usage=True), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0, 3).chunk(Tokens((1,), "a", 0), None))
+    chunk = parsed(answers.Chunks(head, 0, 3, ShownPrompt()).chunk(Tokens((1,), "a", 0), None))
     assert chunk["usage"] is None
     last = parsed(answers.usage_chunk(head, [Usage(3, 4, 1)]))
     assert last["choices"] == []
@@ -113,7 +115,7 @@ def test_usage_is_in_every_chunk_when_it_is_asked_for():
 
 def test_usage_so_far_is_in_every_chunk_when_that_is_asked_for():
     asked = ask(chat=False, num_logprobs=None, include_usage=True, continuous_usage=True)
-    chunks = answers.Chunks(answers.Head(asked, "m", 1), 0, 3)
+    chunks = answers.Chunks(answers.Head(asked, "m", 1), 0, 3, ShownPrompt())
     finished = Finished("length", "", Usage(3, 3, 0), BUDGET)
     seen = [
         parsed(chunk)["usage"]

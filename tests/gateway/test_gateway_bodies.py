@@ -113,10 +113,10 @@ def test_no_more_turns_are_read_than_are_taken():
 
 @given(name=st.sampled_from(sorted(bodies._UNSUPPORTED)), value=VALUES)
 def test_what_is_not_carried_out_is_named_unless_it_changes_nothing(name, value):
-    body = json.dumps({"prompt": "x", name: value}).encode()
+    body = json.dumps({**KINDS[bodies.ChatBody][1], name: value}).encode()
     if value is None or value in bodies._UNSUPPORTED[name]:
-        bodies.parse(body, bodies.CompletionBody)
+        bodies.parse(body, bodies.ChatBody)
         return
     with pytest.raises(Problem) as caught:
-        bodies.parse(body, bodies.CompletionBody)
+        bodies.parse(body, bodies.ChatBody)
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")

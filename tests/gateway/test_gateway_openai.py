@@ -8,9 +8,11 @@ from openai import BadRequestError, NotFoundError
 from processes import ADAPTERS, Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton import __version__
 from baton.client import AdminClient
 
 PROMPT = [5, 6, 7, 8]
+TOOL = {"type": "function", "function": {"name": "f"}}
 TURNS = [{"role": "user", "content": "What is a baton?"}]
 
 
@@ -247,7 +249,15 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}),
         ("allowed_token_ids", {"allowed_token_ids": []}),
-        ("echo", {"echo": True}),
+        ("echo", {"echo": True, "logprobs": 1, "stream": True}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("prompt_logprobs", {"prompt_logprobs": 0, "stream": True}),
+        ("request_id", {"request_id": "a\r\nset-cookie: b"}),
+        ("session_id", {"session_id": "s" * 300}),
+        ("add_special_tokens", {"add_special_tokens": False}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 4}),
         ("suffix", {"suffix": "end"}),
         ("best_of", {"best_of": 3}),
         ("temprature", {"temprature": 1}),
@@ -275,8 +285,12 @@ async def test_what_is_wrong_is_named(openai, field, body):
             "messages[0].content",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         ),
-        ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": 5}]}),
+        ("tools", {"tools": [TOOL]}),
+        ("tools", {"tools": [TOOL], "tool_choice": "auto"}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("echo", {"echo": True}),
+        ("add_special_tokens", {"add_special_tokens": True}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("max_tokens", {"max_tokens": 0}),
@@ -297,19 +311,29 @@ async def test_what_is_wrong_in_a_chat_is_named(openai, field, body):
 async def test_fields_that_change_nothing_are_taken(openai):
     await openai.chat.completions.create(
         model="demo",
-        messages=TURNS,
+        messages=[{**TURNS[0], "name": "Ann"}],
         max_tokens=1,
         user="u",
         metadata={"a": "b"},
         store=False,
         service_tier="auto",
-        tools=[],
+        tools=[TOOL],
         tool_choice="none",
         parallel_tool_calls=True,
         safety_identifier="s",
         prompt_cache_key="conversation",
         modalities=["text"],
-        extra_body={"whatever": None, "tools": None, "echo": False},
+        extra_body={
+            "whatever": None,
+            "functions": None,
+            "echo": False,
+            "add_special_tokens": False,
+            "truncate_prompt_tokens": None,
+            "return_token_ids": False,
+        },
+    )
+    await openai.completions.create(
+        model="demo", prompt="x", max_tokens=1, extra_body={"add_special_tokens": True}
     )
 
 
@@ -401,3 +425,10 @@ async def metrics(gateway):
 async def test_health(gateway):
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{gateway.url}/health")).status_code == 200
+
+
+async def test_what_vllms_tools_ask_first(gateway):
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{gateway.url}/ping")).status_code == 200
+        assert (await http.post(f"{gateway.url}/ping", json={})).status_code == 200
+        assert (await http.get(f"{gateway.url}/version")).json() == {"version": __version__}

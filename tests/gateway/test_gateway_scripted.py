@@ -106,6 +106,11 @@ async def test_what_a_body_says_reaches_the_coordinator(inference, scripted):
     assert request.lane == common_pb2.LANE_INTERACTIVE
 
 
+async def test_a_session_may_be_named_as_in_vllm(inference, scripted):
+    request = await submitted(inference, scripted, {"prompt": "x", "session_id": "talk"})
+    assert request.session_id == "talk"
+
+
 @pytest.mark.parametrize(
     ("body", "constraint"),
     [

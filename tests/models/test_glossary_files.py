@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.server.tokenization import Tokenizer
 from baton.models import files
 from baton.models.corpus import load
 from baton.runtime import demo_model
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
+from baton.runtime.tokenization import Tokenizer
 from baton.v1 import inference_pb2
 
 MAX_BYTES = 8 * 10**6

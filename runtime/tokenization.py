@@ -132,17 +132,25 @@ class Tokenizer:
             return 0
         return _num_chars(request) // self._max_token_chars
 
-    def encode_text(self, text: str) -> array[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> array[int]:
         """Plain text, with the special tokens that the model's tokenizer adds to it."""
-        return self._encode(text, add_special_tokens=True)
+        # Of one: unlike encode, it lets other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return array("I", encoding.ids)
 
     def encode_chat(self, chat: inference_pb2.ChatPrompt) -> array[int]:
         """Messages through the chat template, which writes its own special tokens."""
-        return self._encode(self.render(chat), add_special_tokens=False)
+        return self.encode_text(self.render(chat), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them, which is not their text."""
+        return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
 
     def render(self, chat: inference_pb2.ChatPrompt) -> str:
         """Messages as the text of a prompt.
@@ -177,13 +185,6 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        # Of one: unlike encode, it lets other threads run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return array("I", encoding.ids)
 
 
 def _num_chars(request: inference_pb2.GenerateRequest) -> int:

@@ -1,0 +1,123 @@
+"""Prompts as tokens and text, by the served model's tokenizer: read when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from baton.client.request import Prompt, build
+from baton.gateway.asks import Ask
+from baton.gateway.problems import Problem
+from baton.gateway.questions import Answer, PerCaller
+from baton.runtime.config_error import ConfigError
+from baton.runtime.errors import InvalidArgument
+from baton.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from baton.runtime.tokenization import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_NONE_HERE = 501
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """What an answer shows of a prompt; what it does not is empty.
+
+    Attributes:
+        text: before the output's, with `echo`.
+        first_token: its text; of the others the logprobs have it.
+    """
+
+    text: str = ""
+    first_token: str = ""
+    token_ids: Sequence[int] = ()
+
+
+class ModelTokenizer:
+    """The tokenizer of the model that the coordinator serves, from files on this host.
+
+    Args:
+        model: asked with each caller's credential.
+    """
+
+    def __init__(self, model: PerCaller[common_pb2.ModelDescription]) -> None:
+        self._model = model
+        self._path = ""
+        self._answer: Answer[Tokenizer] | None = None
+
+    async def get(self, authorization: str, field: str | None = None) -> Tokenizer:
+        """Raises Problem: the caller may not ask, or the files are not here.
+
+        Args:
+            authorization: of the caller.
+            field: of the body, that needs it; None: the route itself does.
+        """
+        path = (await self._model.get(authorization)).tokenizer
+        if self._answer is None or path != self._path:
+            self._path, self._answer = path, Answer(lambda: _read(path), math.inf)
+        try:
+            return await self._answer.get()
+        except Problem as problem:
+            if field is None or problem.status != _NONE_HERE:
+                raise
+            message = f"{field} is not supported here: {problem}"
+            raise Problem(400, message, param=field, code="unsupported_parameter") from None
+
+
+async def shown_prompts(ask: Ask, tokenizer: Tokenizer | None) -> list[ShownPrompt]:
+    """Of each prompt, as far as the answer shows it.
+
+    Args:
+        ask: taken by the coordinator, so its prompts are good and not too long.
+        tokenizer: there when `ask.needs_tokenizer`.
+
+    Raises:
+        Problem: they are not, by the files here.
+    """
+    if not (ask.echo or ask.return_token_ids):
+        return [ShownPrompt()] * len(ask.prompts)
+    if tokenizer is None:
+        return [_plain(prompt) for prompt in ask.prompts]
+    try:
+        return await asyncio.to_thread(
+            lambda: [_shown(ask, prompt, tokenizer) for prompt in ask.prompts]
+        )
+    except InvalidArgument as error:
+        raise Problem(400, str(error), param="messages" if ask.chat else "prompt") from None
+
+
+async def _read(path: str) -> Tokenizer:
+    try:
+        return await asyncio.to_thread(_tokenizer, path)
+    except ConfigError as error:
+        _log.warning("prompts cannot be shown as tokens: %s", error)
+        message = "this gateway has no files of the model's tokenizer"
+        raise Problem(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
+
+
+def _tokenizer(path: str) -> Tokenizer:
+    # With what it imports it takes longer than a gateway to start.
+    from baton.runtime.tokenization import Tokenizer
+
+    return Tokenizer(path)
+
+
+def _plain(prompt: Prompt) -> ShownPrompt:
+    """Of one that shows nothing but what came."""
+    if isinstance(prompt, str):
+        return ShownPrompt(prompt)
+    return ShownPrompt(token_ids=cast("Sequence[int]", prompt))
+
+
+def _shown(ask: Ask, prompt: Prompt, tokenizer: Tokenizer) -> ShownPrompt:
+    ids = tokenizer.prompt_at_once(build(prompt, ask.options)).tolist()
+    if not ask.echo:
+        return ShownPrompt(token_ids=ids)
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids, False)
+    return ShownPrompt(text, tokenizer.decode(ids[:1], False), ids)

@@ -1,0 +1,80 @@
+"""/tokenize and /detokenize, by the files of the model that is served."""
+
+import httpx2 as httpx
+import pytest
+
+from baton.gateway.connections import LINGER_S
+
+TURNS = [{"role": "user", "content": "What is a baton?"}]
+
+
+@pytest.fixture
+async def post(gateway):
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30.0 + LINGER_S) as http:
+
+        async def send(route, body, **how):
+            return await http.post(route, **({"json": body} if body is not None else {}), **how)
+
+        yield send
+
+
+async def test_texts_become_tokens_and_come_back(post, cluster):
+    text = "What is a flip?"
+    answer = (await post("/tokenize", {"model": "demo", "prompt": text})).json()
+    tokenizer = cluster.vocabulary.tokenizer
+    assert answer["tokens"] == tokenizer.encode(text).ids
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] > 0
+    assert answer["token_strs"] is None
+    plain = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+    answer = (await post("/tokenize", plain)).json()
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    assert (answer["tokens"], answer["token_strs"]) == (encoding.ids, encoding.tokens)
+    assert (await post("/detokenize", {"tokens": encoding.ids})).json() == {"prompt": text}
+    assert (await post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_chats_become_the_tokens_that_they_are_served_as(post, openai):
+    answer = await openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=1)
+    tokens = (await post("/tokenize", {"messages": TURNS})).json()
+    assert tokens["count"] == answer.usage.prompt_tokens
+    fewer = await post("/tokenize", {"messages": TURNS, "add_generation_prompt": False})
+    assert tokens["tokens"][: fewer.json()["count"]] == fewer.json()["tokens"]
+    assert fewer.json()["count"] < tokens["count"]
+
+
+@pytest.mark.parametrize(
+    ("route", "param", "body"),
+    [
+        ("/tokenize", "prompt", {}),
+        ("/tokenize", "prompt", {"prompt": "x", "messages": TURNS}),
+        ("/tokenize", "prompt", {"prompt": 5}),
+        ("/tokenize", "messages[0].role", {"messages": [{"content": "x"}]}),
+        ("/tokenize", "messages", {"messages": []}),
+        (
+            "/tokenize",
+            "messages",
+            {"messages": TURNS, "chat_template_kwargs": {"documents": []}},
+        ),
+        ("/tokenize", "tools", {"messages": TURNS, "tools": [{"type": "function"}]}),
+        ("/tokenize", "promt", {"promt": "x"}),
+        ("/detokenize", "tokens", {}),
+        ("/detokenize", "tokens[1]", {"tokens": [1, -1]}),
+        ("/detokenize", "tokens[0]", {"tokens": [2**40]}),
+    ],
+)
+async def test_what_is_wrong_is_named(post, route, param, body):
+    answer = await post(route, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_another_model_is_not_found(post):
+    answer = await post("/detokenize", {"model": "other", "tokens": [1]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_another_type_of_body_is_told_though_it_was_not_read(post):
+    body = {"content": b"x" * 2**20, "headers": {"content-type": "text/plain"}}
+    answer = await post("/tokenize", None, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
+    assert answer.headers["connection"] == "close"
