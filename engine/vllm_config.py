@@ -240,9 +240,12 @@ def _cache_dtype(cache: Any, model: Any) -> str:
 
 def _attention_backends(config: Any) -> list[Any]:
     """Those that the model's layers will choose; layers with a window may have one of their own."""
-    model, windowed = config.model_config, (False, True)
-    mla = {"use_mla": True, "num_heads": model.get_num_attention_heads(config.parallel_config)}
-    full = {"use_mm_prefix": model.is_mm_prefix_lm}
+    model = config.model_config
+    if model.use_mla:
+        num_heads = model.get_num_attention_heads(config.parallel_config)
+        kind = {"use_mla": True, "num_heads": num_heads}
+    else:
+        kind = {"use_mm_prefix": model.is_mm_prefix_lm}
     with set_current_vllm_config(config):
         chosen = [
             get_attn_backend(
@@ -250,9 +253,9 @@ def _attention_backends(config: Any) -> list[Any]:
                 model.dtype,
                 config.cache_config.cache_dtype,
                 has_sliding_window=has_window,
-                **(mla if model.use_mla else full),
+                **kind,
             )
-            for has_window in (windowed if model.get_sliding_window() else windowed[:1])
+            for has_window in ((False, True) if model.get_sliding_window() else (False,))
         ]
     return list(dict.fromkeys(chosen))
 

@@ -23,6 +23,10 @@ _ONE_ONLY = {
 }
 # Drafts that keep no KV cache beside the model's own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+# Of a token's keys and values in a layer.
+_SIZES = frozenset({"head_size", "total_num_kv_heads"})
+# In which a token's keys and values are of one size, whoever wrote them.
+_QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refuse_settings(engine_args: Mapping[str, Any]) -> None:
@@ -42,12 +46,6 @@ def refuse_settings(engine_args: Mapping[str, Any]) -> None:
             f"engine_args.scheduler_cls: is {scheduler!r}; Baton supports vLLM's own, because "
             "handoffs are loaded and sent by what it does in each step: leave it out"
         )
-
-
-# Of a token's keys and values in a layer.
-_SIZES = frozenset({"head_size", "total_num_kv_heads"})
-# In which a token's keys and values are of one size, whoever wrote them.
-_QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refuse_cache(cache: Any, model: Any) -> None:

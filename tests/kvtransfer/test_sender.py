@@ -243,6 +243,15 @@ def offering(*names):
     return Harness(offer)
 
 
+def opened_by(*names):
+    """With a handoff that the receiver takes by the first of these transports."""
+    harness = offering(*names)
+    harness.open()
+    harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED, transport=names[0])
+    return harness
+
+
 @pytest.mark.parametrize(
     "reason",
     [pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE, pb.REFUSAL_REASON_TRANSPORT],
@@ -273,10 +282,7 @@ def test_a_failed_transport_costs_an_epoch_and_the_next_sends_everything_again(r
 
 
 def test_with_no_transport_left_the_receiver_is_told_and_the_reason_stays():
-    harness = offering("grpc")
-    harness.open()
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc")
+    harness = opened_by("grpc")
     everything(harness)
     harness.sent()
     stop, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CHECKSUM)
@@ -326,10 +332,7 @@ def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
 def test_with_no_other_transport_a_link_lost_behind_the_commit_leaves_the_word_to_the_receiver(
     word,
 ):
-    harness = offering("gloo")
-    harness.open()
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    harness = opened_by("gloo")
     everything(harness)
     harness.sent()
     assert harness.sender.handle_link_lost("gloo", "cut", harness.now) == []
@@ -348,10 +351,7 @@ def test_with_no_other_transport_a_link_lost_behind_the_commit_leaves_the_word_t
 
 
 def test_a_link_lost_before_everything_has_left_ends_a_send_with_no_other_transport():
-    harness = offering("gloo")
-    harness.open()
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    harness = opened_by("gloo")
     everything(harness, last=False)
     harness.sent()
     _, ended = harness.sender.handle_link_lost("gloo", "cut", harness.now)
@@ -359,10 +359,7 @@ def test_a_link_lost_before_everything_has_left_ends_a_send_with_no_other_transp
 
 
 def test_what_was_sent_before_a_fallback_is_not_what_is_sent_after_it():
-    harness = offering("gloo", "grpc")
-    harness.open()
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
+    harness = opened_by("gloo", "grpc")
     everything(harness)
     harness.sent()
     harness.sender.handle_link_lost("gloo", "cut", harness.now)
@@ -377,10 +374,7 @@ def test_what_was_sent_before_a_fallback_is_not_what_is_sent_after_it():
 
 
 def test_a_restart_by_the_engine_and_a_fallback_count_epochs_together():
-    harness = offering("shm", "grpc")
-    harness.open()
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="shm")
+    harness = opened_by("shm", "grpc")
     harness.fill(1, 0, 0)
     harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
     # What the engine calls its epoch 1 goes on; only its epoch 2 voids it.
