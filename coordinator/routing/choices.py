@@ -15,8 +15,6 @@ class PrefillChoice(NamedTuple):
         work_s: its own work: what `assign_prefill` counts.
         num_cached_tokens: of the prompt, expected in the worker's cache.
         num_work_tokens: of the prompt, to be computed.
-        stays: it is its session's last.
-        num_candidates: that it was chosen from.
     """
 
     worker: WorkerKey
@@ -24,18 +22,6 @@ class PrefillChoice(NamedTuple):
     work_s: float
     num_work_tokens: int
     num_cached_tokens: int
-    stays: bool = False
-    num_candidates: int = 1
-
-    @property
-    def reason(self) -> str:
-        """In words."""
-        stays = ", its session's last" if self.stays else ""
-        return (
-            f"{self.num_cached_tokens} of {self.num_work_tokens + self.num_cached_tokens} tokens "
-            f"cached, {self.predicted_s - self.work_s:.3f} s queued, {self.work_s:.3f} s of work"
-            f"{stays}; best of {self.num_candidates} candidates"
-        )
 
 
 class DecodeChoice(NamedTuple):
@@ -46,11 +32,6 @@ class DecodeChoice(NamedTuple):
         num_kv_tokens: room it needs: what `assign_decode` counts.
         num_cached_tokens: of the prompt, held there already: they need not be sent.
         num_tokens: of the prompt, and of known output.
-        num_others: decoded there.
-        num_free_tokens: room there.
-        is_near: on the host of the prefill worker.
-        stays: it is its session's last.
-        num_candidates: that it was chosen from.
     """
 
     worker: WorkerKey
@@ -58,28 +39,11 @@ class DecodeChoice(NamedTuple):
     num_kv_tokens: int
     num_cached_tokens: int
     num_tokens: int
-    num_others: int
-    num_free_tokens: int
-    is_near: bool
-    stays: bool
-    num_candidates: int
 
     @property
     def num_new_tokens(self) -> int:
         """That are to be computed where nothing is handed over; never none."""
         return max(1, self.num_tokens - self.num_cached_tokens)
-
-    @property
-    def reason(self) -> str:
-        """In words."""
-        near = ", on its host" if self.is_near else ""
-        stays = ", its session's last" if self.stays else ""
-        return (
-            f"{self.predicted_s * 1e3:.1f} ms per step beside {self.num_others} others, "
-            f"{self.num_kv_tokens} of {self.num_free_tokens} free KV tokens, "
-            f"{self.num_cached_tokens} of {self.num_tokens} tokens held"
-            f"{near}{stays}; best of {self.num_candidates} candidates"
-        )
 
 
 class Placement(NamedTuple):

@@ -22,7 +22,7 @@ from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.prefix_index import PrefixMatch
-from baton.coordinator.routing.router import Router, RoutingConfig
+from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
 from baton.runtime.block_hashes import block_hashes, root_of
@@ -67,12 +67,7 @@ class Placer:
         crowded: dict[WorkerKey, None],
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        self.router = Router(
-            RoutingConfig(
-                max_prefill_requests=config.max_prefill_requests,
-                max_decode_requests=config.max_decode_requests,
-            )
-        )
+        self.router = Router(config.max_prefill_requests, config.max_decode_requests)
         self._outputs, self._crowded = outputs, crowded
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
@@ -191,11 +186,6 @@ class Placer:
             num_kv_tokens=num_tokens,
             num_cached_tokens=0,
             num_tokens=num_tokens,
-            num_others=0,
-            num_free_tokens=0,
-            is_near=False,
-            stays=True,
-            num_candidates=1,
         )
         urgent = submission.lane != _BATCH
         self.router.assign_decode(request.key, choice, submission.session_id, urgent=urgent)

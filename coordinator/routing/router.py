@@ -21,31 +21,19 @@ from baton.coordinator.routing.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerLoad, WorkerTraits
 from baton.v1 import cluster_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class RoutingConfig:
-    """Attributes are per worker unless they say otherwise.
-
-    Attributes:
-        max_prefill_requests, max_decode_requests: assigned at a time.
-        num_holders: candidates with the longest prefixes, per choice.
-        work_weight: how much more a second of computing costs than a second of waiting. Waiting
-            delays this request; computing what another worker holds delays those behind it too,
-            and pushes other prefixes out of the cache.
-        network_bytes_per_s, memory_bytes_per_s: a handoff's speed between hosts and within one.
-        packed_itl: how much longer steps may be where outputs that yield are put together than
-            where they would be spread to, while urgent ones are there too.
-        max_sessions: remembered in all; the longest unused are forgotten.
-    """
-
-    max_prefill_requests: int = 256
-    max_decode_requests: int = 256
-    num_holders: int = 3
-    work_weight: float = 4.0
-    network_bytes_per_s: float = 1e9
-    memory_bytes_per_s: float = 5e9
-    packed_itl: float = 1.15
-    max_sessions: int = 65536
+# Candidates with the longest prefixes, per choice.
+_NUM_HOLDERS = 3
+# How much more a second of computing costs than a second of waiting. Waiting delays this request;
+# computing what another worker holds delays those behind it too, and pushes other prefixes out of
+# the cache.
+_WORK_WEIGHT = 4.0
+# A handoff's speed between hosts and within one.
+_NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
+# How much longer steps may be where outputs that yield are put together than where they would be
+# spread to, while urgent ones are there too.
+_PACKED_ITL = 1.15
+# Remembered in all; the longest unused are forgotten.
+_MAX_SESSIONS = 65536
 
 
 @dataclass(slots=True)
@@ -68,16 +56,18 @@ class Router:
 
     Whoever uses it assigns what it chose, reports what it hears, and releases every request once.
 
+    Args:
+        max_prefill_requests, max_decode_requests: of one worker, assigned at a time.
+
     Attributes:
         index: where prefixes are; fed by `apply_cache`.
         now: by the core's clock; set by whoever uses it, before it does.
     """
 
-    def __init__(self, config: RoutingConfig) -> None:
-        self._config = config
+    def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
         self.now = 0.0
         self.index = PrefixIndex()
-        self._loads = LoadIndex(config.max_prefill_requests, config.max_decode_requests)
+        self._loads = LoadIndex(max_prefill_requests, max_decode_requests)
         self._prefilling: dict[str, WorkerKey] = {}
         self._decoding: dict[str, WorkerKey] = {}
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -226,7 +216,7 @@ class Router:
     def _session(self, session: str) -> _Session:
         found = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
-        if len(self._sessions) > self._config.max_sessions:
+        if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return found
 
@@ -239,7 +229,7 @@ class Router:
         session: str = "",
         ahead: Ahead = ANYTHING_AHEAD,
     ) -> PrefillChoice | None:
-        """The least predicted finish, work counted `work_weight` more; None when all are full.
+        """The least predicted finish, work counted more than waiting; None when all are full.
 
         Of equals the session's last worker, then the longest prefix, then the least loaded.
 
@@ -250,10 +240,9 @@ class Router:
             ahead: of it a worker may have so much: what waits here can still be ordered.
         """
         loads = self._loads
-        sticky, candidates = self._prefill_candidates(match, session)
         best: tuple[WorkerKey, float, float, int] | None = None
-        least, factor = math.inf, 1 + self._config.work_weight
-        for worker, num_blocks in candidates.items():
+        least, factor = math.inf, 1 + _WORK_WEIGHT
+        for worker, num_blocks in self._prefill_candidates(match, session).items():
             entry = loads.entries[worker]
             traits = entry.traits
             if entry.is_full(ahead, self.now):
@@ -269,35 +258,24 @@ class Router:
         if best is None:
             return None
         worker, queued_s, work_s, cached = best
-        return PrefillChoice(
-            worker,
-            queued_s + work_s,
-            work_s,
-            num_tokens - cached,
-            cached,
-            stays=worker == sticky,
-            num_candidates=len(candidates),
-        )
+        return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
 
     def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
         """Those that `choose_prefill` looks at."""
-        _, candidates = self._prefill_candidates(match, session)
-        return [self._loads.entries[worker] for worker in candidates]
+        return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]
 
-    def _prefill_candidates(
-        self, match: PrefixMatch, session: str
-    ) -> tuple[WorkerKey | None, dict[WorkerKey, int]]:
-        """The session's last worker, and how many blocks of a prompt each candidate holds."""
+    def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, int]:
+        """How many blocks of a prompt each holds."""
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.prefill if last is not None else None
         candidates: dict[WorkerKey, int] = {}
         if sticky is not None and sticky in loads.by_queue:
             candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(self._config.num_holders, loads.open_prefill)
+        candidates |= match.longest(_NUM_HOLDERS, loads.open_prefill)
         idlest = loads.by_queue.least()
         if idlest is not None and idlest not in candidates:
             candidates[idlest] = match.blocks_of(idlest)
-        return sticky, candidates
+        return candidates
 
     def choose_decode(
         self,
@@ -331,7 +309,7 @@ class Router:
         candidates: dict[WorkerKey, int] = {}
         if sticky is not None and sticky in loads.by_itl:
             candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(self._config.num_holders, loads.open_decode)
+        candidates |= match.longest(_NUM_HOLDERS, loads.open_decode)
         # The fastest, the one with most room (without which none has any), the one nearby.
         near = loads.fastest_on(source.traits.host_id) if source is not None else None
         for idle in (loads.by_itl.least(), loads.by_room.least(), near):
@@ -358,18 +336,8 @@ class Router:
                 best = found
         if best is None:
             return None
-        entry = best.entry
         return DecodeChoice(
-            entry.key,
-            best.itl_s,
-            best.num_kv_tokens,
-            best.num_cached_tokens,
-            num_tokens,
-            num_others=entry.num_decodes,
-            num_free_tokens=entry.free_tokens,
-            is_near=source is not None and source.traits.host_id == entry.traits.host_id,
-            stays=entry.key == sticky,
-            num_candidates=len(candidates),
+            best.entry.key, best.itl_s, best.num_kv_tokens, best.num_cached_tokens, num_tokens
         )
 
     @staticmethod
@@ -398,7 +366,7 @@ class Router:
         entry, other = packed.entry, best.entry
         if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
             return False
-        if entry.num_urgent and packed.itl_s > self._config.packed_itl * best.itl_s:
+        if entry.num_urgent and packed.itl_s > _PACKED_ITL * best.itl_s:
             return False
         is_near = source is not None and source.traits.host_id == other.traits.host_id
         return packed.num_cached_tokens >= best.num_cached_tokens and (
@@ -410,7 +378,7 @@ class Router:
         if source is None:
             return target.traits.latency.prefill_s(max(1, num_tokens))
         near = source.traits.host_id == target.traits.host_id
-        speed = self._config.memory_bytes_per_s if near else self._config.network_bytes_per_s
+        speed = _MEMORY_BYTES_PER_S if near else _NETWORK_BYTES_PER_S
         return num_tokens * source.traits.kv_bytes_per_token / speed
 
     def check_integrity(self) -> None:

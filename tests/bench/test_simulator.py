@@ -185,7 +185,7 @@ def test_a_drained_worker_leaves_when_its_requests_have_ended_and_none_fails():
 
 
 def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
-    made = cell(Script(at_10=(Flip("prefill-1", Pool.DECODE, "test"),)))
+    made = cell(Script(at_10=(Flip("prefill-1", Pool.DECODE),)))
     record = made.run(steady(10, 30), sizes(2, 1), 31)
     made.core.check_integrity()
     assert not record.reasons

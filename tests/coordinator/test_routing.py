@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.routing.router import Router, RoutingConfig
+from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerTraits
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
@@ -39,8 +39,8 @@ def key(name: str) -> WorkerKey:
 class Cluster:
     """A router, and its requests from choice to first token."""
 
-    def __init__(self, *prefill: str, config: RoutingConfig | None = None) -> None:
-        self.router = Router(config or RoutingConfig())
+    def __init__(self, *prefill: str, max_requests: int = 256) -> None:
+        self.router = Router(max_requests, max_requests)
         for name in prefill:
             self.router.add_worker(key(name), traits(), Pool.PREFILL)
         self.prompts: dict[str, tuple[WorkerKey, list[int]]] = {}
@@ -80,7 +80,6 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
         assert choice.worker == where
         assert choice.num_cached_tokens == 320
         assert choice.work_s == pytest.approx(MODEL.prefill_s(320))
-        assert "320 of 640 tokens cached" in choice.reason
         cluster.done(f"again{number}")
 
 
@@ -145,9 +144,7 @@ def test_a_session_stays_where_equals_hold_its_prefix() -> None:
     first = cluster.send("0", prompt(1), "chat").worker
     cluster.done("0")
     for number in range(1, 10):
-        choice = cluster.send(str(number), prompt(1), "chat")
-        assert choice.worker == first
-        assert "its session's last" in choice.reason
+        assert cluster.send(str(number), prompt(1), "chat").worker == first
         cluster.done(str(number))
 
 
@@ -165,7 +162,7 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
 
 
 def test_full_gone_and_paused_workers_get_nothing() -> None:
-    cluster = Cluster("a", "b", "c", config=RoutingConfig(max_prefill_requests=1))
+    cluster = Cluster("a", "b", "c", max_requests=1)
     router = cluster.router
     router.remove_worker(key("a"))
     router.set_pool(key("b"), None)
@@ -186,10 +183,8 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
 # ---- Decode.
 
 
-def decode_router(
-    *workers: tuple[str, WorkerTraits], config: RoutingConfig | None = None
-) -> Router:
-    router = Router(config or RoutingConfig())
+def decode_router(*workers: tuple[str, WorkerTraits], max_requests: int = 256) -> Router:
+    router = Router(max_requests, max_requests)
     for name, one in workers:
         router.add_worker(key(name), one, Pool.DECODE)
     return router
@@ -281,7 +276,6 @@ def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
     choice = decode(router, "1", prompt(1), prefill=key("p"))
     assert choice is not None
     assert choice.worker == key("d5")
-    assert "on its host" in choice.reason
 
 
 def test_room_is_kept_for_prompt_and_expected_output() -> None:
@@ -329,8 +323,7 @@ def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
 
 
 def test_decodes_per_worker_are_limited() -> None:
-    config = RoutingConfig(max_decode_requests=2)
-    router = decode_router(("a", traits()), ("b", traits()), config=config)
+    router = decode_router(("a", traits()), ("b", traits()), max_requests=2)
     placed = [decode(router, str(number), prompt(number)) for number in range(5)]
     assert Counter(one.worker for one in placed if one) == {key("a"): 2, key("b"): 2}
     assert placed[4] is None
@@ -359,7 +352,7 @@ _STEPS = st.lists(
 
 @given(_STEPS)
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
-    router = Router(RoutingConfig(max_prefill_requests=3, max_decode_requests=4))
+    router = Router(3, 4)
     names = [f"w{number}" for number in range(4)]
     requests: list[str] = []
     # Those that are longer than was expected may be more than there is room for.
@@ -425,7 +418,6 @@ def test_a_real_trace_finds_its_prefixes_on_four_balanced_workers(
         num_workers=4,
         num_blocks=num_blocks,
         latency=LatencyModel(0.005, per_token_s, 0.0, 0.010, 0.0, 0.0),
-        config=RoutingConfig(max_prefill_requests=len(trace)),
     )
     whole = on_one_worker(trace, 4 * num_blocks)
     assert outcome.num_tokens == whole.num_tokens

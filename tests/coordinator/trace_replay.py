@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.routing.router import Router, RoutingConfig
+from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
@@ -116,14 +116,13 @@ def replay(
     num_workers: int,
     num_blocks: int,
     latency: LatencyModel,
-    config: RoutingConfig,
 ) -> Outcome:
     """Every request goes where the router says, and waits there for its turn.
 
     Args:
         num_blocks: of each worker's cache, whose changes the router hears when a prompt is done.
     """
-    router, outcome = Router(config), Outcome()
+    router, outcome = Router(len(trace), 1), Outcome()
     workers = [(f"w{number}", 1) for number in range(num_workers)]
     caches = {worker: LruCache(num_blocks) for worker in workers}
     queues: dict[WorkerKey, deque[int]] = {worker: deque() for worker in workers}

@@ -38,6 +38,8 @@ from baton.coordinator.scaling.autoscale.types import (
 
 # A pause between decisions longer than so many intervals says nothing about the load.
 _LONGEST_PAUSE = 12
+# An observation older than this freezes the pools.
+_STALE_S = 20.0
 # For so long after a pool was too small its requests miss targets that it could keep now.
 _SETTLES_S = 30.0
 
@@ -58,7 +60,7 @@ def decide(
         The decision, and the state for the next one.
     """
     members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
-    problem = _unusable(observation, config, now)
+    problem = _unusable(observation, now)
     if problem:
         # What comes meanwhile counts with the next one, over all of the time since the last.
         return _frozen(members, config, problem, now), state
@@ -114,10 +116,10 @@ def decide(
     )
 
 
-def _unusable(observation: Observation, config: ScalingConfig, now: float) -> str:
+def _unusable(observation: Observation, now: float) -> str:
     """Why nothing can be concluded; empty when all is well."""
     age_s = now - observation.observed_at
-    if not math.isfinite(age_s) or age_s > config.stale_s:
+    if not math.isfinite(age_s) or age_s > _STALE_S:
         return f"the workers were last heard of {age_s:.0f} s ago"
     load = observation.decode
     numbers: list[float | None] = [load.num_decodes, load.reserved_tokens, load.kv_tokens]
@@ -263,7 +265,7 @@ def _decision(
         why[into] = f"{number} from {giver.value}, which needs {needed[giver]}"
         why[giver] = f"{number} to {into.value}, which is short"
         for worker in sizing.leaving(sizing.able(members[giver]), number):
-            actions.append(Flip(worker.worker_id, into, needs[into].reason))
+            actions.append(Flip(worker.worker_id, into))
             gone.add(worker.worker_id)
     after = {pool: members[pool].current + moved[pool] for pool in POOLS}
     # Who has given workers away has shrunk enough for now.

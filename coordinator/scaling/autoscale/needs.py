@@ -20,6 +20,12 @@ from baton.coordinator.scaling.autoscale.types import (
     Targets,
 )
 
+# Of a target, that predictions leave unused.
+_MARGIN = 0.04
+# Within which prompts that have piled up are to be done.
+_DRAIN_BACKLOG_S = 20.0
+# Of a decode worker's KV cache that may be filled.
+_KV_SHARE = 0.9
 # Bursts above this are named in a reason.
 _NOTED = 1.3
 # And corrections above this.
@@ -98,11 +104,11 @@ def prefill_need(
         lane = lanes.get(name)
         if lane is None or target.ttft_s is None:
             continue
-        within_s = target.ttft_s * (1 - config.margin)
+        within_s = target.ttft_s * (1 - _MARGIN)
         works = tuple(work * correction for work in lane.works_s)
         number = queueing.prefill_workers(offered, works, within_s, target.may_miss, bursts)
         ahead_s = _backlog_s(lane, target, num_serving, within_s)
-        wanted = offered + ahead_s / config.drain_backlog_s if ahead_s > 0 else 0.0
+        wanted = offered + ahead_s / _DRAIN_BACKLOG_S if ahead_s > 0 else 0.0
         cleared = math.ceil(min(wanted, queueing.MOST))
         if max(number, cleared) > most:
             most = max(number, cleared)
@@ -115,7 +121,7 @@ def prefill_need(
             if cleared > number:
                 reason = (
                     f"{ahead_s:.1f} s of {name} prompts have piled up beside {offered:.2f} s per "
-                    f"second: {most} clear them in {config.drain_backlog_s:g} s"
+                    f"second: {most} clear them in {_DRAIN_BACKLOG_S:g} s"
                 )
             if bursts > _NOTED:
                 reason += f", in bursts ({bursts:.1f} x the variance)"
@@ -139,7 +145,7 @@ def decode_need(
 ) -> Need:
     """Enough for the requests that decode and prefill now, and for those expected."""
     itl_s = min((one.itl_s for _, one in config.targets if one.itl_s is not None), default=math.inf)
-    within_s = itl_s * (1 - config.margin) / correction
+    within_s = itl_s * (1 - _MARGIN) / correction
     load, latency = observation.decode, observation.latency
     rising = forecast.growth(samples, now, config.cold_start_s)
     rate = forecast.load(samples, now, lambda one: one.rate)
@@ -152,7 +158,7 @@ def decode_need(
         room_each = max(room_each, load.reserved_tokens / load.num_decodes)
     # What a worker may have at a time, by step time and by room.
     by_time = queueing.most_requests(latency, within_s, held_each)
-    room = load.kv_tokens * config.kv_share
+    room = load.kv_tokens * _KV_SHARE
     by_room = max(1.0, room / room_each) if room and room_each else math.inf
     each = min(by_time, by_room)
     # Little's law, with steps as long as they then are.

@@ -84,10 +84,6 @@ class ScalingConfig:
         down_window_s: a pool shrinks to the most that was wanted within this time; None: see
             `window_s`.
         max_up, max_down: factor up and share down of a pool in one decision; one worker always.
-        drain_backlog_s: within which work that has piled up is to be done.
-        margin: of a target, that predictions leave unused.
-        kv_share: of a decode worker's KV cache that may be filled.
-        stale_s: an observation older than this freezes the pools.
         flip: whether a worker may change roles.
         flip_quiet_s: between a flip and one back.
         idle_s: without a request for so long a pool with floor 0 goes to zero.
@@ -103,10 +99,6 @@ class ScalingConfig:
     down_window_s: float | None = None
     max_up: float = 2.0
     max_down: float = 0.25
-    drain_backlog_s: float = 20.0
-    margin: float = 0.04
-    kv_share: float = 0.9
-    stale_s: float = 20.0
     flip: bool = True
     flip_quiet_s: float = 120.0
     idle_s: float = 300.0
@@ -332,7 +324,6 @@ class Flip:
 
     worker_id: str
     to: Pool
-    reason: str
 
 
 Action = Want | Drain | Flip
