@@ -10,21 +10,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import errors
 
-INFERENCE = "baton.v1.Inference"
+_INFERENCE = "baton.v1.Inference"
 _RETRY_S = 0.1
 
 
-async def wait_serving(
-    channel: grpc.aio.Channel, address: str, timeout_s: float, service: str = INFERENCE
-) -> None:
-    """Returns as soon as the service is SERVING.
+async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
+    """Returns as soon as baton.v1.Inference is SERVING.
 
     Raises:
         UnavailableError: it was not within timeout_s, with what it was instead.
         RemoteError: there is something else at the address.
     """
     stub = health_pb2_grpc.HealthStub(channel)
-    request = health_pb2.HealthCheckRequest(service=service)
+    request = health_pb2.HealthCheckRequest(service=_INFERENCE)
     seen = "unreachable"
     try:
         async with asyncio.timeout(timeout_s):

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import logging
 import os
 import re
 import time
@@ -72,8 +71,6 @@ from baton.runtime import affinity
 from baton.runtime.orphans import EndsWithParent
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
-
-_log = logging.getLogger(__name__)
 
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256

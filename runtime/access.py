@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
@@ -22,8 +21,6 @@ from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import JwtConfig, SecurityConfig
 from baton.runtime.watched_file import WatchedFiles, read_secret
 from baton.v1 import common_pb2
-
-_log = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _INFERENCE, _ADMIN = "Inference", "Admin"

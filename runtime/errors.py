@@ -66,7 +66,7 @@ class InvalidArgument(BatonError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field} is {shown(value)}; {allowed}")
-        self.field, self.allowed = field, allowed
+        self.field = field
 
     def details(self) -> list[any_pb2.Any]:
         violation = error_details_pb2.BadRequest.FieldViolation(

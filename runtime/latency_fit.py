@@ -25,6 +25,9 @@ from baton.runtime.latency import LatencyModel
 from baton.runtime.least_squares import non_negative
 from baton.v1 import cluster_pb2
 
+# How many steps the prior is worth, on each coefficient. Small: steps that differ in length by a
+# few per cent only soon tell more than the prior.
+_PRIOR_WEIGHT = 0.03
 # Of one class's memory, in steps.
 _WINDOW = 128
 # A class unseen for so many steps of its kind counts half.
@@ -107,15 +110,10 @@ class LatencyFit:
 
     Args:
         prior: what is believed before anything is measured.
-        prior_weight: how many steps that belief is worth, on each coefficient. Small: steps that
-            differ in length by a few per cent only soon tell more than the prior.
     """
 
-    def __init__(self, prior: LatencyModel, prior_weight: float = 0.03) -> None:
-        if not prior_weight > 0:
-            raise ValueError(f"prior_weight is {prior_weight}; must be more than 0")
+    def __init__(self, prior: LatencyModel) -> None:
         self._prior: tuple[float, ...] = astuple(prior)
-        self._prior_weight = prior_weight
         self._model = prior
         self._coefficients = list(self._prior)
         self._classes: dict[int, _Class] = {}
@@ -244,7 +242,7 @@ class LatencyFit:
             [[matrix[row][column] * units[row] * units[column] for column in seen] for row in seen],
             [vector[row] * units[row] for row in seen],
             [centre[row] / units[row] for row in seen],
-            self._prior_weight,
+            _PRIOR_WEIGHT,
         )
         coefficients = list(centre)
         for index, value in zip(seen, found, strict=True):
@@ -283,7 +281,7 @@ class LatencyFit:
             [[value * both * both for value in row] for row in squares],
             [value * both for value in products],
             [1.0, 1.0],
-            self._prior_weight,
+            _PRIOR_WEIGHT,
         )
         return [
             value * both * max(speeds[index // 3], _LEAST_S) for index, value in enumerate(prior)

@@ -148,11 +148,6 @@ class Attachment:
         self.detached = asyncio.Event()
         self.detached.set()
 
-    @property
-    def generation(self) -> int:
-        """Of the coordinator last attached to; 0 before the first."""
-        return self._generation
-
     def leave(self) -> None:
         """Sends what is still to be said, then ends the stream; `run` returns."""
         self._leaving = True

@@ -115,10 +115,6 @@ class Runner:
         # Prompt tokens that came by handoff, by when they were loaded.
         self.num_handoff_tokens = {"early": 0, "at_start": 0}
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._held)
-
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """The requests here, and outputs whose end nobody has heard of, for a coordinator to adopt.
 

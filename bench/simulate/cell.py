@@ -31,6 +31,8 @@ from baton.v1 import cluster_pb2, common_pb2
 _START_S = 1000.0
 # For workers that leave, and those that change roles.
 _DRAIN_S = 600.0
+# From a worker's last request in one role until it serves in the other.
+_FLIP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,6 @@ class SimulatedCell:
         shapes: of a worker, by pool.
         policy: that sizes the pools.
         cold_start: of every worker that the policy asks for.
-        flip_s: from a worker's last request in one role until it serves in the other.
         heartbeat_s: between load reports.
         gpus: of one worker, by pool.
 
@@ -97,7 +98,6 @@ class SimulatedCell:
         policy: Policy,
         *,
         cold_start: ColdStart | None = None,
-        flip_s: float = 1.0,
         heartbeat_s: float = 0.5,
         gpus: dict[Pool, int] | None = None,
         seed: int = 0,
@@ -109,7 +109,7 @@ class SimulatedCell:
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)
         self._random = random.Random(seed)
         self._shapes, self._cold = shapes, cold_start or ColdStart()
-        self._flip_s, self._heartbeat_s = flip_s, heartbeat_s
+        self._heartbeat_s = heartbeat_s
         self._agenda: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._order = itertools.count()
         # Workers that are there from the beginning need no cold start.
@@ -226,7 +226,7 @@ class SimulatedCell:
         wait_s = engine.shape.delay_s
         if isinstance(effect.command, cluster_pb2.SetRoleCommand):
             self.record.worker_moved(effect.worker[0], POOL_OF[effect.command.role])
-            wait_s += self._flip_s
+            wait_s += _FLIP_S
         self.at(self.now + wait_s, engine.take, effect.command)
 
     def _end(self, effect: ev.EndWorker) -> None:

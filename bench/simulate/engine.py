@@ -120,7 +120,6 @@ class Engine:
             num_done=total - num_missing,
             num_tokens=total,
             num_left=1 if prefill_only else max(1, spec.sampling.max_tokens - num_known),
-            prefill_only=prefill_only,
             offset=num_known,
             hashes=hashes,
             num_cached=num_cached,
@@ -375,7 +374,6 @@ class Engine:
             if count <= 0:
                 break
             budget -= count
-            live.in_step = count
             work.append((live, count))
             chunks.append(PrefillChunk(live.num_done - live.num_cached, count))
         took_s = shape.model.step_s(chunks, batch, self._kv_decoding) + stall_s
@@ -397,7 +395,6 @@ class Engine:
         self._count(1, took_s, 0.0)
         outputs = []
         for live, count in work:
-            live.in_step = 0
             live.num_missing -= count
             live.num_done += count
             if not live.num_missing and not live.gone:

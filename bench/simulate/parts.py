@@ -69,12 +69,10 @@ class Live:
     num_done: int
     num_tokens: int
     num_left: int
-    prefill_only: bool
     offset: int
     hashes: Sequence[int]
     num_cached: int = 0
     handed: bool = False
-    in_step: int = 0
     joined_at_step: int = -1
     told: int = 0
     first_told: bool = False

@@ -144,10 +144,10 @@ class Adoption:
         self,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         timers: Timers[RequestKey | WorkerKey],
     ) -> None:
-        self._book, self._workers, self._placer, self._timers = book, workers, placer, timers
+        self._book, self._workers, self._placers, self._timers = book, workers, placers, timers
         self._orphans: dict[RequestKey, _Orphan] = {}
         # The latest attempt that a worker was told to end. One that has not heard its welcome says
         # Hello again with it, and reads behind the next welcome that it is to end it.
@@ -206,10 +206,10 @@ class Adoption:
                 continue
             orphan.take(output)
             if orphan.finished is not None:
-                self._placer.let_go(key, orphan.revision)
+                self._placers.let_go(key, orphan.revision)
                 self._book.room_made = True
             else:
-                self._placer.held_grows(key, orphan.revision, orphan.num_kv_tokens)
+                self._placers.held_grows(key, orphan.revision, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker is out, with all that it ran."""
@@ -277,7 +277,7 @@ class Adoption:
         self._timers.set(key, now + _UNCLAIMED_S)
         worker = self._workers.get(orphan.worker)
         if worker is not None and orphan.finished is None:
-            self._placer.hold(key, worker, orphan.num_kv_tokens)
+            self._placers.hold(key, worker, orphan.num_kv_tokens)
         return True
 
     @staticmethod
@@ -325,7 +325,7 @@ class Adoption:
         """It is kept no longer, if it was."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
-            self._placer.let_go(key, orphan.revision)
+            self._placers.let_go(key, orphan.revision)
             self._book.room_made = True
         return orphan
 

@@ -69,13 +69,13 @@ class RequestBook:
         self,
         config: CoreConfig,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         traffic: Traffic,
         timers: Timers[RequestKey | WorkerKey],
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
-        self._placer, self._traffic = placer, traffic
+        self._placers, self._traffic = placers, traffic
         self._random_bytes = random_bytes
         self._limits = {
             lane: StateLimits(
@@ -92,7 +92,7 @@ class RequestBook:
         # Of the event that is being handled, in `out` unless empty.
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
-        self.admission = Admission(config, self.lanes, placer)
+        self.admission = Admission(config, self.lanes, placers)
         self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
@@ -128,14 +128,14 @@ class RequestBook:
         if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
             refused = self.lanes.rate_error(submission.tenant, num_tokens, now)
         revision = self._traffic.revision_of(submission)
-        hashes = self._placer.hashes(submission, revision)
+        hashes = self._placers.of(revision).hashes(submission)
         outlook = None
         if refused is None:
             outlook = self.admission.outlook(submission, hashes, revision, now)
             if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
                 tried, revision = revision, self._traffic.stable
-                hashes = self._placer.hashes(submission, revision)
+                hashes = self._placers.of(revision).hashes(submission)
                 outlook = self.admission.outlook(submission, hashes, revision, now)
                 if outlook is None or outlook.late_s <= 0:
                     self.stats.moved_to_stable(tried)
@@ -144,7 +144,7 @@ class RequestBook:
         if refused is None or (
             isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
         ):
-            demand = self._placer.demand(submission, hashes, revision)
+            demand = self._placers.of(revision).demand(submission, hashes)
             self.stats.demand[submission.lane].arrived(*demand)
         if refused is not None:
             if isinstance(refused, errors.ResourceExhausted):
@@ -204,7 +204,7 @@ class RequestBook:
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
         request.revision, request.hashes = worker.revision, None
-        self._placer.adopt(request, worker.key)
+        self._placers.of(request.revision).adopt(request, worker.key)
         worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
@@ -227,7 +227,7 @@ class RequestBook:
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
-        self._placer.assign(request, placement, yields=not is_owed)
+        self._placers.of(request.revision).assign(request, placement, yields=not is_owed)
         for worker in workers:
             worker.assign(request.key, num_tokens)
         if prefiller is None:
@@ -248,7 +248,7 @@ class RequestBook:
     def prefill_over(self, request: Request) -> None:
         """Nothing more is wanted of the prefill worker but the end of the handoff."""
         request.prefill_done = True
-        self._placer.computed(request)
+        self._placers.of(request.revision).computed(request)
         self._release(request.prefill, request)
 
     def decoding(self, request: Request, now: float) -> None:
@@ -272,7 +272,7 @@ class RequestBook:
     def charge(self, request: Request) -> None:
         """Its tenant pays for the tokens that have come since the last time; they take room."""
         self._pay(request)
-        self._placer.grows(request, CHARGE_TOKENS)
+        self._placers.of(request.revision).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """The worker has said something of this attempt."""
@@ -281,7 +281,7 @@ class RequestBook:
             was_alone = found.alone
             found.answered(request.key)
             if was_alone:
-                self._placer.refresh(found)
+                self._placers.refresh(found)
                 self.room_made = True
 
     def handed_over(self, request: Request) -> None:
@@ -447,7 +447,7 @@ class RequestBook:
         self._pay(request)
         self.lanes.ended(request, now)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
-            self._placer.ended(request)
+            self._placers.of(request.revision).ended(request)
         self.admission.ended(request, now)
         self._timers.cancel(request.key)
         self._let_go(request)
@@ -501,7 +501,8 @@ class RequestBook:
         self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
-        self.lanes.push(request, now, num_tokens, self._placer.work_s(request))
+        work_s = self._placers.of(request.revision).work_s(request)
+        self.lanes.push(request, now, num_tokens, work_s)
 
     def _begin_again(
         self,
@@ -527,12 +528,12 @@ class RequestBook:
         if request.prefill is None:
             worker.local[request.key] = None
         if request.suspect:
-            self._placer.refresh(worker)
+            self._placers.refresh(worker)
 
     def _let_go(self, request: Request) -> None:
         self.requests.end_attempt(request)
         self.handed_over(request)
-        self._placer.released(request)
+        self._placers.of(request.revision).released(request)
         self._release(request.prefill, request)
         self._release(request.decode, request)
 
@@ -545,4 +546,4 @@ class RequestBook:
             self.room_made = True
         if was_alone:
             # Whoever had it by itself is gone: it takes others again.
-            self._placer.refresh(worker)
+            self._placers.refresh(worker)

@@ -69,12 +69,12 @@ class Core:
         self._timers: Timers[RequestKey | WorkerKey] = Timers()
         self.workers = WorkerRegistry(config.model_name, config.revision)
         self.latency = LatencyRegistry(config.latency)
-        self.placer = Placers(config, self.workers, self.latency)
+        self.placers = Placers(config, self.workers, self.latency)
         traffic = Traffic(config.revision)
         self._book = RequestBook(
-            config, self.workers, self.placer, traffic, self._timers, random_bytes
+            config, self.workers, self.placers, traffic, self._timers, random_bytes
         )
-        self._adoption = Adoption(self._book, self.workers, self.placer, self._timers)
+        self._adoption = Adoption(self._book, self.workers, self.placers, self._timers)
         self._handoffs = HandoffReports(self._book)
         self.scaler = Scaler(
             config.scaling,
@@ -91,7 +91,7 @@ class Core:
             config,
             self._book,
             self.workers,
-            self.placer,
+            self.placers,
             self.latency,
             self._adoption,
             self.scaler,
@@ -102,7 +102,7 @@ class Core:
             traffic,
             self._book,
             self.workers,
-            self.placer,
+            self.placers,
             self.scaler,
             self._timers,
             members.drain,
@@ -113,7 +113,7 @@ class Core:
             config,
             self._book,
             self.workers,
-            self.placer,
+            self.placers,
             self._adoption,
             self.rollouts,
             self._timers,
@@ -160,12 +160,12 @@ class Core:
         Returns:
             What the shell must do, in order.
         """
-        self.placer.at(now)
+        self.placers.at(now)
         self._book.lanes.now = now
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
-        if self.placer.changed:
-            self.placer.changed = False
+        if self.placers.changed:
+            self.placers.changed = False
             if self.rollouts:
                 self.rollouts.advance(now)
         if self._book.room_made:
@@ -254,7 +254,7 @@ class Core:
         """Looks at what the pools are sized by."""
         return Observer(
             self.workers,
-            self.placer,
+            self.placers,
             self._book.lanes,
             self.stats,
             self.latency,
@@ -287,7 +287,7 @@ class Core:
         flowing = [request for request in requests.values() if request.flows_from is not None]
         assert all(request.state is RequestState.DECODING for request in flowing)
         assert all(request.flows_from == request.decode for request in flowing)
-        self.placer.check_integrity()
+        self.placers.check_integrity()
         for request in attempts:
             found = map(self.workers.get, (request.prefill, request.decode))
             assert all(one is None or one.revision == request.revision for one in found)
@@ -365,7 +365,7 @@ class Core:
     def _worker_cache(self, event: ev.WorkerCache, now: float) -> None:
         worker = self._members.hear(event.worker, now)
         if worker is not None:
-            self.placer.apply_cache(worker, event.changes)
+            self.placers.apply_cache(worker, event.changes)
 
     # ---- Time and sizes
 

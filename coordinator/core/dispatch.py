@@ -15,6 +15,7 @@ from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.load_index import ROLE_OF
+from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.runtime import errors
 from baton.runtime.sampling import needs_exact_state
@@ -36,13 +37,13 @@ class Dispatcher:
         config: CoreConfig,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         adoption: Adoption,
         rollouts: Rollouts,
         timers: Timers[RequestKey | WorkerKey],
     ) -> None:
         self._config, self._book, self._workers = config, book, workers
-        self._placer, self._adoption, self._rollouts = placer, adoption, rollouts
+        self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
         self._timers = timers
 
     @property
@@ -61,12 +62,13 @@ class Dispatcher:
                 if request.attempt or not self._adoption.may_find(request.key):
                     self._book.fail(request, gone_error(request.revision), now)
                 continue
-            placement = self._placer.place(request)
-            if self._made_room(request, placement, now):
-                placement = self._placer.place(request)
+            placer = self._placers.of(request.revision)
+            placement = placer.place(request)
+            if self._made_room(placer, request, placement, now):
+                placement = placer.place(request)
             if placement is None:
-                room_at = min(room_at, self._placer.room_at(request))
-                if self._never_fits_beside(request):
+                room_at = min(room_at, placer.room_at(request))
+                if self._never_fits_beside(placer, request):
                     self._book.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
@@ -106,7 +108,7 @@ class Dispatcher:
 
     # ---- Inside
 
-    def _never_fits_beside(self, request: Request) -> bool:
+    def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Whether it finds no room for as long as others are given what there is."""
         if request.suspect:
             # While others keep joining them, no worker has ever answered everything.
@@ -114,11 +116,13 @@ class Dispatcher:
             if any(one.serving and one.unanswered for one in workers):
                 return True
         # Interactive prompts that took the room would leave it none for ever.
-        return self._book.lanes.is_due(request) and self._placer.is_crowded_out(request)
+        return self._book.lanes.is_due(request) and placer.is_crowded_out(request)
 
-    def _made_room(self, request: Request, placement: Placement | None, now: float) -> bool:
+    def _made_room(
+        self, placer: Placer, request: Request, placement: Placement | None, now: float
+    ) -> bool:
         """Whether a batch prompt that was being computed has made room."""
-        found = self._placer.prompt_that_yields(request, placement)
+        found = placer.batch_prompts.that_yields(request, placement)
         batch = self._book.requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False
@@ -127,10 +131,10 @@ class Dispatcher:
 
     def _park(self, now: float) -> None:
         """Lets batch outputs make room where interactive ones have just been added."""
-        while self._placer.crowded:
-            crowded, _ = self._placer.crowded.popitem()
+        while self._placers.crowded:
+            crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)
-            while worker is not None and self._placer.must_yield(worker):
+            while worker is not None and self._placers.of(worker.revision).must_yield(worker.key):
                 batch = [
                     request
                     for key in worker.assigned

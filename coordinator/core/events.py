@@ -152,7 +152,6 @@ class FlipAsked:
 
     worker_id: str
     role: common_pb2.Role.ValueType
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

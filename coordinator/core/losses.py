@@ -28,14 +28,14 @@ class Losses:
         self,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
         timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._book, self._workers, self._placer, self._latency = book, workers, placer, latency
+        self._book, self._workers, self._placers, self._latency = book, workers, placers, latency
         self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
 
     def lose(
@@ -61,7 +61,7 @@ class Losses:
         """
         self._workers.remove(worker, reason)
         self._adoption.lost(worker.key)
-        self._placer.detach(worker)
+        self._placers.detach(worker)
         self._latency.forget(worker.key)
         self._timers.cancel(worker.key)
         if fenced or blame:
@@ -86,13 +86,13 @@ class Losses:
         has_peers = any(other is not worker for other in self._workers.peers(worker))
         if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
             worker.unresponsive = reason
-            self._placer.refresh(worker)
+            self._placers.refresh(worker)
             self._book.stats.worker_unresponsive(now)
             self._recover_all(worker, reason, [], now, with_begun=has_peers)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
-        self._placer.refresh(worker)
+        self._placers.refresh(worker)
         self._book.room_made = True
 
     def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:

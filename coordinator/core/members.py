@@ -49,19 +49,19 @@ class Membership:
         config: CoreConfig,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
         timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._config, self._book, self._workers, self._placer = config, book, workers, placer
+        self._config, self._book, self._workers, self._placers = config, book, workers, placers
         self._latency, self._adoption, self._scaler = latency, adoption, scaler
         self._timers, self._emit = timers, emit
-        self._losses = Losses(book, workers, placer, latency, adoption, scaler, timers, emit)
-        self._drains = Drains(workers, placer, emit)
-        self._flips = Flips(book, workers, placer, scaler, config.scaling.drain_s, emit)
+        self._losses = Losses(book, workers, placers, latency, adoption, scaler, timers, emit)
+        self._drains = Drains(workers, placers, emit)
+        self._flips = Flips(book, workers, placers, scaler, config.scaling.drain_s, emit)
         # That no worker need explain: it misses a heartbeat, and the next is late.
         silent_s = config.worker_silent_s
         self._least_silent_s = min(silent_s, max(_LEAST_SHARE * silent_s, 2 * config.heartbeat_s))
@@ -120,7 +120,7 @@ class Membership:
         worker.unresponsive = ""
         self._flips.heard(worker)
         self._watch(worker, now)
-        self._placer.attach(worker)
+        self._placers.attach(worker)
         if was_in is not None:
             self._losses.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
@@ -156,7 +156,7 @@ class Membership:
         self._latency.observe(worker, load.steps)
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self._book.stats.recent.at(now).decode_steps(load.steps)
-        self._placer.report_kv(worker, load.kv_tokens_used)
+        self._placers.report_kv(worker, load.kv_tokens_used)
         self._book.room_made |= len(self._book.lanes) > 0
         if load.num_steps != worker.num_steps or not load.num_running:
             worker.num_steps, worker.progressed_at = load.num_steps, now
@@ -191,7 +191,7 @@ class Membership:
         if change.role:
             worker.role = change.role
             self._flips.heard(worker)
-        self._placer.refresh(worker)
+        self._placers.refresh(worker)
         self._losses.left_pool(*was_in, now)
         self._book.room_made = True
 
@@ -202,7 +202,7 @@ class Membership:
             # Its time to come back begins now. The end of a silent one's stream is no sign of life.
             if not worker.unresponsive:
                 worker.heard_at = now
-            self._placer.refresh(worker)
+            self._placers.refresh(worker)
             self._watch(worker, now)
 
     def lost(self, event: ev.WorkerLost, now: float) -> None:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from baton.coordinator.core.request import RequestKey, WorkerKey
 from baton.coordinator.telemetry.stalls import MAX_SLOW_STEPS, SlowStep
@@ -359,9 +358,9 @@ class WorkerRegistry(AttachedWorkers):
         if other is None:
             # Prompts are tokenized once, whichever revision they go to.
             other = others[0]
-            differing = _differences("model", other.hello.model, hello.model, ("vocab_size",))
+            differing = _differences(other.hello.model, hello.model, ("vocab_size",))
         else:
-            differing = _differences("model", other.hello.model, hello.model, _MODEL_FIELDS)
+            differing = _differences(other.hello.model, hello.model, _MODEL_FIELDS)
             theirs, ours = _adapters(hello.model), _adapters(other.hello.model)
             if theirs != ours:
                 differing.append(f"model.adapters are {theirs}, here {ours}")
@@ -402,9 +401,11 @@ def _adapters(model: common_pb2.ModelDescription) -> str:
     return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
 
 
-def _differences(name: str, ours: Any, theirs: Any, fields: Iterable[str]) -> list[str]:
+def _differences(
+    ours: common_pb2.ModelDescription, theirs: common_pb2.ModelDescription, fields: Iterable[str]
+) -> list[str]:
     return [
-        f"{name}.{one} is {getattr(theirs, one)!r}, here {getattr(ours, one)!r}"
+        f"model.{one} is {getattr(theirs, one)!r}, here {getattr(ours, one)!r}"
         for one in fields
         if getattr(ours, one) != getattr(theirs, one)
     ]

@@ -81,8 +81,8 @@ class Admission:
         closing: why nothing is admitted any more; None: it is.
     """
 
-    def __init__(self, config: CoreConfig, lanes: Lanes, placer: Placers) -> None:
-        self._config, self._lanes, self._placer = config, lanes, placer
+    def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
+        self._config, self._lanes, self._placers = config, lanes, placers
         self._ratios = {lane: WaitRatio(_WINDOW) for lane in LANES}
         self.closing: errors.Unavailable | None = None
 
@@ -123,7 +123,7 @@ class Admission:
         if wanted_s is None:
             return None
         in_lane_s = partial(self._lanes.wait_s, submission, revision)
-        prediction = self._placer.predicted_ttft(submission, hashes, revision, in_lane_s)
+        prediction = self._placers.of(revision).predicted_ttft(submission, hashes, in_lane_s)
         if prediction is None:
             return None
         passed_s = now - submission.arrived_at

@@ -6,14 +6,10 @@ looked up in one placer. So a request that is on a revision meets nothing of ano
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
-
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.output_lengths import OutputLengths
-from baton.coordinator.core.request import Prediction, Request, RequestKey, Submission, WorkerKey
+from baton.coordinator.core.request import RequestKey, WorkerKey
 from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.router import Router
@@ -22,7 +18,7 @@ from baton.v1 import cluster_pb2
 
 
 class Placers:
-    """Owns one placer per revision that has workers, and hands each question to the right one.
+    """Owns one placer per revision that has workers.
 
     Attributes:
         crowded: decode workers that were given interactive work since they were last looked at.
@@ -102,9 +98,6 @@ class Placers:
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
 
-    def must_yield(self, worker: Worker) -> bool:
-        return self.of(worker.revision).must_yield(worker.key)
-
     # ---- What workers go on with, and nobody has come back for.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
@@ -119,68 +112,6 @@ class Placers:
     def let_go(self, key: RequestKey, revision: str) -> None:
         """Idempotent."""
         self.of(revision).router.release(key)
-
-    # ---- Requests, each on its revision; see Placer.
-
-    def work_s(self, request: Request) -> float:
-        return self.of(request.revision).work_s(request)
-
-    def place(self, request: Request) -> Placement | None:
-        return self.of(request.revision).place(request)
-
-    def room_at(self, request: Request) -> float:
-        return self.of(request.revision).room_at(request)
-
-    def is_crowded_out(self, request: Request) -> bool:
-        return self.of(request.revision).is_crowded_out(request)
-
-    def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
-        self.of(request.revision).assign(request, placement, yields=yields)
-
-    def adopt(self, request: Request, worker: WorkerKey) -> None:
-        self.of(request.revision).adopt(request, worker)
-
-    def computed(self, request: Request) -> None:
-        self.of(request.revision).computed(request)
-
-    def grows(self, request: Request, num_ahead: int) -> None:
-        self.of(request.revision).grows(request, num_ahead)
-
-    def released(self, request: Request) -> None:
-        self.of(request.revision).released(request)
-
-    def ended(self, request: Request) -> None:
-        self.of(request.revision).ended(request)
-
-    def prompt_that_yields(
-        self, request: Request, placement: Placement | None
-    ) -> RequestKey | None:
-        return self.of(request.revision).batch_prompts.that_yields(request, placement)
-
-    def ends_in_s(self, request: Request) -> float:
-        return self.of(request.revision).ends_in_s(request)
-
-    def goes_on_in_s(self, request: Request, waiting_s: float) -> float:
-        return self.of(request.revision).goes_on_in_s(request, waiting_s)
-
-    # ---- What is expected of a submission on a revision.
-
-    def hashes(self, submission: Submission, revision: str) -> array[int]:
-        return self.of(revision).hashes(submission)
-
-    def demand(
-        self, submission: Submission, hashes: array[int], revision: str
-    ) -> tuple[float, int, float]:
-        return self.of(revision).demand(submission, hashes)
-
-    def predicted_ttft(
-        self,
-        submission: Submission,
-        hashes: array[int],
-        revision: str,
-        in_lane_s: Callable[[float, int], float],
-    ) -> Prediction | None:
-        return self.of(revision).predicted_ttft(submission, hashes, in_lane_s)
 
     # ---- Inside.
 

@@ -24,9 +24,9 @@ class Drains:
     """
 
     def __init__(
-        self, workers: WorkerRegistry, placer: Placers, emit: Callable[[ev.Effect], None]
+        self, workers: WorkerRegistry, placers: Placers, emit: Callable[[ev.Effect], None]
     ) -> None:
-        self._workers, self._placer, self._emit = workers, placer, emit
+        self._workers, self._placers, self._emit = workers, placers, emit
         # In the order they said so: sets of names differ between processes.
         self._draining: dict[WorkerKey, None] = {}
 
@@ -37,7 +37,7 @@ class Drains:
         """Tells a worker; it is out some time after `timeout_s`, if not before."""
         worker.state = _DRAINING
         worker.leaves_by = now + timeout_s + _LEAVE_S
-        self._placer.refresh(worker)
+        self._placers.refresh(worker)
         command = cluster_pb2.DrainCommand(reason=reason)
         command.timeout.FromMicroseconds(round(timeout_s * 1e6))
         self._emit(ev.SendCommand(worker.key, command))

@@ -37,12 +37,12 @@ class Flips:
         self,
         book: RequestBook,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         scaler: Scaler,
         limit_s: float,
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._book, self._workers, self._placer, self._scaler = book, workers, placer, scaler
+        self._book, self._workers, self._placers, self._scaler = book, workers, placers, scaler
         self._limit_s, self._emit = limit_s, emit
         # In the order they began.
         self._flipping: dict[WorkerKey, None] = {}
@@ -75,7 +75,7 @@ class Flips:
         if by_hand:
             self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
         self._flipping[worker.key] = None
-        self._placer.refresh(worker)
+        self._placers.refresh(worker)
         self.look(worker, now)
 
     def look(self, worker: Worker, now: float) -> None:
@@ -138,8 +138,8 @@ class Flips:
         if request.decode != worker.key or request.state is not RequestState.DECODING:
             return False
         waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
-        goes_on_s = self._placer.goes_on_in_s(request, waiting_s)
-        return goes_on_s < self._placer.ends_in_s(request)
+        placer = self._placers.of(request.revision)
+        return placer.goes_on_in_s(request, waiting_s) < placer.ends_in_s(request)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None
@@ -151,5 +151,5 @@ class Flips:
     def _end(self, worker: Worker) -> None:
         worker.flip = None
         self._flipping.pop(worker.key, None)
-        self._placer.refresh(worker)
+        self._placers.refresh(worker)
         self._book.room_made = True

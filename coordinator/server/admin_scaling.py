@@ -142,7 +142,7 @@ class ScalingCalls:
         if refused is not None:
             raise refused
         num_requests = len(worker.assigned)
-        self._shell.post(ev.FlipAsked(worker.id, request.role, "an operator asked for it"))
+        self._shell.post(ev.FlipAsked(worker.id, request.role))
         message = (
             f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "
             "moved"

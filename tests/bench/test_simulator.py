@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,6 @@ from baton.bench.simulate.policies import Baton, Static, decision
 from baton.bench.simulate.record import Moment
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
-from baton.bench.virtual_cell import VirtualCell, WorkerShape
 from baton.cli.main import app
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core_config import CoreConfig
@@ -40,6 +40,10 @@ from baton.coordinator.scaling.autoscale.types import (
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
+
+sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
+
+from virtual_cell import VirtualCell, WorkerShape
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)

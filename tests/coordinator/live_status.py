@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from baton.bench.virtual_cell import VirtualCell, WorkerShape
+from virtual_cell import VirtualCell, WorkerShape
+
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.server.admin import AdminService
 from baton.runtime.config import BatonConfig, parse

@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
+from virtual_cell import VirtualCell
+
 from baton.bench.simulate.hello import hello
-from baton.bench.virtual_cell import VirtualCell
 from baton.client.resume import backoff_s
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core

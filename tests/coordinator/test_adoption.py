@@ -213,7 +213,7 @@ def test_nobody_comes_back(restarted, out):
 def test_what_nobody_has_come_back_for_takes_its_room_until_it_ends(restarted, out, end):
     world = restarted.world
     restarted.comes_back(running(num_prompt_tokens=1000))
-    entry = world.core.placer.load(world.core.workers.by_id("d"))
+    entry = world.core.placers.load(world.core.workers.by_id("d"))
     num_free = entry.free_tokens
     assert num_free <= 65536 - 1005
     assert entry.num_decodes == 1
@@ -236,7 +236,7 @@ def test_what_nobody_has_come_back_for_takes_its_room_until_it_ends(restarted, o
     else:
         world.handle(ev.WorkerLost("d", "was killed"))
         world.attach("d", DECODE, 2)
-        entry = world.core.placer.load(world.core.workers.by_id("d"))
+        entry = world.core.placers.load(world.core.workers.by_id("d"))
     world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport()))
     assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
 
@@ -245,7 +245,7 @@ def test_who_comes_back_takes_its_room_over(restarted, out):
     world = restarted.world
     restarted.comes_back(running(num_prompt_tokens=20))
     restarted.resumes()
-    entry = world.core.placer.load(world.core.workers.by_id("d"))
+    entry = world.core.placers.load(world.core.workers.by_id("d"))
     assert entry.num_decodes == 1
     restarted.goes_on(out, 5, 8, finish=LENGTH)
     assert (entry.free_tokens, entry.num_decodes) == (65536, 0)

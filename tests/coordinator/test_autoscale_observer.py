@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from virtual_cell import VirtualCell, WorkerShape
 
-from baton.bench.virtual_cell import VirtualCell, WorkerShape
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.routing.load_index import Pool
@@ -103,7 +103,7 @@ def test_what_waits_for_room_to_decode_is_no_work_for_prefill_workers(outgrown):
     for _ in range(10):
         made.submit(500, 500)
     made.run(made.now + 1)
-    entry = made.core.placer.load(made.core.workers.by_id("d"))
+    entry = made.core.placers.load(made.core.workers.by_id("d"))
     entry.report(sum(one.num_kv_tokens for one in entry._decodes.values()) + outgrown)
     assert (entry.free_tokens < 0) == (outgrown > 0)
     seen = lane(made.core.observer().observe(ScalingConfig(), made.now))

@@ -86,7 +86,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             role=st.sampled_from([common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE]),
         )
         def flip(self, worker, role):
-            self.world.handle(ev.FlipAsked(worker, role, "test"))
+            self.world.handle(ev.FlipAsked(worker, role))
 
         @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
         def obey(self, worker):

@@ -216,7 +216,7 @@ def test_a_tenant_pays_for_each_output_token_once(world, out, monkeypatch, lost_
 def test_an_output_that_is_longer_than_expected_has_room_all_the_same(world, out):
     """Never less than it takes, nor more than it may."""
     _, request_id = begin(world, out, sampling={"max_tokens": 400})
-    request, load = world.core.request(request_id), world.core.placer.load
+    request, load = world.core.request(request_id), world.core.placers.load
     worker = world.core.workers.by_id("d")
     rooms = {load(worker).reserved_tokens}
     for offset in range(1, 399):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from live_status import MODEL, PREFILL, LiveCell
+from virtual_cell import WorkerShape
 
-from baton.bench.virtual_cell import WorkerShape
 from baton.client import doctor
 from baton.client.doctor import Kind
 from baton.coordinator.core import events as ev

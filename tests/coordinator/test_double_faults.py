@@ -12,8 +12,8 @@ import itertools
 
 import pytest
 from restarted_cell import RestartedCell
+from virtual_cell import WorkerShape
 
-from baton.bench.virtual_cell import WorkerShape
 from baton.coordinator.core.core_config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel

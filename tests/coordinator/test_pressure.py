@@ -10,8 +10,8 @@ import copy
 from dataclasses import replace
 
 import pytest
+from virtual_cell import Outcome, VirtualCell, WorkerShape
 
-from baton.bench.virtual_cell import Outcome, VirtualCell, WorkerShape
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.core_config import CoreConfig
 from baton.runtime.config import LanesConfig, parse
@@ -249,7 +249,7 @@ def test_no_more_than_two_steps_wait_behind_a_prompt_that_takes_longer_than_pred
     for _ in range(40):
         made.submit(300, 2)
     made.run(made.now + 3)
-    load = made.core.placer.load(made.core.workers.get(("p0", 1)))
+    load = made.core.placers.load(made.core.workers.get(("p0", 1)))
     assert load.queued_tokens <= 300 + 2 * SHAPE.max_num_batched_tokens + 300
 
 

@@ -159,7 +159,7 @@ def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
         to = world.submit(known_token_ids=[1], revision=f"none-{number}")
         world.handle(ev.StreamCancelled(to))
     # The stable one's, and the last.
-    assert len(world.core.placer) <= 2
+    assert len(world.core.placers) <= 2
 
 
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two):

@@ -432,7 +432,7 @@ def test_autoscaling_off_starts_nothing_beside_workers_of_elsewhere(launched):
 
 def test_autoscaling_off_keeps_a_worker_where_it_was_just_flipped_to(launched):
     made = launched(2, 2, autoscale=True)
-    made.world.handle(ev.FlipAsked("prefill-1", common_pb2.ROLE_DECODE, "test"))
+    made.world.handle(ev.FlipAsked("prefill-1", common_pb2.ROLE_DECODE))
     made.world.handle(ev.AutoscaleAsked(False))
     made.answer_flips()
     made.wait(30)

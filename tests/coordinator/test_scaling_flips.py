@@ -29,7 +29,7 @@ def launched(new_world):
 
 
 def flip(made, worker_id, role):
-    made.world.handle(ev.FlipAsked(worker_id, role, "test"))
+    made.world.handle(ev.FlipAsked(worker_id, role))
 
 
 def set_role(made, worker_id):

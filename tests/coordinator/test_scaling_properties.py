@@ -50,7 +50,7 @@ def act(made: Launched, action) -> None:
             made.world.handle(ev.DrainAsked(worker_id, 5.0, "test"))
         elif (worker := made.core.workers.by_id(worker_id)) is not None:
             into = next(role for role in ROLES.values() if role != worker.role)
-            made.world.handle(ev.FlipAsked(worker_id, into, "test"))
+            made.world.handle(ev.FlipAsked(worker_id, into))
             made.answer_flips()
 
 

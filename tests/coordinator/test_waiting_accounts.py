@@ -12,8 +12,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from virtual_cell import VirtualCell, WorkerShape
 
-from baton.bench.virtual_cell import VirtualCell, WorkerShape
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core_config import CoreConfig
 from baton.runtime.config import parse
@@ -109,7 +109,7 @@ class WaitingMachine(RuleBasedStateMachine):
         assert cell.core.num_requests == len(lanes) == 0
         assert all(lanes.waiting_s(lane, "1") == 0 for lane in LANES)
         for worker in cell.core.workers:
-            entry = cell.core.placer.load(worker)
+            entry = cell.core.placers.load(worker)
             assert (entry.num_prefills, entry.num_decodes, entry.queued_tokens) == (0, 0, 0)
             assert entry.free_tokens == SHAPE.kv_tokens
         # Whoever comes now waits for nobody.

@@ -230,11 +230,6 @@ def test_before_anything_is_measured_the_prior_holds():
     assert fit.quality.num_rejected == 3
 
 
-def test_a_prior_must_weigh_something():
-    with pytest.raises(ValueError, match="prior_weight is 0; must be more than 0"):
-        LatencyFit(PRIOR, prior_weight=0)
-
-
 def test_the_quality_says_how_far_the_latest_predictions_were_off():
     fit = LatencyFit(PRIOR)
     feed(fit, MODELS["a CPU"], 2000, noise=0.1, outliers=0.0)

@@ -36,13 +36,13 @@ class Observer:
     def __init__(
         self,
         workers: WorkerRegistry,
-        placer: Placers,
+        placers: Placers,
         lanes: Lanes,
         stats: CoreStats,
         latency: LatencyRegistry,
         seed: LatencyModel,
     ) -> None:
-        self._workers, self._placer, self._lanes = workers, placer, lanes
+        self._workers, self._placers, self._lanes = workers, placers, lanes
         self._stats, self._latency, self._seed = stats, latency, seed
 
     def observe(
@@ -65,7 +65,7 @@ class Observer:
         ]
         loads: dict[Pool, list[WorkerLoad]] = {pool: [] for pool in Pool}
         for worker in workers:
-            entry = self._placer.load(worker)
+            entry = self._placers.load(worker)
             if entry is not None and worker.role in POOL_OF:
                 loads[POOL_OF[worker.role]].append(entry)
         decode = self._decode(loads[Pool.DECODE], workers, config)
