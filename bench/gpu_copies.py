@@ -20,7 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.kvtransfer.connector.block_copies import CudaCopies, PagedCache, Run
+from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.cuda_copies import CudaCopies
+from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import split_blocks
 from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.layout import KvLayout

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.kvtransfer.connector.block_copies import BlockCopies, PagedCache, Run, open_copies
+from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.block_loads import (
     Check,
     EarlyCopies,
@@ -18,11 +18,31 @@ from baton.kvtransfer.connector.block_loads import (
     holds,
     wanted_blocks,
 )
+from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
+from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
+from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import Claim, EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2
+
+
+def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
+    """The copies for where the cache is.
+
+    Args:
+        cache: one rank's.
+        staging: the segment, as bytes.
+
+    Raises:
+        ValueError: a kind of device that Baton cannot copy from.
+    """
+    if cache.device.type == "cpu":
+        return HostCopies(cache, staging)
+    if cache.device.type == "cuda":
+        return CudaCopies(cache, staging)
+    raise ValueError(f"the cache is on {cache.device}; Baton hands over from CPUs and CUDA GPUs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,11 @@ import threading
 import pytest
 import torch
 
-from baton.kvtransfer.connector.block_copies import (
-    CudaCopies,
-    HostCopies,
-    PagedCache,
-    Run,
-    open_copies,
-)
+from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.cuda_copies import CudaCopies
+from baton.kvtransfer.connector.host_copies import HostCopies
+from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.rank_half import open_copies
 from baton.kvtransfer.layout import KvLayout
 
 pytestmark = [

@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.connector.block_copies import (
-    HostCopies,
-    PagedCache,
-    Run,
-    neighbours,
-    open_copies,
-)
+from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.host_copies import HostCopies, neighbours
 from baton.kvtransfer.connector.notifier import NOTIFY_BYTES, Filled, Notifier, NotifierThread
+from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.connector.rank_half import open_copies
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2 as pb

@@ -1,0 +1,120 @@
+"""Copies of a cache that is in the host's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from baton.kvtransfer.arena import MADV_POPULATE_WRITE
+from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.notifier import Copy
+from baton.kvtransfer.connector.paged_cache import PagedCache
+from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+_DONE = _Done()
+
+
+def neighbours(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring blocks, each run one plain copy: (index in block_ids, first id, length)."""
+    begin = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            yield begin, block_ids[begin], index - begin
+            begin = index
+
+
+class HostCopies(BlockCopies):
+    """Plain copies.
+
+    Blocks that are whole in memory are copied by address: in a fragmented cache each block is a
+    copy of its own, and slicing two tensors for it takes as long as the copy.
+    """
+
+    finishes_at_once = True
+
+    def __init__(self, cache: PagedCache, staging: torch.Tensor) -> None:
+        self._cache, self._words = cache, cache.words(staging)
+        self._staging, self._size = staging.data_ptr(), staging.numel()
+        self._num_blocks = min(len(layer) for layer in cache.layers)
+        self._addresses = [layer.data_ptr() for layer in cache.layers]
+        self._by_address = all(layer.ndim == 2 and layer.is_contiguous() for layer in cache.layers)
+        self.max_blocks = max(1, FRAME_TARGET_BYTES // cache.block_bytes)
+        for layer in cache.layers:
+            _prefault(layer.untyped_storage())
+
+    def prepare(self, block_ids: Sequence[int]) -> Sequence[int]:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ValueError(f"block ids are {block_ids}; must be below {self._num_blocks}")
+        return block_ids
+
+    def gather(self, layer: int, blocks: Sequence[int], runs: Sequence[Run]) -> Copy:
+        for run in runs:
+            if self._by_address:
+                for staging, cache, size in self._addressed(layer, blocks, run):
+                    ctypes.memmove(staging, cache, size)
+                continue
+            rows = self._rows(run)
+            for at, block_id, count in _neighbours(blocks, run):
+                rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
+        return _DONE
+
+    def scatter(self, layer: int, blocks: Sequence[int], run: Run) -> Copy:
+        if self._by_address:
+            for staging, cache, size in self._addressed(layer, blocks, run):
+                ctypes.memmove(cache, staging, size)
+            return _DONE
+        rows = self._rows(run)
+        for at, block_id, count in _neighbours(blocks, run):
+            self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
+        return _DONE
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
+
+    def join(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def _rows(self, run: Run) -> torch.Tensor:
+        return self._cache.rows(self._words[self._cache.word_range(run.offset, run.num_blocks)])
+
+    def _addressed(
+        self, layer: int, blocks: Sequence[int], run: Run
+    ) -> Iterator[tuple[int, int, int]]:
+        """Each plain copy of a run: addresses in staging and in the cache, and bytes."""
+        block_bytes = self._cache.block_bytes
+        if not 0 <= run.offset <= self._size - run.num_blocks * block_bytes:
+            raise ValueError(
+                f"{run.num_blocks} blocks at {run.offset} of staging; it has {self._size} bytes"
+            )
+        staging, cache = self._staging + run.offset, self._addresses[layer]
+        for at, block_id, count in _neighbours(blocks, run):
+            yield staging + at * block_bytes, cache + block_id * block_bytes, count * block_bytes
+
+
+def _neighbours(blocks: Sequence[int], run: Run) -> Iterator[tuple[int, int, int]]:
+    return neighbours(blocks[run.begin : run.begin + run.num_blocks])
+
+
+def _prefault(storage: torch.UntypedStorage) -> None:
+    """Makes a cache's pages be there before the first handoff is loaded into them.
+
+    torch leaves that to the first write of each, which then costs five times the copy. Large pages
+    where the system gives them; kernels that know neither (before Linux 5.14) change nothing.
+    """
+    begin = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = storage.data_ptr() + storage.nbytes() - begin
+    libc = ctypes.CDLL(None)
+    for advice in (mmap.MADV_HUGEPAGE, MADV_POPULATE_WRITE):
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)

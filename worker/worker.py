@@ -1,0 +1,415 @@
+"""One worker: numbered start, numbered stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+
+from baton.engine.base import Engine, EngineDead, EngineInfo
+from baton.engine.warm_up import warm_up
+from baton.kvtransfer.addresses import towards
+from baton.kvtransfer.control import TransferClient, TransferError
+from baton.runtime import exposure, lifecycle, tracing, worker_directory
+from baton.runtime.config import BatonConfig, PoolConfig
+from baton.runtime.dial import within_cluster
+from baton.runtime.enum_names import role_name
+from baton.runtime.metrics import MetricsServer
+from baton.runtime.names import FIRST_REVISION
+from baton.runtime.refusals import Refusals
+from baton.runtime.tracing import Tracing
+from baton.runtime.worker_directory import WorkerDirectory
+from baton.v1 import cluster_pb2, common_pb2
+from baton.worker import gpus
+from baton.worker.attach import AttachError, Attachment, CoordinatorGone
+from baton.worker.handoffs import HandoffLog
+from baton.worker.host import WorkerHost
+from baton.worker.metrics import WorkerCollector
+from baton.worker.outbox import Outbox
+from baton.worker.profiles import Profiles
+from baton.worker.runner import Runner
+
+_log = logging.getLogger(__name__)
+
+# Beside a pool's limit: what is being cleaned up while its successor is here already.
+_REQUESTS_FACTOR = 2
+_SETTLE_S = 5.0
+_LEAVE_S = 8.0
+
+EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
+
+
+class WorkerFailed(Exception):
+    """The worker cannot go on; the message is the one line for people.
+
+    Attributes:
+        exit_code: as `baton`'s: 1 failed, 3 no coordinator is there.
+    """
+
+    exit_code = 1
+
+
+class Alone(WorkerFailed):
+    """No coordinator was there for too long."""
+
+    exit_code = 3
+
+
+class Worker:
+    """Owns the parts of one worker; each start step pushes its own stop step.
+
+    Args: see `serve` in worker/main.py.
+    """
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        role: common_pb2.Role.ValueType,
+        coordinator: str,
+        worker_id: str,
+        directory: str,
+        engine_factory: EngineFactory,
+    ) -> None:
+        self._config, self._role, self._directory = config, role, directory
+        self._coordinator, self._worker_id = coordinator, worker_id
+        self._engine_factory = engine_factory
+        is_prefill = role == common_pb2.ROLE_PREFILL
+        self._pool = config.prefill if is_prefill else config.decode
+        self._max_requests = {
+            role: _REQUESTS_FACTOR * pool.max_requests_per_worker
+            for role, pool in (
+                (common_pb2.ROLE_PREFILL, config.prefill),
+                (common_pb2.ROLE_DECODE, config.decode),
+            )
+        }
+        self._startup_ms: dict[str, int] = {}
+
+    async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:
+        """Until it is told to leave. Raises WorkerFailed or ConfigError where it cannot go on."""
+        async with contextlib.AsyncExitStack() as stack:
+            starting = asyncio.create_task(self._start(stack), name="start")
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            try:
+                await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    # Asked to leave while the model loads: there is nothing to finish.
+                    return
+                await self._serve(*starting.result(), stopping, ready)
+            finally:
+                for task in (starting, stopping):
+                    task.cancel()
+                await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _start(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[WorkerHost, Runner, Attachment]:
+        config, security = self._config, self._config.security
+        # Before anything that takes long.
+        tracing.require(config.tracing)
+        exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
+        dial = within_cluster(security, with_tls=security.dials_tls)
+        self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
+
+        # 1. The transfer service: the engine connects to it while it starts.
+        begun_at = monotonic()
+        directory = self._own_directory()
+        stack.callback(directory.remove)
+        socket_path = str(directory.path / "kv.sock")
+        listening = towards(config.kv_transfer, self._coordinator)
+        exposure.check_transfer(listening.listen, security)
+        try:
+            transfer = await TransferClient.start(
+                listening, socket_path, security=security, log_level=config.log_level
+            )
+        except TransferError as error:
+            raise WorkerFailed(f"transfer service: {error}") from None
+        stack.push_async_callback(transfer.close)
+        self._mark("transfer", begun_at)
+
+        # 2. The engine: loads the model, and computes something before anybody asks it to.
+        begun_at = monotonic()
+        try:
+            engine = self._engine_factory(config, self._pool, socket_path)
+        except lifecycle.SignalCame:
+            # The loop hears of it next, and cancels this.
+            await asyncio.Event().wait()
+            raise
+        stack.push_async_callback(engine.stop)
+        # Importing the engine may take as long as the model.
+        starting_at = monotonic()
+        info = _of_revision(await self._start_engine(engine, transfer), config.worker.revision)
+        kv_at = starting_at + info.weights_s
+        self._mark("weights", begun_at, kv_at)
+        self._mark("kv", kv_at, kv_at + info.kv_s)
+        self._mark("warm_up", kv_at + info.kv_s)
+
+        # 3. From here on handoffs may come.
+        try:
+            await transfer.configure(info.layout.fingerprint())
+        except TransferError as error:
+            raise WorkerFailed(f"transfer service: {error}") from None
+
+        # 4. Metrics and spans; the engine's processes were forked before these have threads.
+        role = role_name(self._role)
+        collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
+        registry = collector.registry()
+        if (found := gpus.collector(info.device, info.layout.tp_size)) is not None:
+            registry.register(found)
+        refusals = Refusals(others=collector.transfer_refusals)
+        registry.register(refusals)
+        metrics = MetricsServer(
+            config.worker.metrics_listen, "worker.metrics_listen", registry, security, refusals
+        )
+        stack.push_async_callback(asyncio.to_thread, metrics.close)
+        spans = Tracing(
+            config.tracing,
+            {"baton.worker.id": self._worker_id, "baton.worker.role": role},
+        )
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        handoffs = HandoffLog(spans)
+
+        # 5. The requests' keeper, and the stream to the coordinator.
+        outbox = Outbox()
+        runner = Runner(
+            engine,
+            info.layout,
+            transfer,
+            outbox,
+            handoffs,
+            max_requests=self._max_requests[self._role],
+            open_timeout_s=config.kv_transfer.open_timeout_s,
+        )
+        profiles = Profiles(engine, outbox)
+        stack.push_async_callback(profiles.close)
+        host = WorkerHost(
+            self._worker_id,
+            secrets.randbits(63) | 1,
+            _host_id(),
+            self._role,
+            engine=engine,
+            info=info,
+            transfer=transfer,
+            runner=runner,
+            outbox=outbox,
+            collector=collector,
+            handoffs=handoffs,
+            profiles=profiles,
+            startup_ms=self._startup_ms,
+            max_requests=self._max_requests,
+            labels={"host": socket.gethostname(), **config.worker.labels},
+            revision=config.worker.revision,
+            config_digest=_digest(config, self._pool),
+        )
+        attachment = Attachment(
+            self._coordinator,
+            host,
+            outbox,
+            attach_timeout_s=config.worker.attach_timeout_s,
+            dial=dial,
+        )
+        _log.info("engine is up", extra={"kv": transfer.address, "metrics": metrics.address})
+        return host, runner, attachment
+
+    def _own_directory(self) -> WorkerDirectory:
+        if not self._directory:
+            return worker_directory.make()
+        try:
+            return WorkerDirectory(Path(self._directory))
+        except OSError as error:
+            raise WorkerFailed(f"--directory: {error}") from None
+
+    async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
+        timeout_s = self._config.worker.start_timeout_s
+        starting = asyncio.create_task(_load(engine), name="engine start")
+        gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
+        try:
+            await asyncio.wait(
+                [starting, gone], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if starting.done():
+                return starting.result()
+        except EngineDead as error:
+            raise WorkerFailed(f"engine: {error}") from None
+        finally:
+            starting.cancel()
+            gone.cancel()
+            await asyncio.gather(starting, gone, return_exceptions=True)
+        if transfer.gone.is_set():
+            raise WorkerFailed(transfer.gone_reason)
+        raise WorkerFailed(f"engine: not up after worker.start_timeout_s {timeout_s:g}")
+
+    async def _serve(
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        stopping: asyncio.Task[Any],
+        ready: Callable[[str], None] | None,
+    ) -> None:
+        attached = asyncio.create_task(self._say_ready(host, ready), name="ready")
+        attaching = asyncio.create_task(attachment.run(), name="attach")
+        running = asyncio.create_task(runner.run(), name="run")
+        tasks: list[asyncio.Future[Any]] = [attached, attaching, running]
+        try:
+            ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
+            await asyncio.wait([*ends, stopping, host.drain_s], return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                await self._drain(host, runner, attachment, stopping, ends)
+            await self._leave(host, runner, attachment, attaching, running)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain(
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        stopping: asyncio.Task[Any],
+        ends: list[asyncio.Future[Any]],
+    ) -> None:
+        """Takes no new work and waits for what runs, for as long as it may.
+
+        Once its process is to stop that is no longer than `worker.drain_timeout_s`: whoever said so
+        kills it some time after.
+        """
+        own_s = self._config.worker.drain_timeout_s
+        timeout_s, reason = own_s, "the process is to stop"
+        if host.drain_s.done():
+            timeout_s, reason = host.drain_s.result()
+        _log.info("draining: %s", reason)
+        host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
+        idle = asyncio.create_task(_quiet(host, runner, attachment), name="drain")
+        over, deadline = [idle, *ends], monotonic() + timeout_s
+        try:
+            await asyncio.wait(
+                [*over, stopping], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if stopping.done():
+                left_s = min(own_s, max(0.0, deadline - monotonic()))
+                await asyncio.wait(over, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+
+    async def _leave(
+        self,
+        host: WorkerHost,
+        runner: Runner,
+        attachment: Attachment,
+        attaching: asyncio.Task[None],
+        running: asyncio.Task[None],
+    ) -> None:
+        """Says so, drops what is left, ends the stream. Raises WorkerFailed unless it is wanted.
+
+        The coordinator has what is left go on elsewhere.
+        """
+        failure = _failure(attaching, running, runner.died)
+        attached = not attaching.done() and host.attached.is_set()
+        if attached:
+            host.change_state(
+                cluster_pb2.WORKER_STATE_STOPPED, failure or "stopped", failed=bool(failure)
+            )
+        runner.keep_only(frozenset())
+        await runner.settle(_SETTLE_S)
+        if attached:
+            attachment.leave()
+            await asyncio.wait([attaching], timeout=_LEAVE_S)
+        if failure:
+            raise (Alone if _found_nobody(attaching) else WorkerFailed)(failure)
+
+    @staticmethod
+    async def _say_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
+        await host.attached.wait()
+        hello = host.hello()
+        _log.info("attached", extra={"role": common_pb2.Role.Name(hello.role)})
+        if ready is not None:
+            ready(hello.worker_id)
+
+    def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
+        ended_at = monotonic() if ended_at is None else ended_at
+        self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
+
+
+async def _load(engine: Engine) -> EngineInfo:
+    info = await engine.start()
+    await warm_up(engine, info)
+    return info
+
+
+async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
+    """Until nothing runs and nothing can come: the coordinator has said so, or is not there."""
+    released = asyncio.create_task(host.released.wait(), name="released")
+    detached = asyncio.create_task(attachment.detached.wait(), name="detached")
+    try:
+        await asyncio.wait([released, detached], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        released.cancel()
+        detached.cancel()
+    await runner.idle.wait()
+
+
+def _failure(
+    attaching: asyncio.Task[None], running: asyncio.Task[None], died: asyncio.Future[str]
+) -> str:
+    """Why the worker cannot go on; "" when it could."""
+    if died.done():
+        return f"engine: {died.result()}"
+    for task in (running, attaching):
+        if not task.done() or (error := task.exception()) is None:
+            continue
+        for cause in _leaves(error):
+            match cause:
+                case EngineDead():
+                    return f"engine: {cause}"
+                case TransferError() | AttachError():
+                    return str(cause)
+        _log.error("a task failed", exc_info=error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _found_nobody(attaching: asyncio.Task[None]) -> bool:
+    if not attaching.done() or attaching.cancelled() or (error := attaching.exception()) is None:
+        return False
+    return any(isinstance(one, CoordinatorGone) for one in _leaves(error))
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]
+
+
+def _of_revision(info: EngineInfo, revision: str) -> EngineInfo:
+    """With a fingerprint of its own: a worker of another revision refuses its KV caches."""
+    if revision == FIRST_REVISION:
+        return info
+    layout = replace(info.layout, revision=f"{info.layout.revision}/{revision}")
+    return replace(info, layout=layout)
+
+
+def _digest(config: BatonConfig, pool: PoolConfig) -> str:
+    """Of what the engine is started with."""
+    what = [config.engine, config.model, config.engine_args | pool.engine_args]
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _host_id() -> str:
+    """Equal for processes that share memory: the kernel's boot id, and its shm mount."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{boot_id}:{os.stat('/dev/shm').st_dev}"
