@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import itertools
 import os
@@ -23,7 +22,6 @@ from typing import Any
 import psutil
 import vllm
 from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -59,8 +57,9 @@ from baton.engine.vllm_config import (
 from baton.engine.vllm_forced_tokens import EXTRA_ARG, use_forced_tokens
 from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests, revision_of
+from baton.engine.vllm_processes import kill_vllm, rank_segments
 from baton.engine.vllm_refusals import refuse_speculation
-from baton.engine.vllm_request import sampling_params, transfer_params
+from baton.engine.vllm_request import engine_core_requests
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
@@ -78,8 +77,6 @@ _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
 # What vLLM raises of a request that it does not take.
 _WRONG_REQUEST = (VLLMClientError, ValueError, TypeError)
-# As vLLM's CPU communicator names them.
-_RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
 # As vLLM names traces.
 _TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
@@ -89,7 +86,7 @@ class _Announced:
     """A request inside vLLM that waits for its last known tokens.
 
     Attributes:
-        shown, run: see VllmEngine._engine_core_requests.
+        shown, run: see vllm_request.engine_core_requests.
         is_over: vLLM has ended it by itself: nobody waits for anything any more.
     """
 
@@ -227,7 +224,7 @@ class VllmEngine:
             return
         live = self._new_live(request)
         try:
-            shown, run = self._engine_core_requests(live, num_coming_tokens)
+            shown, run = self._core_requests(live, num_coming_tokens)
         except _WRONG_REQUEST:
             # It is said when the request is submitted, should it come to that.
             return
@@ -269,7 +266,7 @@ class VllmEngine:
     async def _submit(self, live: LiveRequest) -> None:
         request = live.request
         try:
-            shown, run = self._engine_core_requests(live)
+            shown, run = self._core_requests(live)
         except _WRONG_REQUEST as error:
             raise RequestRejected(" ".join(str(error).split())) from error
         self._output.add_request(shown, prompt=None)
@@ -292,51 +289,14 @@ class VllmEngine:
         assert self._notes is not None, "submit before start"
         return self._notes.note(self._num_submitted, handoff_id, token_ids)
 
-    def _engine_core_requests(
+    def _core_requests(
         self, live: LiveRequest, num_coming_tokens: int | None = None
     ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
-        """The request as its reader sees it, and as the engine core runs it.
-
-        They differ in what is known already: the reader's limits and text count from the prompt,
-        whatever the core is given to begin with.
-
-        Args:
-            live: not submitted.
-            num_coming_tokens: of an announced request, which waits to be told of them.
-        """
-        request = live.request
-        shown: EngineCoreRequest = self._input.process_inputs(
-            live.internal_id,
-            tokens_input(list(request.prompt_token_ids)),
-            sampling_params(request),
-            supported_tasks=("generate",),
-            lora_request=self._lora_request(request.adapter),
-            priority=request.priority,
+        """See engine_core_requests."""
+        lora = self._lora_request(live.request.adapter)
+        return engine_core_requests(
+            self._input, live.request, live.internal_id, lora, num_coming_tokens
         )
-        shown.external_req_id = live.internal_id
-        known, sampling = list(request.known_token_ids), shown.sampling_params
-        params = sampling.clone()
-        num_known = len(known) + (num_coming_tokens or 0)
-        transfer = transfer_params(request, num_coming=num_coming_tokens)
-        params.extra_args = {"kv_transfer_params": transfer}
-        prompt = list(request.prompt_token_ids)
-        if request.prefill_only:
-            params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
-        elif num_known:
-            # They came with the first token; asking for them had turned prefix caching off.
-            sampling.prompt_logprobs = params.prompt_logprobs = None
-            params.skip_reading_prefix_cache = False
-            if num_known >= params.max_tokens:
-                raise ValueError(f"all {params.max_tokens} tokens are known already")
-            if needs_exact_state(request.sampling):
-                params.extra_args[EXTRA_ARG] = known
-            else:
-                prompt += known
-                params.max_tokens -= num_known
-                params.min_tokens = max(0, params.min_tokens - num_known)
-        run = copy.copy(shown)
-        run.prompt_token_ids, run.sampling_params = prompt, params
-        return shown, run
 
     def _lora_request(self, adapter: str) -> LoRARequest | None:
         """Raises ValueError: there is no such adapter."""
@@ -556,12 +516,12 @@ class VllmEngine:
         if self._notes is not None:
             self._notes.close()
         children = psutil.Process().children(recursive=True)
-        segments |= await asyncio.to_thread(_rank_segments, children)
+        segments |= await asyncio.to_thread(rank_segments, children)
         if core is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(core.shutdown, _STOP_TIMEOUT_S)
         # Whatever vLLM left behind.
-        engine = _kill_vllm(children)
+        engine = kill_vllm(children)
         await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
         for segment in segments:
             segment.unlink(missing_ok=True)
@@ -580,34 +540,7 @@ class VllmEngine:
         until = time.monotonic() + _STOP_TIMEOUT_S
         while not self._starting.done() and time.monotonic() < until:
             children = psutil.Process().children(recursive=True)
-            segments |= await asyncio.to_thread(_rank_segments, children)
-            _kill_vllm(children)
+            segments |= await asyncio.to_thread(rank_segments, children)
+            kill_vllm(children)
             await asyncio.wait([self._starting], timeout=_KILL_INTERVAL_S)
         return segments
-
-
-def _rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
-    """Shared memory through which CPU ranks add up: they unlink it unless they are killed."""
-    found: set[Path] = set()
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            found.update(Path(mapped.path) for mapped in process.memory_maps())
-    return {path for path in found if path.match(_RANK_SEGMENTS)}
-
-
-def _kill_vllm(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those of the processes that are vLLM's, told to end at once."""
-    engine = [process for process in processes if _is_vllm(process)]
-    for process in engine:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    return engine
-
-
-def _is_vllm(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        line = " ".join(process.cmdline())
-        # Python's resource tracker ends with the last of them, after it has freed what they leaked.
-        tracker = "resource_tracker" in line
-        return not tracker and ("VLLM" in line or "multiprocessing" in line)
-    return False

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
+from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 
-def sampling_params(request: EngineRequest) -> SamplingParams:
+def engine_core_requests(
+    inputs: InputProcessor,
+    request: EngineRequest,
+    internal_id: str,
+    lora: LoRARequest | None,
+    num_coming_tokens: int | None,
+) -> tuple[EngineCoreRequest, EngineCoreRequest]:
+    """The request as its reader sees it, and as the engine core runs it.
+
+    They differ in what is known already: the reader's limits and text count from the prompt,
+    whatever the core is given to begin with.
+
+    Args:
+        inputs: checks what vLLM takes.
+        request: not submitted.
+        internal_id: what vLLM is to call it.
+        lora: of its adapter; None for the model itself.
+        num_coming_tokens: of an announced request, which waits to be told of them; None: it does
+            not wait.
+
+    Raises:
+        ValueError, RequestRejected, and what else vLLM raises of a request that it does not take.
+    """
+    shown: EngineCoreRequest = inputs.process_inputs(
+        internal_id,
+        tokens_input(list(request.prompt_token_ids)),
+        _sampling_params(request),
+        supported_tasks=("generate",),
+        lora_request=lora,
+        priority=request.priority,
+    )
+    shown.external_req_id = internal_id
+    known, sampling = list(request.known_token_ids), shown.sampling_params
+    params = sampling.clone()
+    num_known = len(known) + (num_coming_tokens or 0)
+    params.extra_args = {"kv_transfer_params": _transfer_params(request, num_coming_tokens)}
+    prompt = list(request.prompt_token_ids)
+    if request.prefill_only:
+        params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
+    elif num_known:
+        # They came with the first token; asking for them had turned prefix caching off.
+        sampling.prompt_logprobs = params.prompt_logprobs = None
+        params.skip_reading_prefix_cache = False
+        if num_known >= params.max_tokens:
+            raise ValueError(f"all {params.max_tokens} tokens are known already")
+        if needs_exact_state(request.sampling):
+            params.extra_args[EXTRA_ARG] = known
+        else:
+            prompt += known
+            params.max_tokens -= num_known
+            params.min_tokens = max(0, params.min_tokens - num_known)
+    run = copy.copy(shown)
+    run.prompt_token_ids, run.sampling_params = prompt, params
+    return shown, run
+
+
+def _sampling_params(request: EngineRequest) -> SamplingParams:
     """The client's parameters as vLLM's, over the whole output."""
     source = request.sampling
     present = {
@@ -60,7 +123,7 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
     return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
 
 
-def transfer_params(request: EngineRequest, *, num_coming: int | None = None) -> dict[str, Any]:
+def _transfer_params(request: EngineRequest, num_coming: int | None) -> dict[str, Any]:
     """What the connector reads as request.kv_transfer_params.
 
     Args:
