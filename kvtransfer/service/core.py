@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from baton.kvtransfer import local_wire, receiving, sending
+from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
+from baton.kvtransfer.service import local_replies
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
@@ -160,11 +161,11 @@ class TransferCore:
             claim = request.claim
             grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
             self._carry_out(effects)
-            return pb.LocalReply(claimed=_part(grant, claim.rank, claim.num_seen))
+            return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
         if kind == "peek":
             peek = request.peek
             seen = self._receiver.peek(peek.handoff_id, peek.rank, peek.epoch, peek.num_seen)
-            return pb.LocalReply(claimed=_part(seen, peek.rank, 0))
+            return pb.LocalReply(claimed=local_replies.part(seen, peek.rank, 0))
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "restart_send":
@@ -190,7 +191,7 @@ class TransferCore:
             connection.subscribed = True
             connection.is_main = connection.is_main or request.subscribe.main
             for changed in self._receiver.known():
-                _notify(connection, changed)
+                self._notify(connection, changed)
         else:
             raise TransferRefused("the request is of no kind that this service knows")
         return pb.LocalReply()
@@ -385,7 +386,13 @@ class TransferCore:
             )
         for connection in self._connections:
             if connection.subscribed:
-                _notify(connection, changed)
+                self._notify(connection, changed)
+
+    @staticmethod
+    def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
+        # Ranks read staging; the main process does not.
+        state = local_replies.received_state(changed, with_claims=not connection.is_main)
+        connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
     def _tell_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
@@ -396,22 +403,7 @@ class TransferCore:
                 ended.detail,
                 extra={"handoff": ended.handoff_id.hex(), "epoch": ended.epoch},
             )
-        states = pb.LocalSendState
-        state = pb.LocalSendState(
-            handoff_id=ended.handoff_id,
-            epoch=ended.epoch,
-            state=states.STATE_COMMITTED if ended.committed else states.STATE_FAILED,
-            reason=ended.reason,
-            detail=ended.detail,
-            num_bytes=ended.num_bytes,
-            exposed_us=round(ended.exposed_s * 1e6),
-            transport=ended.transport,
-            num_fallbacks=ended.num_fallbacks,
-            num_frames=ended.num_frames,
-            reserve_us=round(ended.reserve_s * 1e6),
-            open_us=round(ended.open_s * 1e6),
-            fill_us=round(ended.fill_s * 1e6),
-        )
+        state = local_replies.sent_state(ended)
         for connection in self._connections:
             if connection.is_main:
                 connection.notify(("send", ended.handoff_id), pb.LocalReply(send=state))
@@ -440,39 +432,8 @@ class TransferCore:
     # ---- Statistics and the end.
 
     def statistics(self) -> pb.LocalStatistics:
-        sent, received = self._sender.statistics, self._receiver.statistics
-        sends, receives = self._sender.arena_statistics(), self._receiver.arena_statistics()
-        return pb.LocalStatistics(
-            send_bytes_total=sends.total_bytes,
-            send_bytes_used=sends.used_bytes,
-            receive_bytes_total=receives.total_bytes,
-            receive_bytes_used=receives.used_bytes,
-            num_sends=self._sender.num_live,
-            num_receives=self._receiver.num_live,
-            bytes_sent=sent.num_bytes.total(),
-            bytes_received=received.num_bytes.total(),
-            frames_sent=sent.num_frames.total(),
-            frames_received=received.num_frames.total(),
-            handoffs_committed=sent.num_committed.total() + received.num_committed,
-            handoffs_failed=sent.num_failed + received.num_failed,
-            refusals=dict(sent.refusals + received.refusals),
-            expiries=sent.num_expired + received.num_expired,
-            num_waiting_sends=self._sender.num_waiting,
-            num_waiting_receives=self._receiver.num_waiting,
-            transports=[
-                pb.TransportStatistics(
-                    name=name,
-                    bytes_sent=sent.num_bytes[name],
-                    bytes_received=received.num_bytes[name],
-                    frames_sent=sent.num_frames[name],
-                    frames_received=received.num_frames[name],
-                    handoffs_committed=sent.num_committed[name],
-                    fallbacks=sent.num_fallbacks[name],
-                )
-                for name in sorted({*sent.num_bytes, *received.num_bytes, *sent.num_fallbacks})
-            ],
-            peers=self._negotiator.peers(),
-            access_refusals=self._refused(),
+        return local_replies.statistics(
+            self._sender, self._receiver, self._negotiator.peers(), self._refused()
         )
 
     def close_connections(self) -> None:
@@ -492,50 +453,3 @@ class TransferCore:
         self._negotiator.close()
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
-    """With as many frames, from this one on, as an answer may list."""
-    return _claimed(grant, rank, first, first + local_wire.MAX_LISTED_FRAMES)
-
-
-def _claimed(
-    grant: receiving.Grant, rank: int, first: int = 0, last: int | None = None
-) -> pb.LocalClaimed:
-    return pb.LocalClaimed(
-        offset=grant.offset,
-        num_blocks=grant.num_blocks,
-        num_tokens=grant.num_tokens,
-        epoch=grant.epoch,
-        num_frames=len(grant.frames),
-        frames=[
-            pb.LocalFrame(
-                handoff_id=grant.handoff_id,
-                epoch=grant.epoch,
-                rank=rank,
-                layer=frame.layer,
-                first_block=frame.first_block,
-                num_blocks=frame.num_blocks,
-                checksum=frame.checksum,
-            )
-            for frame in grant.frames[first:last]
-        ],
-    )
-
-
-def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
-    state = pb.LocalHandoffState(
-        handoff_id=changed.handoff_id,
-        epoch=changed.epoch,
-        state=changed.state.value,
-        reason=changed.reason,
-        detail=changed.detail,
-        num_blocks=changed.num_blocks,
-        num_tokens=changed.num_tokens,
-        num_bytes=changed.num_bytes,
-        transport=changed.transport,
-        num_bytes_received=changed.num_bytes_received,
-    )
-    if not connection.is_main:
-        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
-    connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))

@@ -1,0 +1,133 @@
+"""What the service tells its local clients, as the control socket's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from baton.kvtransfer import local_wire, receiving, sending
+from baton.kvtransfer.service.receiver import Receiver
+from baton.kvtransfer.service.sender import Sender
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
+    """One rank's part of a handoff: as many frames, from this one on, as an answer may list."""
+    return _claimed(grant, rank, first, first + local_wire.MAX_LISTED_FRAMES)
+
+
+def _claimed(
+    grant: receiving.Grant, rank: int, first: int = 0, last: int | None = None
+) -> pb.LocalClaimed:
+    return pb.LocalClaimed(
+        offset=grant.offset,
+        num_blocks=grant.num_blocks,
+        num_tokens=grant.num_tokens,
+        epoch=grant.epoch,
+        num_frames=len(grant.frames),
+        frames=[
+            pb.LocalFrame(
+                handoff_id=grant.handoff_id,
+                epoch=grant.epoch,
+                rank=rank,
+                layer=frame.layer,
+                first_block=frame.first_block,
+                num_blocks=frame.num_blocks,
+                checksum=frame.checksum,
+            )
+            for frame in grant.frames[first:last]
+        ],
+    )
+
+
+def received_state(changed: receiving.Changed, *, with_claims: bool) -> pb.LocalHandoffState:
+    """The state of a handoff to this worker.
+
+    Args:
+        changed: the state.
+        with_claims: whether to say what ranks that claimed ahead may read now.
+    """
+    state = pb.LocalHandoffState(
+        handoff_id=changed.handoff_id,
+        epoch=changed.epoch,
+        state=changed.state.value,
+        reason=changed.reason,
+        detail=changed.detail,
+        num_blocks=changed.num_blocks,
+        num_tokens=changed.num_tokens,
+        num_bytes=changed.num_bytes,
+        transport=changed.transport,
+        num_bytes_received=changed.num_bytes_received,
+    )
+    if with_claims:
+        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
+    return state
+
+
+def sent_state(ended: sending.Ended) -> pb.LocalSendState:
+    """How a send ended."""
+    made = pb.LocalSendState
+    return made(
+        handoff_id=ended.handoff_id,
+        epoch=ended.epoch,
+        state=made.STATE_COMMITTED if ended.committed else made.STATE_FAILED,
+        reason=ended.reason,
+        detail=ended.detail,
+        num_bytes=ended.num_bytes,
+        exposed_us=round(ended.exposed_s * 1e6),
+        transport=ended.transport,
+        num_fallbacks=ended.num_fallbacks,
+        num_frames=ended.num_frames,
+        reserve_us=round(ended.reserve_s * 1e6),
+        open_us=round(ended.open_s * 1e6),
+        fill_us=round(ended.fill_s * 1e6),
+    )
+
+
+def statistics(
+    sender: Sender,
+    receiver: Receiver,
+    peers: Iterable[pb.PeerTransport],
+    access_refusals: Mapping[str, int],
+) -> pb.LocalStatistics:
+    """What the worker's metrics are made of.
+
+    Args:
+        sender: this service's.
+        receiver: this service's.
+        peers: of its transports, by worker.
+        access_refusals: of the gRPC port, by reason.
+    """
+    sent, received = sender.statistics, receiver.statistics
+    sends, receives = sender.arena_statistics(), receiver.arena_statistics()
+    return pb.LocalStatistics(
+        send_bytes_total=sends.total_bytes,
+        send_bytes_used=sends.used_bytes,
+        receive_bytes_total=receives.total_bytes,
+        receive_bytes_used=receives.used_bytes,
+        num_sends=sender.num_live,
+        num_receives=receiver.num_live,
+        bytes_sent=sent.num_bytes.total(),
+        bytes_received=received.num_bytes.total(),
+        frames_sent=sent.num_frames.total(),
+        frames_received=received.num_frames.total(),
+        handoffs_committed=sent.num_committed.total() + received.num_committed,
+        handoffs_failed=sent.num_failed + received.num_failed,
+        refusals=dict(sent.refusals + received.refusals),
+        expiries=sent.num_expired + received.num_expired,
+        num_waiting_sends=sender.num_waiting,
+        num_waiting_receives=receiver.num_waiting,
+        transports=[
+            pb.TransportStatistics(
+                name=name,
+                bytes_sent=sent.num_bytes[name],
+                bytes_received=received.num_bytes[name],
+                frames_sent=sent.num_frames[name],
+                frames_received=received.num_frames[name],
+                handoffs_committed=sent.num_committed[name],
+                fallbacks=sent.num_fallbacks[name],
+            )
+            for name in sorted({*sent.num_bytes, *received.num_bytes, *sent.num_fallbacks})
+        ],
+        peers=peers,
+        access_refusals=access_refusals,
+    )
