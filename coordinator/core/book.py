@@ -9,7 +9,7 @@ from baton.coordinator.core import events as ev
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.endings import ended_request, outcome
-from baton.coordinator.core.output_lengths import max_output_tokens
+from baton.coordinator.core.entry import Entry
 from baton.coordinator.core.register import Register
 from baton.coordinator.core.request import (
     Interruption,
@@ -24,7 +24,7 @@ from baton.coordinator.core.request import (
 from baton.coordinator.core.timers import Timers
 from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.lanes.admission import Admission
-from baton.coordinator.lanes.lanes import LANES, TENANT_RATE, Lanes, lane_config
+from baton.coordinator.lanes.lanes import LANES, Lanes, lane_config
 from baton.coordinator.rollouts.revision import Traffic
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.placers import Placers
@@ -44,14 +44,6 @@ def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     told = "; ".join(dict.fromkeys(map(str, losses)))
     last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
     return errors.from_message(last)
-
-
-def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
-    """Why one of the same key is refused while the older one runs; None: it is that, resumed."""
-    same_session = older.submission.to.session == submission.to.session
-    if len(submission.known_token_ids) and not same_session:
-        return None
-    return errors.AlreadyExists(f"request {submission.request_id} is running")
 
 
 class RequestBook:
@@ -75,8 +67,7 @@ class RequestBook:
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
-        self._placers, self._traffic = placers, traffic
-        self._random_bytes = random_bytes
+        self._placers, self._random_bytes = placers, random_bytes
         self._limits = {
             lane: StateLimits(
                 queued_s=lane_config(config.lanes, lane).max_queue_s,
@@ -93,6 +84,9 @@ class RequestBook:
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
         self.admission = Admission(config, self.lanes, placers)
+        self._entry = Entry(
+            self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
+        )
         self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
@@ -116,43 +110,13 @@ class RequestBook:
             goes_on: a worker may go on with it, from before this coordinator was there.
         """
         older = self.requests.get(submission.key)
-        if older is None:
-            refused = self.admission.error(submission.lane, len(self.requests))
-        else:
-            refused = self.admission.closing or _same_request_error(older, submission)
-        model = self._workers.model
-        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
-            submission, model.max_model_len if model is not None else 0
-        )
-        # An older one that is not in its way is what it resumes.
-        if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
-            refused = self.lanes.rate_error(submission.tenant, num_tokens, now)
-        revision = self._traffic.revision_of(submission)
-        hashes = self._placers.of(revision).hashes(submission)
-        outlook = None
-        if refused is None:
-            outlook = self.admission.outlook(submission, hashes, revision, now)
-            if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
-                # What is only tried out is no reason to refuse anybody.
-                tried, revision = revision, self._traffic.stable
-                hashes = self._placers.of(revision).hashes(submission)
-                outlook = self.admission.outlook(submission, hashes, revision, now)
-                if outlook is None or outlook.late_s <= 0:
-                    self.stats.moved_to_stable(tried)
-            if outlook is not None and outlook.late_s > 0:
-                refused = outlook.error()
-        if refused is None or (
-            isinstance(refused, errors.ResourceExhausted) and refused.reason != TENANT_RATE
-        ):
-            demand = self._placers.of(revision).demand(submission, hashes)
-            self.stats.demand[submission.lane].arrived(*demand)
-        if refused is not None:
-            if isinstance(refused, errors.ResourceExhausted):
-                self.stats.shed(submission.lane, refused.reason, now)
-            self.out.append(ev.SendFailed(submission.to, refused))
+        entrant = self._entry.check(submission, older, now, goes_on=goes_on)
+        if entrant.refused is not None:
+            self.out.append(ev.SendFailed(submission.to, entrant.refused))
             return None
         if older is not None:
             self._succeeded(older, now)
+        outlook, hashes = entrant.outlook, entrant.hashes
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -164,7 +128,7 @@ class RequestBook:
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
             hashes=hashes if len(hashes) else None,
-            revision=revision,
+            revision=entrant.revision,
             prediction=outlook.prediction if outlook is not None and outlook.tells else None,
         )
         before = self.requests.ended.get(request.key)
@@ -177,7 +141,7 @@ class RequestBook:
                 submission.to, request.id, request.num_prompt_tokens, submission.adapter
             )
         )
-        self._queue(request, now, num_tokens)
+        self._queue(request, now, entrant.num_tokens)
         self._set_timer(request)
         self.room_made = True
         return request
@@ -478,16 +442,6 @@ class RequestBook:
             ev.SendFinished(
                 request.submission.to, reason, stop, usage, budget, tuple(request.prompt_logprobs)
             )
-        )
-
-    def _was_cut_off(self, submission: Submission) -> bool:
-        """Whether it resumes what ran here until its client was gone."""
-        num_known = len(submission.known_token_ids)
-        before = self.requests.ended.get(submission.key) if num_known else None
-        return (
-            before is not None
-            and before.state is RequestState.CANCELLED
-            and num_known <= before.num_output_tokens
         )
 
     def _succeeded(self, older: Request, now: float) -> None:

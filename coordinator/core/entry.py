@@ -1,0 +1,115 @@
+"""What a submission is told at the door: refused, or let in, and to which revision."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from baton.coordinator.core.output_lengths import max_output_tokens
+from baton.coordinator.core.register import Register
+from baton.coordinator.core.request import Request, RequestState, Submission
+from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.lanes.admission import Admission, Outlook
+from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
+from baton.coordinator.rollouts.revision import Traffic
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime import errors
+
+
+class Entrant(NamedTuple):
+    """What was found of a submission.
+
+    Attributes:
+        refused: why it is not let in; None: it is.
+        num_tokens: of its prompt, and of the longest output that it may have.
+        revision: that computes it.
+        hashes: of its prompt's blocks, there.
+        outlook: of its first token; None: it may come at any time, or nobody knows.
+    """
+
+    refused: errors.BatonError | None
+    num_tokens: int
+    revision: str
+    hashes: array[int]
+    outlook: Outlook | None
+
+
+class Entry:
+    """Asks everybody who may refuse a submission, and counts what arrived and what was shed."""
+
+    def __init__(
+        self,
+        requests: Register,
+        workers: WorkerRegistry,
+        placers: Placers,
+        traffic: Traffic,
+        lanes: Lanes,
+        admission: Admission,
+        stats: CoreStats,
+    ) -> None:
+        self._requests, self._workers, self._placers = requests, workers, placers
+        self._traffic, self._lanes = traffic, lanes
+        self._admission, self._stats = admission, stats
+
+    def check(
+        self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
+    ) -> Entrant:
+        """Whether a submission is let in; see RequestBook.admit.
+
+        Args:
+            submission: new, or resumed.
+            older: of the same key, which has not ended.
+            now: by the core's clock.
+            goes_on: a worker may go on with it, from before this coordinator was there.
+        """
+        if older is None:
+            refused = self._admission.error(submission.lane, len(self._requests))
+        else:
+            refused = self._admission.closing or _same_request_error(older, submission)
+        model = self._workers.model
+        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
+            submission, model.max_model_len if model is not None else 0
+        )
+        # An older one that is not in its way is what it resumes.
+        if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
+            refused = self._lanes.rate_error(submission.tenant, num_tokens, now)
+        revision = self._traffic.revision_of(submission)
+        hashes = self._placers.of(revision).hashes(submission)
+        outlook = None
+        if refused is None:
+            outlook = self._admission.outlook(submission, hashes, revision, now)
+            if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
+                # What is only tried out is no reason to refuse anybody.
+                tried, revision = revision, self._traffic.stable
+                hashes = self._placers.of(revision).hashes(submission)
+                outlook = self._admission.outlook(submission, hashes, revision, now)
+                if outlook is None or outlook.late_s <= 0:
+                    self._stats.moved_to_stable(tried)
+            if outlook is not None and outlook.late_s > 0:
+                refused = outlook.error()
+        shed = refused if isinstance(refused, errors.ResourceExhausted) else None
+        if refused is None or (shed is not None and shed.reason != TENANT_RATE):
+            demand = self._placers.of(revision).demand(submission, hashes)
+            self._stats.demand[submission.lane].arrived(*demand)
+        if shed is not None:
+            self._stats.shed(submission.lane, shed.reason, now)
+        return Entrant(refused, num_tokens, revision, hashes, outlook)
+
+    def _was_cut_off(self, submission: Submission) -> bool:
+        """Whether it resumes what ran here until its client was gone."""
+        num_known = len(submission.known_token_ids)
+        before = self._requests.ended.get(submission.key) if num_known else None
+        return (
+            before is not None
+            and before.state is RequestState.CANCELLED
+            and num_known <= before.num_output_tokens
+        )
+
+
+def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
+    """Why one of the same key is refused while the older one runs; None: it is that, resumed."""
+    same_session = older.submission.to.session == submission.to.session
+    if len(submission.known_token_ids) and not same_session:
+        return None
+    return errors.AlreadyExists(f"request {submission.request_id} is running")
