@@ -81,7 +81,7 @@ class Attempt:
         )
 
     def running(self) -> cluster_pb2.RunningRequest:
-        """As a restarted coordinator is told of it."""
+        """The attempt as a restarted coordinator is told of it."""
         return cluster_pb2.RunningRequest(
             request_id=self.spec.request_id,
             attempt=self.spec.attempt,
@@ -153,7 +153,7 @@ class Attempt:
         return True
 
     def _went_out(self, output: EngineOutput) -> None:
-        """What another coordinator is told of, should there be one."""
+        """Keeps what another coordinator would have to be told."""
         self.token_ids.extend(output.token_ids)
         self.num_text_chars += len(output.text)
         self.decoding = True

@@ -1,4 +1,4 @@
-"""What a worker needs of an engine, whichever it is.
+"""The interface between a worker and its engine.
 
 An engine runs requests in steps. A worker submits and aborts; `next_step` gives everything one step
 produced as one list, so that a step costs one message however many requests it served.
@@ -263,10 +263,11 @@ class Engine(Protocol):
         ...
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        """A request of this id follows, or an abort: the same with so many known tokens more.
+        """Tells of a request whose last known tokens are yet to come; `submit` or `abort` follows.
 
-        A hint: the engine may load what arrives of its handoff meanwhile. It reports nothing of the
-        request before it is submitted. Raises EngineDead.
+        What is submitted has `num_coming_tokens` known tokens more. This is a hint: the engine may
+        load what arrives of its handoff meanwhile. It reports nothing of the request before it is
+        submitted. Raises EngineDead.
         """
         ...
 
@@ -291,7 +292,7 @@ class Engine(Protocol):
         ...
 
     async def stop_profile(self) -> Sequence[Trace]:
-        """Ends that; steps may wait while it is written. Raises EngineDead.
+        """Ends the recording; steps may wait while it is written. Raises EngineDead.
 
         Returns:
             A trace per rank, the caller's to remove; none when nothing was recorded.

@@ -34,7 +34,7 @@ class BlockPool:
 
     @property
     def num_used_blocks(self) -> int:
-        """Held by requests."""
+        """Blocks that requests hold."""
         return self.num_blocks - len(self._free)
 
     @property

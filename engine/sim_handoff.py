@@ -102,7 +102,7 @@ class HandoffPort:
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=not_loaded)
 
     def release(self, handoff_id: bytes) -> None:
-        """Nothing of it will be loaded."""
+        """Releases a handoff of which nothing will be loaded."""
         self._states.pop(handoff_id, None)
         cancelled = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
         self._port.release(handoff_id, all_ranks=True, not_loaded=cancelled)

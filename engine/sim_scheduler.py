@@ -92,7 +92,7 @@ class Work:
 
     @property
     def valid(self) -> bool:
-        """Whether the request still wants it: neither aborted nor preempted meanwhile."""
+        """Whether the work still counts: its request was neither aborted nor preempted since."""
         return self.request.live and self.request.run == self.run
 
 

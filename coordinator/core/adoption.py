@@ -101,7 +101,7 @@ class _Orphan:
         return self.num_prompt_tokens + len(self.token_ids)
 
     def take(self, output: cluster_pb2.RequestOutput) -> None:
-        """It goes on meanwhile."""
+        """Takes in what the worker produced since: the attempt goes on meanwhile."""
         self.token_ids.extend(output.delta.token_ids)
         self.last_text += output.delta.text
         self.num_text_chars += len(output.delta.text)
@@ -111,7 +111,7 @@ class _Orphan:
     def rest(
         self, submission: Submission, token_ids: Sequence[int], num_text_chars: int
     ) -> common_pb2.TokenDelta | None:
-        """What a client lacks that has these tokens; None when this is not what it had."""
+        """What a client with these tokens lacks; None when they are not this output's first."""
         sampling, num_known = submission.sampling, len(token_ids)
         num_chars = self.num_text_chars - num_text_chars
         if (
@@ -156,7 +156,7 @@ class Adoption:
 
     @property
     def num_timers(self) -> int:
-        """That are set: one of each attempt that no client has come back for, and SETTLED."""
+        """Timers set: one per attempt that no client has come back for, and SETTLED."""
         return len(self._orphans) + (self._phase in (_Phase.RETURNING, _Phase.LATE))
 
     # ---- Workers.
@@ -169,7 +169,7 @@ class Adoption:
         *,
         returns: bool,
     ) -> list[cluster_pb2.AdoptedRequest]:
-        """A worker is there; says with what it goes on.
+        """A worker has attached; returns what it goes on with.
 
         Args:
             worker: attached.
@@ -212,7 +212,7 @@ class Adoption:
                 self._placers.held_grows(key, orphan.revision, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
-        """A worker is out, with all that it ran."""
+        """A worker is gone, and all that it ran with it."""
         for key in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
             self._forget(key)
 
@@ -232,7 +232,7 @@ class Adoption:
             self._cancel(request.key, orphan)
 
     def may_return(self, request: Request) -> bool:
-        """Whether its worker is likely to come back with it soon: it waits for that."""
+        """Whether the request should wait: its worker is likely to come back with it soon."""
         returning = self._phase is _Phase.RETURNING
         return returning and request.attempt == 0 and len(request.token_ids) > 0
 
@@ -246,7 +246,7 @@ class Adoption:
         self._book.room_made = True
 
     def expire(self, key: RequestKey) -> None:
-        """Nobody has come back for it."""
+        """No client has come back for this attempt in time: its worker is told to end it."""
         orphan = self._pop(key)
         assert orphan is not None
         self._cancel(key, orphan)
@@ -254,7 +254,7 @@ class Adoption:
     # ---- Inside.
 
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
-        """Whether the worker goes on with it."""
+        """Decides whether the worker goes on with the attempt; if so, remembers or adopts it."""
         request = self._book.requests.get(key)
         if request is not None and self._may_take_back(request, orphan):
             return self._join(request, orphan, now)
@@ -282,7 +282,7 @@ class Adoption:
 
     @staticmethod
     def _may_take_back(request: Request, orphan: _Orphan) -> bool:
-        """Whether it waits, or was begun anew and nobody decodes it yet.
+        """Whether the request waits, or was begun anew and nobody decodes it yet.
 
         Only its first attempt here: those that follow are numbered after the worker's own. And not
         on that same worker, who would take the end of the one for the end of the other. Nor an
@@ -298,7 +298,7 @@ class Adoption:
         )
 
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Gives a request to the worker that goes on with it; False when it cannot."""
+        """Gives a request to the worker that goes on with it; False when that is not possible."""
         worker = self._workers.get(orphan.worker)
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if worker is None or not worker.connected or worker.unresponsive or rest is None:
@@ -309,7 +309,7 @@ class Adoption:
         return self._deliver(request, orphan, now)
 
     def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Sends what the client lacks; whether the worker goes on with the request."""
+        """Sends what the client lacks; returns whether the worker goes on with the request."""
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if rest is None:
             error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
@@ -322,7 +322,7 @@ class Adoption:
         return request.state is RequestState.DECODING
 
     def _pop(self, key: RequestKey) -> _Orphan | None:
-        """It is kept no longer, if it was."""
+        """Takes an attempt out, and gives back the room it held; None when there is none."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.let_go(key, orphan.revision)

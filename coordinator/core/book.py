@@ -39,7 +39,7 @@ CHARGE_TOKENS = 16
 
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
-    """Of the last one's code; says every cause once, since they may differ."""
+    """One error for all losses: of the last one's code, with every cause once."""
     last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
     told = "; ".join(dict.fromkeys(map(str, losses)))
     last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
@@ -90,7 +90,7 @@ class RequestBook:
         self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
-        """None when it is not attached."""
+        """The attached worker of this key; None when there is none."""
         return self._workers.get(key)
 
     def take_effects(self) -> list[ev.Effect]:
@@ -210,7 +210,7 @@ class RequestBook:
         self._send_decode(request, now)
 
     def prefill_over(self, request: Request) -> None:
-        """Nothing more is wanted of the prefill worker but the end of the handoff."""
+        """The prompt is computed: the prefill worker has only the handoff left to finish."""
         request.prefill_done = True
         self._placers.of(request.revision).computed(request)
         self._release(request.prefill, request)
@@ -222,24 +222,24 @@ class RequestBook:
         self.handed_over(request)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
-        """Its longest gaps over its target, up to now."""
+        """The request's longest gaps between tokens that were over its target, up to now."""
         worker = self._workers.get(request.decode)
         target_s = self.stats.itl_target_s(request)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def deltas(self) -> list[tuple[StreamKey, bytes]]:
-        """Takes encoded tokens for clients: one effect for all that an event brings."""
+        """The list of encoded tokens for clients: one effect for all that an event brings."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
         return self._deltas
 
     def charge(self, request: Request) -> None:
-        """Its tenant pays for the tokens that have come since the last time; they take room."""
+        """Charges the tenant for tokens since the last charge, and counts the KV room they take."""
         self._pay(request)
         self._placers.of(request.revision).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
-        """The worker has said something of this attempt."""
+        """The worker has reported something of this attempt."""
         found = self._workers.get(worker)
         if found is not None:
             was_alone = found.alone
@@ -249,7 +249,7 @@ class RequestBook:
                 self.room_made = True
 
     def handed_over(self, request: Request) -> None:
-        """The prefill worker's end of the handoff does not matter any more."""
+        """The prefill worker's side of the handoff is over, or no longer matters."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
             worker.sending.pop(request.key, None)
@@ -284,7 +284,7 @@ class RequestBook:
         self.room_made = True
 
     def park(self, request: Request, now: float) -> None:
-        """A batch request that runs makes room, and waits for some."""
+        """Takes a running batch request off its workers to make room; it waits for another turn."""
         request.num_parked += 1
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.parked(now)
@@ -294,14 +294,15 @@ class RequestBook:
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float) -> None:
-        """Its worker is to do something else: it waits for another, and is no worse for that."""
+        """Takes a request off a worker that drains or flips; this counts as no lost attempt."""
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
 
     def hand_over_again(self, request: Request, now: float) -> None:
-        """Its decode worker has dropped what the handoff left out: another leaves out nothing.
+        """The decode worker lost the prefix that the handoff left out: the next one sends all.
 
-        Unless the prompt is sooner computed there: it is placed anew. It is nobody's fault.
+        The request is placed anew, so the prompt may also be computed where it is decoded. This
+        counts as no lost attempt.
         """
         request.hands_over_all = True
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
@@ -363,11 +364,11 @@ class RequestBook:
             self.fail(request, error(request), now)
 
     def cancel_decode(self, request: Request) -> None:
-        """The decode worker is not needed after all: it forgets the handoff."""
+        """The request ends with its first token: the decode worker forgets the handoff."""
         self._commands.cancel_at(request.decode, request)
 
     def baton_lost(self, request: Request, sender: WorkerKey) -> None:
-        """The prefill worker cannot hand it over: its decode worker need not wait for that."""
+        """The prefill worker cannot hand over the KV cache: the decode worker need not wait."""
         if sender == request.prefill and request.decode is not None:
             self.handed_over(request)
             self._commands.lost_baton(request)
@@ -394,7 +395,7 @@ class RequestBook:
             self._set_timer(request)
 
     def _set_timer(self, request: Request) -> float:
-        """When something must be done about the request, by the core's clock."""
+        """Sets the request's timer; returns when it goes off, by the core's clock."""
         due = request.due(self._limits[request.submission.lane])
         self._timers.set(request.key, due)
         return due

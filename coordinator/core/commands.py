@@ -14,7 +14,7 @@ from baton.v1 import cluster_pb2, common_pb2
 
 
 def _spec(request: Request) -> cluster_pb2.RequestSpec:
-    """What is the same in all of a request's commands, but its prompt."""
+    """What all commands of a request share, except its prompt."""
     submission = request.submission
     return cluster_pb2.RequestSpec(
         request_id=request.key,
@@ -29,7 +29,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
 
 
 def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """Of a prefill whose first token is known: nothing ends it, and its token is thrown away."""
+    """Sampling of a prefill whose first token is known: nothing ends it, its token is dropped."""
     sampling = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     if wanted.HasField("prompt_logprobs"):
         sampling.prompt_logprobs = wanted.prompt_logprobs
@@ -37,7 +37,7 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
 
 
 class Commands:
-    """Commands to the workers of a request's attempt, by what the request says of it.
+    """Sends commands to the workers of a request's current attempt.
 
     Args:
         emit: takes effects.
@@ -50,7 +50,7 @@ class Commands:
         self._commit_timeout = duration(config.handoff_timeout_s)
 
     def prefill(self, request: Request, worker: WorkerKey, now: float) -> None:
-        """Its prompt is computed, with a first token where none is known."""
+        """Tells the prefill worker to compute the prompt, and a first token where none is known."""
         command = cluster_pb2.PrefillCommand()
         self._specify(command.spec, request, now)
         if request.num_known:
@@ -61,7 +61,7 @@ class Commands:
         self._send(worker, command)
 
     def announce(self, request: Request, now: float) -> None:
-        """Its decode worker may load what it is handed as it comes, if it makes use of that.
+        """Tells the decode worker to load KV blocks as they arrive, if it can do that.
 
         Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
         """
@@ -87,7 +87,7 @@ class Commands:
         self._send(worker.key, command)
 
     def decode(self, request: Request, now: float) -> None:
-        """Its decode worker goes on after the known tokens."""
+        """Tells the decode worker to go on after the known tokens."""
         assert request.decode is not None
         command = cluster_pb2.DecodeCommand(expected=request.expected)
         self._specify(command.spec, request, now, with_prompt=not request.expected)
@@ -97,7 +97,7 @@ class Commands:
         self._send(request.decode, command)
 
     def cancel(self, request: Request) -> None:
-        """Both legs, in every state: each ignores what it does not know."""
+        """Cancels the attempt on both workers; each ignores what it does not know."""
         self.cancel_at(request.prefill, request)
         self.cancel_at(request.decode, request)
 
@@ -110,7 +110,7 @@ class Commands:
         self._send(key, command)
 
     def lost_baton(self, request: Request) -> None:
-        """The handoff will not come: its decode worker need not wait for it."""
+        """Tells the decode worker that the handoff will not come."""
         assert request.decode is not None
         command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=request.handoff_id)
         self._send(request.decode, command)

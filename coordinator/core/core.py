@@ -44,7 +44,7 @@ from baton.v1 import common_pb2
 
 
 class Core:
-    """Request states, deadlines, dispatch, and the cluster's members.
+    """Hands each event to the part that owns it, and returns the effects of all parts.
 
     Args:
         config: limits and times.
@@ -192,7 +192,7 @@ class Core:
 
     @property
     def num_requests(self) -> int:
-        """Admitted and not ended."""
+        """Requests that are admitted and have not ended."""
         return len(self._book.requests)
 
     @property
@@ -230,7 +230,7 @@ class Core:
         return self._book.requests.find(request_id, tenant)
 
     def running_request(self, request_id: str, tenant: str = "") -> Request | None:
-        """The same of those that have not ended."""
+        """As `request`, but only among those that have not ended."""
         return self._book.requests.find_running(request_id, tenant)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
@@ -241,7 +241,7 @@ class Core:
         return self._book.requests.all()
 
     def recently_ended(self) -> list[EndedRequest]:
-        """Newest first."""
+        """Requests that ended lately, newest first."""
         return list(self._book.requests.ended.values())[::-1]
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
@@ -251,7 +251,7 @@ class Core:
         return self._book.lanes.oldest(lane)
 
     def observer(self) -> Observer:
-        """Looks at what the pools are sized by."""
+        """A new observer of the load that the pools are sized by."""
         return Observer(
             self.workers,
             self.placers,

@@ -1,4 +1,4 @@
-"""Who is given to workers next, who makes room for them, and who need see no worker at all."""
+"""Which requests go to workers next, which make room for them, and which need no worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEAST_WAIT_S = 0.001
 
 
 class Dispatcher:
-    """Joins what waits in the lanes with workers that have room for it."""
+    """Matches requests that wait in the lanes with workers that have room for them."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Dispatcher:
 
     @property
     def num_timers(self) -> int:
-        """That are set: one while room is foreseen."""
+        """Timers set: one while room is foreseen."""
         return int(ROOM in self._timers)
 
     def dispatch(self, now: float) -> None:
-        """Gives the requests whose turn it is to workers, where these have room."""
+        """Sends the requests whose turn it is to workers that have room for them."""
         self._book.room_made = False
         room_at = math.inf
         for request in self._book.lanes.candidates() if len(self._book.lanes) else ():
@@ -109,7 +109,7 @@ class Dispatcher:
     # ---- Inside
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
-        """Whether it finds no room for as long as others are given what there is."""
+        """Whether the request would never find room while others keep taking what there is."""
         if request.suspect:
             # While others keep joining them, no worker has ever answered everything.
             workers = self._workers.of(request.revision)
@@ -121,7 +121,7 @@ class Dispatcher:
     def _made_room(
         self, placer: Placer, request: Request, placement: Placement | None, now: float
     ) -> bool:
-        """Whether a batch prompt that was being computed has made room."""
+        """Parks a batch prompt that is being computed, where that makes room; whether it did."""
         found = placer.batch_prompts.that_yields(request, placement)
         batch = self._book.requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
@@ -130,7 +130,7 @@ class Dispatcher:
         return True
 
     def _park(self, now: float) -> None:
-        """Lets batch outputs make room where interactive ones have just been added."""
+        """Parks batch requests where interactive ones that were just added would be too slow."""
         while self._placers.crowded:
             crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)

@@ -21,7 +21,7 @@ def ended_request(
     finish_reason: common_pb2.FinishReason.ValueType,
     error: errors.BatonError | None,
 ) -> EndedRequest:
-    """Of a request whose state is terminal.
+    """The record of a request whose state is terminal.
 
     Args:
         request: ended.
@@ -56,7 +56,7 @@ def ended_request(
 
 
 def outcome(record: EndedRequest) -> str:
-    """Its finish reason, or its error code's name; lower case."""
+    """The finish reason of a request, or its error code's name, in lower case."""
     if record.error_code:
         return str(code_pb2.Code.Name(record.error_code)).lower()
     return enum_name(common_pb2.FinishReason.DESCRIPTOR, record.finish_reason)

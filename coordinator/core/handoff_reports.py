@@ -20,7 +20,7 @@ class HandoffReports:
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
 
     def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
-        """A worker that is attached has said this."""
+        """Applies a report from an attached worker."""
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         if not committed and report.state != kv_transfer_pb2.HANDOFF_STATE_FAILED:
             return

@@ -1,4 +1,4 @@
-"""Workers that are lost, or do not respond: where the requests go that they had."""
+"""Workers that are lost or do not respond, and where their requests go."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Losses:
         self._book.room_made = True
 
     def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
-        """A worker did. What is parked waits for room; with the last one it is left without any."""
+        """A worker has left its pool: if it was the last, parked requests wait for a new one."""
         if self._workers.of(revision).presence(role).num_attached:
             return
         for request in self._book.requests.all():

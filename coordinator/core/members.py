@@ -79,14 +79,14 @@ class Membership:
         return self._flips.error(worker, role) or limits
 
     def advance(self) -> None:
-        """Those that have nothing left leave, or change their role."""
+        """Lets draining workers leave, and flipping ones change roles, once they are idle."""
         if self._drains:
             self._drains.release()
         if self._flips:
             self._flips.advance()
 
     def attached(self, event: ev.WorkerAttached, now: float) -> Worker | None:
-        """The worker that is a member now; None: it was refused."""
+        """Takes in a worker; returns it, or None when it was refused."""
         hello = event.hello
         key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
@@ -129,7 +129,7 @@ class Membership:
         return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
-        """A worker gave a sign of life; None where it is not attached."""
+        """Notes a sign of life; returns the worker, or None when it is not attached."""
         worker = self._workers.get(key)
         if worker is not None:
             if now - worker.heard_at > worker.longest_silence_s:
@@ -220,11 +220,11 @@ class Membership:
         self._scaler.soon(now)
 
     def flip(self, worker: Worker, role: common_pb2.Role.ValueType, now: float) -> None:
-        """An operator has a worker change its role; nothing may stand against it."""
+        """Changes a worker's role by an operator's wish; `flip_error` must have been None."""
         self._flips.begin(worker, role, now, by_hand=True)
 
     def drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
-        """Tells a worker to leave; `timeout_s` is how long what it has may take."""
+        """Tells a worker to leave; its requests may take `timeout_s` to end."""
         self._flips.stop(worker)
         self._drains.begin(worker, timeout_s, reason, now)
         self._watch(worker, now)
@@ -244,7 +244,7 @@ class Membership:
         self._scaler.exited(event, now)
 
     def scale(self, now: float) -> None:
-        """Sizes the pools; those that the scaler starts by itself are in its effects."""
+        """Lets the scaler decide the pools' sizes, and carries out its drains and flips."""
         for action in self._scaler.decide(now):
             worker = self._workers.by_id(action.worker_id)
             if worker is None:
@@ -273,7 +273,7 @@ class Membership:
             self._watch(worker, now)
 
     def look_at(self, key: WorkerKey, now: float) -> None:
-        """The timer of a worker's silence went off."""
+        """A worker has been silent or stuck for long enough to be looked at."""
         worker = self._workers.get(key)
         assert worker is not None
         if worker.leaves_by <= now:
@@ -294,7 +294,7 @@ class Membership:
     # ---- Inside
 
     def _silent_s(self, worker: Worker) -> float:
-        """How long its requests wait for a worker that says nothing.
+        """How long a silent worker keeps its requests.
 
         Up to the configured time, and less of one that has been punctual lately: what is a usual
         silence on this machine is learned, worker by worker (an adaptive failure detector, as in

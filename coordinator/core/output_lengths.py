@@ -27,14 +27,14 @@ class OutputLengths:
         self._recent: dict[Hashable, RecentValues[int]] = {}
 
     def observe(self, lane: Hashable, num_tokens: int) -> None:
-        """An output of this lane ended by itself, after so many tokens."""
+        """Takes in the length of an output of this lane that ended by itself."""
         recent = self._recent.get(lane)
         if recent is None:
             recent = self._recent[lane] = RecentValues(self._window)
         recent.add(num_tokens)
 
     def mean(self, lane: Hashable, max_tokens: int) -> float:
-        """Of the lane's outputs; until there is one, at most `max_tokens`.
+        """Mean length of the lane's outputs; until there is one, at most `max_tokens`.
 
         What requests allow has shortened those outputs already. To cut the mean by it once more
         expects too few in sum: the fewer, the closer requests keep to what they allow.

@@ -44,7 +44,7 @@ class _Step:
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
-        """Sends on what is one token each. All that a token costs the core is here."""
+        """Sends on outputs of one token each. All that a token costs the core is here."""
         find, worker, now = self.book.requests.by_handle.get, self.worker, self.now
         # Most of a worker's requests share the gap: the last one's is at hand, counted up to here.
         last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
@@ -127,7 +127,7 @@ class _Step:
         return True
 
     def _served(self, request: Request, num_tokens: int) -> None:
-        """The request has so many tokens more."""
+        """Takes in new tokens of a request."""
         lane, last_at = request.submission.lane, request.last_token_at
         request.last_token_at = self.now
         if last_at is None:
@@ -144,7 +144,7 @@ class _Step:
             self.book.charge(request)
 
     def count(self) -> None:
-        """Puts the sums where they belong."""
+        """Adds the step's sums to the statistics."""
         stats, is_slow = self.book.stats, False
         stats.num_output_tokens += self._num_tokens
         if not self._gaps:
@@ -165,7 +165,7 @@ class _Step:
             self._remember()
 
     def joins(self, request: Request) -> None:
-        """Its first output from this worker is in this step."""
+        """Notes that the request's first output from this worker is in this step."""
         self._joined.append(request)
 
     def _remember(self) -> None:
@@ -209,7 +209,7 @@ class _Step:
 def apply_step(
     book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
-    """Applies what one engine step produced. What it costs per token is the coordinator's cost.
+    """Applies what one engine step produced; per token this is what the coordinator costs.
 
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.

@@ -1,4 +1,4 @@
-"""Which requests there are, by every name they have, and which there were."""
+"""Requests by every name they have: those that run, and the latest that ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Register:
         return self._requests.get(key)
 
     def find(self, request_id: str, tenant: str) -> Request | EndedRequest | None:
-        """By what its client calls it, among all; a request that runs goes before an older one.
+        """A request by its client's id; one that runs goes before one that has ended.
 
         Args:
             request_id: of the request.
@@ -58,7 +58,7 @@ class Register:
         return _only(found, request_id)
 
     def find_running(self, request_id: str, tenant: str) -> Request | None:
-        """The same among those that have not ended."""
+        """As `find`, among those that have not ended."""
         if tenant:
             return self._requests.get(RequestKey(request_name(tenant, request_id)))
         found = {
@@ -79,12 +79,12 @@ class Register:
 
     @property
     def by_handle(self) -> Mapping[int, Request]:
-        """Those whose attempt goes on, by what their workers call it."""
+        """Requests with a running attempt, by the handle that workers use."""
         return self._by_handle
 
     @property
     def ended(self) -> Mapping[RequestKey, EndedRequest]:
-        """Oldest first."""
+        """Ended requests that are remembered, oldest first."""
         return self._ended
 
     def add(self, request: Request) -> None:
@@ -93,7 +93,7 @@ class Register:
         self._by_session.setdefault(to.session, {})[to.stream] = request
 
     def remove(self, request: Request) -> None:
-        """It has ended, and no attempt of it goes on."""
+        """Takes out a request that has ended, and of which no attempt runs."""
         to = request.submission.to
         del self._requests[request.key]
         session = self._by_session[to.session]
@@ -102,25 +102,25 @@ class Register:
             del self._by_session[to.session]
 
     def remember(self, request: Request, record: EndedRequest) -> None:
-        """A request was removed."""
+        """Keeps the record of a removed request, and forgets the oldest beyond the limit."""
         self._ended.pop(request.key, None)
         self._ended[request.key] = record
         while len(self._ended) > self._max_ended:
             self._ended.popitem(last=False)
 
     def begin_attempt(self, request: Request) -> None:
-        """Gives its attempt a handle."""
+        """Gives the request's new attempt a handle."""
         self._num_handles += 1
         request.handle = self._num_handles
         self._by_handle[request.handle] = request
 
     def end_attempt(self, request: Request) -> None:
-        """Takes its handle back; idempotent."""
+        """Takes the attempt's handle back; idempotent."""
         self._by_handle.pop(request.handle, None)
 
 
 def _only(found: Mapping[str, Found], request_id: str) -> Found | None:
-    """Of those of this id, by tenant."""
+    """The only one of the requests of an id, which several tenants may use."""
     if len(found) > 1:
         tenants = ", ".join(sorted(found))
         raise InvalidArgument("tenant", "", f"request {request_id} is there of each of {tenants}")

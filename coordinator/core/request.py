@@ -149,7 +149,7 @@ class Prediction(NamedTuple):
 
 @dataclass(slots=True)
 class Interruption:
-    """Without a worker, or waiting for the next one's first token; by the core's clock."""
+    """A time without a worker, or until the next one's first token; by the core's clock."""
 
     stage: common_pb2.Stage.ValueType
     began_at: float
@@ -244,7 +244,7 @@ class Request:
 
     @property
     def id(self) -> str:
-        """As its client calls it."""
+        """What the client calls the request."""
         return self.submission.request_id
 
     @property
@@ -253,7 +253,7 @@ class Request:
         return self.attempts_before + self.attempt
 
     def known_prompt(self, num_known: int) -> Sequence[int]:
-        """Known tokens that are computed with the prompt, and handed over with it.
+        """Known output tokens that are computed with the prompt, and handed over with it.
 
         All but the last, so that the decode worker computes one token before it goes on; none
         where it is to go through them one by one, or they would be taken for the prompt's.
@@ -268,7 +268,7 @@ class Request:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """What a prefill worker computes of it when it is dispatched now."""
+        """Tokens that a prefill worker would compute if it were dispatched now."""
         return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))
 
     @property
@@ -277,7 +277,7 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in its lane."""
+        """Whether the request waits in its lane."""
         return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
 
     def advance(self, state: RequestState, now: float) -> None:
@@ -291,7 +291,7 @@ class Request:
         self.state, self.state_since = state, now
 
     def due(self, limits: StateLimits) -> float:
-        """When something must be done about it, by the core's clock."""
+        """When the request is to be looked at next, by the core's clock."""
         since = self.state_since
         if self.state is RequestState.QUEUED:
             since = self.submission.arrived_at

@@ -128,13 +128,13 @@ class Worker:
         self.assigned_tokens += num_tokens
 
     def sent(self, key: RequestKey, *, alone: bool) -> None:
-        """The worker is told to begin with an assigned request."""
+        """Notes that the worker was told to begin with an assigned request."""
         self.unanswered[key] = None
         if alone:
             self.alone = key
 
     def answered(self, key: RequestKey) -> None:
-        """The request has an output from here."""
+        """Notes that a request has an output from this worker."""
         self.unanswered.pop(key, None)
         self.local.pop(key, None)
         if self.alone == key:
@@ -156,7 +156,7 @@ class Worker:
         return found
 
     def release(self, key: RequestKey) -> bool:
-        """Whether the request was here."""
+        """Takes a request off the worker; returns whether it was there."""
         self.answered(key)
         num_tokens = self.assigned.pop(key, None)
         if num_tokens is None:
@@ -167,7 +167,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Presence:
-    """Who is there of one role.
+    """How many workers of one role there are, and in which condition.
 
     Attributes:
         num_attached: whatever they do.
@@ -223,7 +223,7 @@ class AttachedWorkers:
         return self._presences.get(role, _NO_PRESENCE)
 
     def recount(self) -> None:
-        """Some have come or gone, or do something else."""
+        """Forgets the counts: workers have come or gone, or do something else."""
         self._presences = None
 
     def check_integrity(self) -> None:
@@ -232,14 +232,14 @@ class AttachedWorkers:
 
     @property
     def first(self) -> Worker | None:
-        """Any of them; None without workers."""
+        """Any worker; None when there is none."""
         for worker in self._attached.values():
             return worker
         return None
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """What they serve; None without workers."""
+        """The model they serve; None when there is no worker."""
         for worker in self._attached.values():
             return worker.hello.model
         return None
@@ -264,7 +264,7 @@ def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, 
 
 
 class WorkerRegistry(AttachedWorkers):
-    """All of them, with at most one incarnation per worker id.
+    """All attached workers, with at most one incarnation per worker id.
 
     Args:
         model_name: what this coordinator serves; other workers are refused.
@@ -300,21 +300,21 @@ class WorkerRegistry(AttachedWorkers):
         return members
 
     def forget(self, revision: str) -> None:
-        """Nobody follows it any more; of one that has workers nothing is forgotten."""
+        """Ends `follow`; a revision that has workers is kept."""
         if not self._by_revision.get(revision, True):
             del self._by_revision[revision], self._members[revision]
 
     @property
     def revisions(self) -> list[str]:
-        """Of attached workers."""
+        """The revisions of attached workers."""
         return [revision for revision, workers in self._by_revision.items() if workers]
 
     def peers(self, worker: Worker) -> list[Worker]:
-        """Who serves the same role and revision, itself included if it serves."""
+        """Workers that serve the same role and revision, this one included if it serves."""
         return self.of(worker.revision).serving(worker.role)
 
     def changed(self, worker: Worker) -> None:
-        """An attached worker has another role or state, or serves when it did not, or no more."""
+        """An attached worker's role, state or readiness has changed."""
         self.recount()
         self.of(worker.revision).recount()
 

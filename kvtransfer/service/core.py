@@ -1,4 +1,4 @@
-"""The transfer service's middle: both state machines, and who is to be told of their effects."""
+"""The transfer service's core: drives both state machines and carries out their effects."""
 
 from __future__ import annotations
 
@@ -73,26 +73,26 @@ class TransferCore:
         self.configured = asyncio.Event()
 
     def use(self, links: Links) -> None:
-        """The links that some transports need; before anything else."""
+        """Sets the links that some transports need; to be called before anything else."""
         self._links = links
         self._negotiator.use(links)
 
     def use_refusals(self, refused: Callable[[], Mapping[str, int]]) -> None:
-        """Whom the gRPC port did not let in, by reason; a part of the statistics."""
+        """Sets the source of the gRPC port's refusals by reason, which statistics report."""
         self._refused = refused
 
     def fingerprint(self) -> pb.KvFingerprint | None:
-        """Of the engine's KV cache, once it is known."""
+        """The fingerprint of the engine's KV cache; None until it is known."""
         return self._layout.fingerprint() if self._layout is not None else None
 
     def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
-        """What clients are told; before anything else."""
+        """Sets what local clients are told; to be called before anything else."""
         self._configured = pb.LocalConfigured(
             address=address, shm_name=shm_name, send_bytes=send_bytes, receive_bytes=receive_bytes
         )
 
     def ready_fields(self) -> dict[str, str | int]:
-        """What the line says that the process prints when it serves."""
+        """The fields of the line that the process prints when it serves."""
         told = self._configured
         return {
             "address": told.address,
@@ -102,7 +102,7 @@ class TransferCore:
         }
 
     def description(self) -> pb.DescribeResponse | None:
-        """What other workers are told; None before the engine's cache is known."""
+        """The answer to other workers' Describe; None before the engine's cache is known."""
         if self._layout is None:
             return None
         statistics = self._receiver.arena_statistics()
@@ -116,7 +116,7 @@ class TransferCore:
     # ---- The control socket.
 
     def handle_request(self, connection: LocalConnection, request: pb.LocalRequest) -> None:
-        """One request of a local client."""
+        """Answers one request of a local client."""
         self._connections.add(connection)
         if request.HasField("frames"):
             for filled in request.frames.frames:
@@ -134,7 +134,7 @@ class TransferCore:
         self._arm()
 
     def connection_lost(self, connection: LocalConnection) -> None:
-        """A local client is gone; the worker's main process takes the service with it."""
+        """A local client is gone; with the worker's main process the service ends too."""
         self._connections.discard(connection)
         for handoff_id in [key for key, (who, _) in self._opening.items() if who is connection]:
             self._carry_out(self._sender.abort(handoff_id, time.monotonic()))
@@ -144,7 +144,7 @@ class TransferCore:
     def _answer(
         self, connection: LocalConnection, request: pb.LocalRequest
     ) -> pb.LocalReply | None:
-        """What a request's caller is told now; None: later, by an effect."""
+        """The reply to a request; None when an effect will answer it later."""
         now, kind = time.monotonic(), request.WhichOneof("request")
         if kind == "configure":
             self._configure(request.configure.fingerprint)

@@ -1,4 +1,4 @@
-"""The handoffs on their way to one worker: their room, their streams, and how they end.
+"""The handoffs on their way to one worker: their staging, their streams, and how they end.
 
 What their frames say is the receiver's business (receiver.py); pure and synchronous like it.
 """
@@ -30,7 +30,7 @@ _S = ReceiveState
 
 
 class HandoffTable:
-    """Those that are live, those that wait for room, and what is remembered of those that are over.
+    """Handoffs that are live, that wait for room, and, for a while, that are over.
 
     What happens to them is told by effects, taken with `take_effects`.
 
@@ -59,7 +59,7 @@ class HandoffTable:
         return self.live.get(self.streams.get(stream, b""))
 
     def why_ended(self, handoff_id: bytes) -> tuple[pb.RefusalReason.ValueType, str] | None:
-        """Of one that is over and remembered: why nothing more is taken."""
+        """Why a handoff takes nothing more; None unless it is over and remembered."""
         ended = self._ended.get(handoff_id)
         if ended is None:
             return None
@@ -68,7 +68,7 @@ class HandoffTable:
         return ended.reason, f"it has failed already: {ended.detail}"
 
     def take_effects(self) -> list[Effect]:
-        """What is to be told to somebody, since it was taken last."""
+        """Effects since they were taken last."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -96,7 +96,7 @@ class HandoffTable:
             yield changed(handoff)
 
     def arena_statistics(self) -> ArenaStatistics:
-        """Of this side's staging."""
+        """Usage of this side's staging."""
         return self._arena.statistics()
 
     @property
@@ -105,7 +105,7 @@ class HandoffTable:
 
     @property
     def num_waiting(self) -> int:
-        """For room."""
+        """Handoffs that wait for room."""
         return len(self._queue)
 
     def check_integrity(self) -> None:
@@ -139,7 +139,7 @@ class HandoffTable:
     def why_no_room(
         self, num_bytes: int, live: Handoff | None
     ) -> tuple[pb.RefusalReason.ValueType, str] | None:
-        """Why so many bytes need not be waited for; None: they are there, or may be soon."""
+        """Why waiting for so many bytes is in vain; None: they are free, or may be soon."""
         if not self._arena.fits_ever(num_bytes):
             total = self._arena.statistics().total_bytes
             detail = f"handoff of {num_bytes} bytes; the receiver's staging has {total}"
@@ -150,7 +150,7 @@ class HandoffTable:
         return None
 
     def add(self, handoff: Handoff) -> None:
-        """A new one, without room and without a stream."""
+        """Adds a new handoff, without room and without a stream."""
         self.live[handoff.handoff_id] = handoff
 
     def carry(self, handoff: Handoff, stream: int) -> None:
@@ -167,7 +167,7 @@ class HandoffTable:
         return handoff
 
     def reserve(self, handoff: Handoff, num_bytes: int, wait_s: float, now: float) -> None:
-        """Gives it so much room, or lets it wait in its place for as long."""
+        """Reserves staging for a handoff, or lets it wait in line for as long as it may."""
         if handoff.extent is not None and handoff.num_bytes != num_bytes:
             self._arena.free(handoff.extent)
             handoff.extent = None
@@ -182,7 +182,7 @@ class HandoffTable:
             self.advance(handoff, _S.QUEUED)
 
     def tell(self, effect: Effect) -> None:
-        """One more effect."""
+        """Adds an effect."""
         self._effects.append(effect)
 
     def _admit(self, now: float) -> None:
@@ -233,7 +233,7 @@ class HandoffTable:
         detail: str,
         now: float,
     ) -> None:
-        """The one way out: gives back everything, tells everybody, lets the next ones in."""
+        """The one way a handoff ends: frees its staging, tells everybody, admits the next."""
         if handoff.state in SENDER_AT_WORK and handoff.stream is not None:
             self.refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
         if handoff.stream is not None:

@@ -58,7 +58,7 @@ class Pusher:
         self._task.add_done_callback(lambda _: on_lost(self._detail))
 
     def wake(self) -> None:
-        """There may be a batch."""
+        """Looks for a batch to send."""
         self._changed.set()
 
     def stop(self, farewell: bytes | None) -> None:

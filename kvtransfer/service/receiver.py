@@ -67,11 +67,11 @@ class Receiver:
         self._layout: KvLayout | None = None
 
     def configure(self, layout: KvLayout) -> None:
-        """What handoffs must look like; before anything else, once."""
+        """Sets what handoffs must look like; called once, before anything else."""
         self._layout = layout
 
     def handle_frame(self, stream: int, frame: Frame, now: float) -> list[Effect]:
-        """One frame that a stream carried."""
+        """Applies one frame that a stream carried."""
         if frame.kind is FrameKind.OPEN:
             self._open(stream, frame, now)
         elif (handoff := self._addressed(stream, frame)) is not None:
@@ -79,7 +79,7 @@ class Receiver:
         return self._table.take_effects()
 
     def handle_link_frame(self, link_id: str, frame: Frame, now: float) -> list[Effect]:
-        """One frame that a link carried, of any handoff that chose the link."""
+        """Applies one frame that a link carried, of any handoff that chose the link."""
         live = self._table.live.get(frame.handoff_id)
         if live is None or live.epoch != frame.epoch or live.choice.link_id != link_id:
             # Nobody to tell: the sender hears of a handoff's end on its stream.
@@ -168,7 +168,7 @@ class Receiver:
         return self._table.take_effects()
 
     def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
-        """What has come of one rank's part; frames in the order in which they came.
+        """What has arrived of one rank's part, as frames in the order in which they came.
 
         It gives no right to the staging: see LocalPeek in the contract.
 
@@ -228,7 +228,7 @@ class Receiver:
         return self._table.take_effects()
 
     def drop(self, handoff_id: bytes, now: float) -> list[Effect]:
-        """No longer wanted; an open that comes later is refused.
+        """Gives up a handoff that nobody wants; an open that comes later is refused.
 
         A claimed one ends with its release or the claim's time: somebody is reading it.
         """
@@ -252,7 +252,7 @@ class Receiver:
         return self._table.known()
 
     def arena_statistics(self) -> ArenaStatistics:
-        """Of this side's staging."""
+        """Usage of this side's staging."""
         return self._table.arena_statistics()
 
     @property
@@ -265,7 +265,7 @@ class Receiver:
 
     @property
     def num_waiting(self) -> int:
-        """For room."""
+        """Handoffs that wait for room."""
         return self._table.num_waiting
 
     def check_integrity(self) -> None:

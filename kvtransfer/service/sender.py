@@ -78,7 +78,7 @@ class Sender:
         self.statistics = SenderStatistics()
 
     def configure(self, layout: KvLayout) -> None:
-        """What handoffs look like; before anything else, once."""
+        """Sets what handoffs look like; called once, before anything else."""
         self._layout = layout
 
     def open(
@@ -163,7 +163,7 @@ class Sender:
         return self._taken()
 
     def restart(self, handoff_id: bytes, epoch: int, now: float) -> list[Effect]:
-        """Everything filled so far is void. Idempotent; an older epoch is ignored.
+        """Voids everything filled so far. Idempotent; an older epoch is ignored.
 
         Raises:
             TransferRefused: the send is over or unknown; its staging is somebody else's.
@@ -176,7 +176,7 @@ class Sender:
         return self._taken()
 
     def abort(self, handoff_id: bytes, now: float, *, is_known: bool = True) -> list[Effect]:
-        """Nobody wants it any more, and nobody writes it. Idempotent; unknown ids are ignored.
+        """Gives up a send that nobody wants or writes. Idempotent; unknown ids are ignored.
 
         Args:
             handoff_id: of the send.
@@ -195,7 +195,7 @@ class Sender:
         return self._taken()
 
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
-        """The receiver of a send has answered.
+        """Applies an answer of a send's receiver.
 
         Answers to older epochs are ignored, but for a commit: with that a receiver has taken the
         last that it takes from a stream, so a newer epoch's open never came to it.
@@ -241,7 +241,7 @@ class Sender:
         return self._taken()
 
     def next_batch(self, handoff_id: bytes, max_bytes: int, now: float) -> Batch | None:
-        """Frames to be sent now, of about max_bytes of blocks; None: wait for a Wake.
+        """The next frames to send, about max_bytes of blocks; None: wait for a Wake.
 
         The caller reads the payloads before it lets anything else happen, or sends them by a link,
         whose other end finds out when they have changed meanwhile.
@@ -281,7 +281,7 @@ class Sender:
             send.deadline = now + self._limits.idle_timeout_s
 
     def offered(self, handoff_id: bytes) -> Container[str]:
-        """Transports that a send's last open named."""
+        """Transports that a send's last open offered."""
         send = self._sends.get(handoff_id)
         return [offer.name for offer in send.offers] if send is not None else ()
 
@@ -305,7 +305,7 @@ class Sender:
         return min((send.deadline for send in self._sends.values()), default=None)
 
     def arena_statistics(self) -> ArenaStatistics:
-        """Of this side's staging."""
+        """Usage of this side's staging."""
         return self._arena.statistics()
 
     @property
@@ -314,7 +314,7 @@ class Sender:
 
     @property
     def num_waiting(self) -> int:
-        """For room."""
+        """Sends that wait for room."""
         return len(self._queue)
 
     def check_integrity(self) -> None:
@@ -481,7 +481,7 @@ class Sender:
         *,
         farewell: bool = False,
     ) -> None:
-        """The one way out; what it holds is freed now, or when its writer has surely stopped."""
+        """The one way a send ends; frees its staging, if need be once its writer has stopped."""
         if send.state is _S.WAITING:
             del self._queue[send.handoff_id]
             self._effects.append(NotReserved(send.handoff_id, detail))
