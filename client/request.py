@@ -91,6 +91,7 @@ class RequestOptions(SamplingOptions, total=False):
         request_id: left out: the coordinator assigns one.
         session_id: shared by the requests of one conversation.
         default_max_tokens: of one without max_tokens, or as many as there is room for.
+        cut_max_tokens: max_tokens may be more than there is room for, which counts then.
         add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
         template_kwargs: more variables of the model's chat template.
         tools: what the model may call, in the form of OpenAI's API; calls come as text.
@@ -108,6 +109,7 @@ class RequestOptions(SamplingOptions, total=False):
     request_id: str
     session_id: str
     default_max_tokens: int
+    cut_max_tokens: bool
     add_generation_prompt: bool | None
     template_kwargs: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None

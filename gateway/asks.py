@@ -180,6 +180,8 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
     found: dict[str, Any] = {
         name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
     }
+    # As vLLM does: many clients allow every request as much as the model could ever write.
+    found["cut_max_tokens"] = True
     for name, value in (
         ("max_tokens", body.max_tokens),
         ("prompt_logprobs", body.prompt_logprobs),

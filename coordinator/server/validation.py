@@ -119,11 +119,12 @@ def check_lengths(
             f"at most {context - 1}: the context is {context} tokens and must leave room for one",
         )
     room = context - num_prompt_tokens
-    if sampling.HasField("max_tokens") and sampling.max_tokens > room:
+    most = context if request.cut_max_tokens else room
+    if sampling.HasField("max_tokens") and sampling.max_tokens > most:
         raise InvalidArgument(
             "sampling.max_tokens",
             sampling.max_tokens,
-            f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
+            f"at most {most}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
             f"of {context} tokens",
         )
     if sampling.min_tokens > room:

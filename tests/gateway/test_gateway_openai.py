@@ -228,6 +228,17 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         assert answer.choices[0].finish_reason == "length"
 
 
+async def test_a_length_gives_way_to_what_there_is_room_for(openai):
+    """Many clients allow every request as much as the model could ever write."""
+    context = (await openai.models.list()).data[0].max_model_len
+    prompt = [7] * (context - 3)
+    answer = await openai.completions.create(
+        model="demo", prompt=prompt, max_tokens=context, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 3
+    assert answer.choices[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [

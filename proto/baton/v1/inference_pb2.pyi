@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    CUT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs, traces and `baton explain`, and makes a submission idempotent: while
     a request of this id and caller is running, submitting it again is ALREADY_EXISTS. At most 128
@@ -83,6 +84,10 @@ class GenerateRequest(_message.Message):
     default_max_tokens: _builtins.int
     """Stands in for sampling.max_tokens where that is unset, and is less where the context or a limit
     leaves less room, more where sampling.min_tokens is. 0: none.
+    """
+    cut_max_tokens: _builtins.bool
+    """Where the prompt leaves room for fewer tokens than sampling.max_tokens, as many are what is
+    asked for, instead of INVALID_ARGUMENT. More than the whole context is wrong all the same.
     """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
@@ -126,10 +131,11 @@ class GenerateRequest(_message.Message):
         tracestate: _builtins.str = ...,
         tenant: _builtins.str = ...,
         default_max_tokens: _builtins.int = ...,
+        cut_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "timeout", b"timeout", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "cut_max_tokens", b"cut_max_tokens", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
