@@ -143,6 +143,9 @@ class Parsers:
             raise _refused(first["msg"], ".".join(map(str, first["loc"]))) from None
         except VLLMValidationError as error:
             raise _refused(str(error), error.parameter or "tools") from None
+        except ValueError as error:
+            # Of a parser, which reads no more of a request than its tools.
+            raise _refused(str(error), "tools") from None
         return ParsedChat(self, request, bool(self._names.reasoning_parser))
 
     def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ParsedChoice:
@@ -175,6 +178,9 @@ class ParsedChat:
     def ask(self, ask: Ask) -> Ask:
         """With what the parsers need: marks in the text, calls by a grammar."""
         ask = replace(ask, options=cast("RequestOptions", self._options(ask.options)))
+        if self.request.tools:
+            # What workers refuse of a grammar that was made of them.
+            ask = replace(ask, names={**ask.names, "sampling.structured_output": "tools"})
         if self.request.include_reasoning:
             return ask
         # They would show what was reasoned.
