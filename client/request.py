@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,10 +19,18 @@ LaneName: TypeAlias = Literal["interactive", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn: role is "system", "user", "assistant" or what the model's template knows."""
+    """One turn.
+
+    Attributes:
+        role: "system", "user", "assistant" or what the model's template knows.
+        content: empty where there are only calls of tools.
+        fields: what else the template reads of it, as OpenAI's API has it: `tool_calls`,
+            `tool_call_id`.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,9 @@ class Slo:
     itl_ms: int = 0
 
 
-# A text, the turns of a chat (also as {"role": ..., "content": ...}), or token ids.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+# A text, the turns of a chat (also as OpenAI's API has them, {"role": ..., "content": ...}), or
+# token ids.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -68,6 +77,7 @@ class SamplingOptions(TypedDict, total=False):
     regex: str
     choice: Sequence[str]
     grammar: str
+    structural_tag: str | Mapping[str, Any]
 
 
 class RequestOptions(SamplingOptions, total=False):
@@ -81,8 +91,10 @@ class RequestOptions(SamplingOptions, total=False):
         request_id: left out: the coordinator assigns one.
         session_id: shared by the requests of one conversation.
         default_max_tokens: of one without max_tokens, or as many as there is room for.
+        cut_max_tokens: max_tokens may be more than there is room for, which counts then.
         add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
         template_kwargs: more variables of the model's chat template.
+        tools: what the model may call, in the form of OpenAI's API; calls come as text.
         authorization: credential of this request, "Bearer ...".
         traceparent: W3C trace context.
         tenant: who to account to; left out: the client's.
@@ -97,8 +109,10 @@ class RequestOptions(SamplingOptions, total=False):
     request_id: str
     session_id: str
     default_max_tokens: int
+    cut_max_tokens: bool
     add_generation_prompt: bool | None
     template_kwargs: Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]] | None
     authorization: str
     traceparent: str
     tenant: str
@@ -111,8 +125,8 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
 }
-_SET_ELSEWHERE = ("lane", "add_generation_prompt", "template_kwargs", "retry_timeout_s")
-_STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar")
+_SET_ELSEWHERE = ("lane", "add_generation_prompt", "template_kwargs", "tools", "retry_timeout_s")
+_STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequest:
@@ -167,7 +181,7 @@ def _set_prompt(
         # A sequence of integers, but none of token ids.
         raise errors.invalid("prompt", prompt, "must be text, chat turns or token ids")
     elif len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping)):
-        turns = cast("Sequence[ChatMessage | Mapping[str, str]]", prompt)
+        turns = cast("Sequence[ChatMessage | Mapping[str, Any]]", prompt)
         request.chat.CopyFrom(_chat(turns, options))
     else:
         request.tokens.CopyFrom(_token_ids(cast("Sequence[int]", prompt)))
@@ -181,24 +195,44 @@ def _lane(lane: str) -> common_pb2.Lane.ValueType:
 
 
 def _chat(
-    turns: Sequence[ChatMessage | Mapping[str, str]], options: RequestOptions
+    turns: Sequence[ChatMessage | Mapping[str, Any]], options: RequestOptions
 ) -> inference_pb2.ChatPrompt:
     chat = inference_pb2.ChatPrompt()
     for index, turn in enumerate(turns):
+        where = f"chat.messages[{index}]"
         try:
-            message = turn if isinstance(turn, ChatMessage) else ChatMessage(**dict(turn))
-            chat.messages.add(role=message.role, content=message.content)
-        except (TypeError, ValueError):
+            message = turn if isinstance(turn, ChatMessage) else _message(turn)
+            added = chat.messages.add(role=message.role, content=message.content)
+        except (KeyError, TypeError, ValueError):
             allowed = "must have role and content, both text"
-            raise errors.invalid(f"chat.messages[{index}]", turn, allowed) from None
+            raise errors.invalid(where, turn, allowed) from None
+        if message.fields:
+            added.fields = _as_json(f"{where}.fields", dict(message.fields))
     if (add := options.get("add_generation_prompt")) is not None:
         chat.add_generation_prompt = add
     if kwargs := options.get("template_kwargs"):
-        try:
-            chat.template_kwargs = json.dumps(dict(kwargs))
-        except (RecursionError, TypeError, ValueError) as error:
-            raise errors.invalid("chat.template_kwargs", kwargs, str(error)) from None
+        chat.template_kwargs = _as_json("chat.template_kwargs", dict(kwargs))
+    if tools := options.get("tools"):
+        chat.tools = _as_json("chat.tools", list(tools))
     return chat
+
+
+def _message(turn: Mapping[str, Any]) -> ChatMessage:
+    fields = dict(turn)
+    role, content = fields.pop("role"), fields.pop("content", None)
+    if content is None and fields.get("tool_calls"):
+        # As OpenAI's API has answers that only call tools.
+        content = ""
+    if not isinstance(content, str):
+        raise TypeError
+    return ChatMessage(role, content, fields)
+
+
+def _as_json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise errors.invalid(field, value, str(error)) from None
 
 
 def _token_ids(ids: Sequence[int]) -> inference_pb2.TokenIds:
@@ -228,9 +262,9 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
         getattr(sampling, name).extend(value)
     elif name == "logit_bias":
         sampling.logit_bias.update(value)
-    elif name == "json_schema":
+    elif name in ("json_schema", "structural_tag"):
         text = value if isinstance(value, str) else json.dumps(value)
-        sampling.structured_output.json_schema = text
+        setattr(sampling.structured_output, name, text)
     elif name == "choice":
         sampling.structured_output.choice.values.extend(value)
     elif name in _STRUCTURED:

@@ -12,11 +12,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.client import Completion, Finished, TokenLogprob, Tokens, Usage
 from baton.gateway.asks import Ask
 from baton.gateway.tokens import ShownPrompt
+
+if TYPE_CHECKING:
+    from baton.gateway.vllm_parsers import ParsedChoice
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; vLLM's floor for tokens that cannot be picked.
@@ -41,9 +44,19 @@ class Head:
 
 
 def whole(
-    head: Head, completions: Sequence[Completion], prompts: Sequence[ShownPrompt]
+    head: Head,
+    completions: Sequence[Completion],
+    prompts: Sequence[ShownPrompt],
+    parsers: Sequence[ParsedChoice | None] = (),
 ) -> dict[str, Any]:
-    """The answer to a request that does not stream; completions by the index of their choice."""
+    """The answer to a request that does not stream.
+
+    Args:
+        head: of it.
+        completions: by the index of their choice.
+        prompts: what is shown of each.
+        parsers: of the choices' outputs; without one they are as the model wrote them.
+    """
     ask, choices = head.ask, []
     of_prompts = [
         _of_prompt(ask, completions[index * ask.n].finished, prompt)
@@ -57,11 +70,15 @@ def whole(
         if ask.echo:
             text, positions = prompt.text + text, finished.prompt_logprobs + positions
         logprobs = _logprobs(ask, positions, 0, prompt.first_token)
-        if ask.chat:
-            said: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
+        parser = parsers[index] if parsers else None
+        if parser is not None:
+            said: dict[str, Any] = {"message": parser.message(text, token_ids)}
+        elif ask.chat:
+            said = {"message": {"role": "assistant", "content": text}}
         else:
             said = {"text": text}
-        choice = {"index": index, **said, "logprobs": logprobs, **_end(ask, finished)}
+        end = _end(ask, finished, parser)
+        choice = {"index": index, **said, "logprobs": logprobs, **end}
         if ask.return_token_ids:
             choice["token_ids"] = token_ids
         # As vLLM has them: a chat has one prompt, which is the whole answer's.
@@ -70,7 +87,7 @@ def whole(
     found = {**head.fields(kind), "choices": choices}
     if ask.chat:
         found |= of_prompts[0]
-    return found | {"usage": usage(ask, [one.usage for one in completions])}
+    return found | {"usage": usage(ask, [one.usage for one in completions], parsers)}
 
 
 class Chunks:
@@ -81,10 +98,19 @@ class Chunks:
         index: of the choice.
         num_prompt_tokens: of its prompt.
         prompt: what is shown of it, with the first chunk.
+        parser: of its output; None: deltas are as the model wrote them.
     """
 
-    def __init__(self, head: Head, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> None:
-        self.ask = head.ask
+    def __init__(
+        self,
+        head: Head,
+        index: int,
+        num_prompt_tokens: int,
+        prompt: ShownPrompt,
+        parser: ParsedChoice | None = None,
+    ) -> None:
+        self.ask, self._parser = head.ask, parser
+        self._first: dict[str, Any] = {"role": "assistant"}
         self._echo = prompt.text if head.ask.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
         # What is the same in all chunks says nothing of one.
@@ -97,6 +123,9 @@ class Chunks:
         kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         said = '"delta":{"content":' if head.ask.chat else '"text":'
+        if parser is not None:
+            # What is in a delta differs.
+            said = '"delta":'
         start = f'data: {fields[:-1]},"choices":[{{"index":{index},{said}'
         # The first chunk of a chat says who speaks.
         self._start = start.replace('"delta":{', '"delta":{"role":"assistant",', 1)
@@ -109,25 +138,27 @@ class Chunks:
         # Usage is in the last chunk alone; with include_usage the others say that it is not there.
         with_usage = head.ask.include_usage and not head.ask.continuous_usage
         close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
-        self._closed = "}" if head.ask.chat else ""
+        self._closed = "}" if head.ask.chat and parser is None else ""
         self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}{close}'
         self._close = close
         self._num_chars = 0
 
     def chunk(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
-        """One event of the stream: tokens, the end, or both."""
+        """One event of the stream: tokens, the end, or both. Empty: there is nothing to say yet."""
         if self.ask.only_prompt:
             tokens = None
-        text, self._echo = self._echo + (tokens.text if tokens is not None else ""), ""
+        said = self._said(tokens, finished)
+        if not said:
+            return b""
         start, self._start = self._start, self._next_start
         if finished is None and self._all_alike:
-            return f"{start}{quoted(text)}{self._plain_end}".encode()
+            return f"{start}{said}{self._plain_end}".encode()
         logprobs = _logprobs(self.ask, tokens.logprobs, self._num_chars) if tokens else None
         if not self.ask.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            rest |= _end(self.ask, finished)
+            rest |= _end(self.ask, finished, self._parser)
         if self.ask.return_token_ids:
             rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
@@ -135,36 +166,58 @@ class Chunks:
         if self.ask.continuous_usage:
             self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
             so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
-            close = f'],"usage":{json.dumps(usage(self.ask, [so_far]))}}}\n\n'
-        return f"{start}{quoted(text)}{self._closed},{end}{close}".encode()
+            so_far_used = usage(self.ask, [so_far], [self._parser])
+            close = f'],"usage":{json.dumps(so_far_used)}}}\n\n'
+        return f"{start}{said}{self._closed},{end}{close}".encode()
+
+    def _said(self, tokens: Tokens | None, finished: Finished | None) -> str:
+        """The text, or the whole delta where outputs are parsed, as JSON."""
+        if self._parser is None:
+            text, self._echo = self._echo + (tokens.text if tokens is not None else ""), ""
+            return quoted(text)
+        delta = self._parser.delta(tokens, finished=finished is not None)
+        if delta is None and finished is None and self._all_alike:
+            return ""
+        said, self._first = {**self._first, **(delta or {})}, {}
+        return json.dumps(said, separators=(",", ":"))
 
 
-def usage_chunk(head: Head, usages: Sequence[Usage]) -> bytes:
+def usage_chunk(
+    head: Head, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
+) -> bytes:
     """The last chunk of a stream that asked for usage."""
     kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
-    fields = {**head.fields(kind), "choices": [], "usage": usage(head.ask, usages)}
+    fields = {**head.fields(kind), "choices": [], "usage": usage(head.ask, usages, parsers)}
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def usage(ask: Ask, usages: Sequence[Usage]) -> dict[str, Any]:
+def usage(
+    ask: Ask, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
+) -> dict[str, Any]:
     """Tokens of all choices; a prompt counts once, however many choices it has."""
     firsts = usages[:: ask.n]
     num_prompt = sum(one.prompt_tokens for one in firsts)
     num_output = sum(one.completion_tokens for one in usages)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_prompt_tokens for one in firsts)},
     }
+    reasoned = [one.num_reasoning_tokens for one in parsers if one is not None]
+    if any(one is not None for one in reasoned):
+        found["completion_tokens_details"] = {"reasoning_tokens": sum(one or 0 for one in reasoned)}
+    return found
 
 
-def _end(ask: Ask, finished: Finished) -> dict[str, Any]:
+def _end(ask: Ask, finished: Finished, parser: ParsedChoice | None) -> dict[str, Any]:
     stop: str | int | None = finished.stop or None
     asked = ask.options.get("stop") or ()
     if stop is not None and stop not in ([asked] if isinstance(asked, str) else asked):
         stop = int(stop)
     reason = _FINISH_REASONS.get(finished.reason, finished.reason)
+    if parser is not None:
+        reason = parser.finish_reason(reason)
     return {"finish_reason": reason, "stop_reason": stop}
 
 

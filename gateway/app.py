@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -29,12 +30,17 @@ from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.gateway.questions import Answer, PerCaller, Turns, credential
 from baton.gateway.scrapers import Scrapers
 from baton.gateway.tokenize_routes import TokenizeRoutes, check_served
-from baton.gateway.tokens import ModelTokenizer
+from baton.gateway.tokens import model_tokenizer
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from baton.gateway.vllm_parsers import ModelParsers
+
+ParsersFactory: TypeAlias = "Callable[[PerCaller[common_pb2.ModelDescription]], ModelParsers]"
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class Gateway:
         watcher: open; what the dashboard shows.
         config: limits.
         security: who may read metrics.
+        parsers: makes those of chats' outputs; None: there are none.
 
     Attributes:
         refusals: of this process.
@@ -71,6 +78,7 @@ class Gateway:
         watcher: Watcher,
         config: HttpConfig,
         security: SecurityConfig | None = None,
+        parsers: ParsersFactory | None = None,
     ) -> None:
         self.stats, self.refusals = GatewayStats((COMPLETIONS, CHAT)), Refusals()
         self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
@@ -97,12 +105,13 @@ class Gateway:
             _MODELS_HOLD_S,
             self._turns,
         )
-        tokenizer = ModelTokenizer(self._model)
+        tokenizer = model_tokenizer(self._model)
+        parsed = parsers(self._model) if parsers is not None else None
         tokenizing = TokenizeRoutes(self._model, tokenizer)
         self._watcher = watcher
         self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
         self._generations = {
-            route: Generation(route, client, config, self.stats, outage, tokenizer)
+            route: Generation(route, client, config, self.stats, outage, tokenizer, parsed)
             for route in (COMPLETIONS, CHAT)
         }
         self._others = Starlette(

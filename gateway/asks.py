@@ -129,11 +129,13 @@ def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
         options["max_tokens"] = body.max_completion_tokens
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
-    if body.chat_template_kwargs:
-        options["template_kwargs"] = body.chat_template_kwargs
+    if body.template_kwargs:
+        options["template_kwargs"] = body.template_kwargs
+    if body.tools:
+        options["tools"] = [tool.described() for tool in body.tools]
     if not body.messages:
         raise wrong("messages", [], "must not be empty")
-    turns = [{"role": message.role, "content": message.content} for message in body.messages]
+    turns = [message.turn() for message in body.messages]
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _ask(body, request_id, headers, options, [turns], num_logprobs)
 
@@ -178,6 +180,8 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
     found: dict[str, Any] = {
         name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
     }
+    # As vLLM does: many clients allow every request as much as the model could ever write.
+    found["cut_max_tokens"] = True
     for name, value in (
         ("max_tokens", body.max_tokens),
         ("prompt_logprobs", body.prompt_logprobs),

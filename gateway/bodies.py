@@ -35,6 +35,7 @@ _MAX_FIELDS = 64
 _MAX_NAME_CHARS = 80
 # As many as a coordinator takes.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
+_MAX_TOOLS = 1024
 
 # Known and not carried out, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -49,14 +50,10 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -203,13 +200,75 @@ class CompletionBody(GenerationBody):
         raise wrong("prompt", prompt, allowed)
 
 
+class Function(Part):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    # A JSON schema.
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def described(self) -> dict[str, Any]:
+        """As the chat template reads it: what is not said is null, as in vLLM, but for `strict`."""
+        found = self.model_dump()
+        if self.function.strict is None:
+            del found["function"]["strict"]
+        return found
+
+
+class NamedFunction(Part):
+    name: str
+
+
+class NamedTool(Part):
+    """The one that it is to call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class CalledFunction(Part):
+    name: str
+    # As the model wrote them, which should be a JSON object.
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Part):
+    """Of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    # Of a stream's chunks, which some clients put together and send back.
+    index: int | None = None
+    function: CalledFunction
+
+
 class Message(Part):
     """One turn of a chat."""
 
     role: str
     content: str
-    # Templates hardly ever ask for it.
     name: str | None = None
+    tool_calls: _FailsFast[ToolCall] | None = None
+    # Whose result a turn of role "tool" is.
+    tool_call_id: str | None = None
+    # Of an earlier answer, as vLLM calls it now and as it did.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """As the chat template reads it; reasoning by both names, since templates differ."""
+        turn = self.model_dump(exclude_none=True)
+        for call in turn.get("tool_calls", ()):
+            call.pop("index", None)
+        reasoned = turn.get("reasoning", turn.get("reasoning_content"))
+        return turn | ({"reasoning": reasoned, "reasoning_content": reasoned} if reasoned else {})
 
     @model_validator(mode="before")
     @classmethod
@@ -241,6 +300,9 @@ class Message(Part):
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=_MAX_TOOLS)]
+
+
 class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: int | None = None
@@ -249,6 +311,42 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: Literal[False] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    # Of vLLM: whether what was reasoned is shown.
+    include_reasoning: bool | None = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template, with what follows from the effort, as in vLLM."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return kwargs
+
+    @property
+    def chosen_tool(self) -> str | None:
+        """The tool that is to be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether tools are there to be called, as they are unless it is said otherwise."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @model_validator(mode="after")
+    def _has_chosen_tool(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools or ()]
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools")
+        if self.chosen_tool is not None and self.chosen_tool not in names:
+            raise ValueError(f"tool_choice names {shown(self.chosen_tool)}, which is none of tools")
+        return self
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> ChatBody:
@@ -270,9 +368,6 @@ def parse(body: bytes, kind: type[B]) -> B:
     if not isinstance(values, dict):
         what = f"the body is a JSON {type(values).__name__}; must be an object"
         raise Problem(400, what, code="invalid_json")
-    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
-        # Not to be called, they are as good as absent.
-        del values["tools"]
     known = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in values.items() if _counts(name, value, known)}
     try:

@@ -26,16 +26,17 @@ from baton.client import (
 )
 from baton.gateway import answers, asks, bodies, incoming, problems
 from baton.gateway.asks import Ask
-from baton.gateway.bodies import GenerationBody
+from baton.gateway.bodies import ChatBody, GenerationBody
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.gateway.questions import credential
-from baton.gateway.tokens import ModelTokenizer, shown_prompts
+from baton.gateway.tokens import ModelTokenizer, prompt_token_ids, shown_prompts
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 
 if TYPE_CHECKING:
+    from baton.gateway.vllm_parsers import ModelParsers, ParsedChat, ParsedChoice
     from baton.runtime.tokenization import Tokenizer
 
 T = TypeVar("T")
@@ -54,7 +55,11 @@ _SSE = [
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A route's endpoint, as an ASGI application."""
+    """A route's endpoint, as an ASGI application.
+
+    Attributes:
+        parsers: of chats; None: this gateway has none.
+    """
 
     route: str
     client: BatonClient
@@ -62,6 +67,7 @@ class Generation:
     stats: GatewayStats
     outage: Outage
     tokenizer: ModelTokenizer
+    parsers: ModelParsers | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self, scope, receive, send).run()
@@ -90,12 +96,12 @@ class Exchange:
                 raise self._too_many()
             stats.num_running += 1
             running = True
-            ask = self._ask(body)
-            tokenizer = await self._tokenizer(ask)
+            ask, parsed = await self._ask(body)
+            tokenizer = await self._tokenizer(ask, parsed)
             watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
             for prompt, options in ask.requests():
                 self._streams.append(self._to.client.generate(prompt, **options))
-            await (self._stream if ask.stream else self._complete)(ask, tokenizer)
+            await (self._stream if ask.stream else self._complete)(ask, tokenizer, parsed)
             self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
         except incoming.ClientLeft:
             status = CLIENT_LEFT
@@ -123,10 +129,14 @@ class Exchange:
             for stream in self._streams:
                 await stream.aclose()
 
-    def _ask(self, body: bytes) -> Ask:
+    async def _ask(self, body: bytes) -> tuple[Ask, ParsedChat | None]:
+        parsed: ParsedChat | None = None
         if self._to.route == CHAT:
             chat = bodies.parse(body, bodies.ChatBody)
             ask = asks.of_chat(chat, self._named(chat), self._headers)
+            parsed = await self._parsed(chat)
+            if parsed is not None:
+                ask = parsed.ask(ask)
         else:
             completion = bodies.parse(body, bodies.CompletionBody)
             ask = asks.of_completion(completion, self._named(completion), self._headers)
@@ -134,7 +144,14 @@ class Exchange:
         if ask.num_choices > limit:
             allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
             raise problems.wrong("n", ask.n, allowed)
-        return ask
+        return ask, parsed
+
+    async def _parsed(self, chat: ChatBody) -> ParsedChat | None:
+        if self._to.parsers is not None:
+            return await self._to.parsers.chat(chat, credential(self._headers))
+        if chat.may_call:
+            raise problems.no_tools()
+        return None
 
     def _named(self, body: GenerationBody) -> str:
         """The request's id, which its body may say where no header does."""
@@ -142,8 +159,9 @@ class Exchange:
             self._id = body.request_id
         return self._id
 
-    async def _tokenizer(self, ask: Ask) -> Tokenizer | None:
-        if (field := ask.needs_tokenizer) is None:
+    async def _tokenizer(self, ask: Ask, parsed: ParsedChat | None) -> Tokenizer | None:
+        field = ask.needs_tokenizer
+        if field is None and (parsed is None or not parsed.needs_prompt):
             return None
         return await self._to.tokenizer.get(credential(self._headers), field)
 
@@ -155,14 +173,17 @@ class Exchange:
         for stream in self._streams:
             await stream.aclose()
 
-    async def _complete(self, ask: Ask, tokenizer: Tokenizer | None) -> None:
+    async def _complete(
+        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
+    ) -> None:
         readings = [self._whole(ask, stream) for stream in self._streams]
         completions = await _all(readings)
         head = answers.Head(ask, completions[0].model, int(time.time()))
         prompts = await shown_prompts(ask, tokenizer)
+        parsers = await self._parsers(ask, tokenizer, parsed)
 
         def body() -> bytes:
-            return json.dumps(answers.whole(head, completions, prompts)).encode()
+            return json.dumps(answers.whole(head, completions, prompts, parsers)).encode()
 
         # To write all that is known of a long prompt takes longer than others' tokens should wait.
         long = "prompt_logprobs" in ask.options or ask.return_token_ids
@@ -191,7 +212,18 @@ class Exchange:
                 )
         raise _cut_short()
 
-    async def _stream(self, ask: Ask, tokenizer: Tokenizer | None) -> None:
+    async def _parsers(
+        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
+    ) -> list[ParsedChoice]:
+        """One per choice; empty: outputs are not parsed."""
+        if parsed is None:
+            return []
+        token_ids = await prompt_token_ids(ask, tokenizer) if parsed.needs_prompt else ()
+        return parsed.choices(ask.num_choices, token_ids)
+
+    async def _stream(
+        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
+    ) -> None:
         """The answer as server-sent events.
 
         The status waits for all choices to be admitted and the first to say something, so that a
@@ -200,8 +232,15 @@ class Exchange:
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
         prompts = await shown_prompts(ask, tokenizer)
+        parsers = await self._parsers(ask, tokenizer, parsed)
         chunks = [
-            answers.Chunks(head, index, one.prompt_tokens, prompts[index // ask.n])
+            answers.Chunks(
+                head,
+                index,
+                one.prompt_tokens,
+                prompts[index // ask.n],
+                parsers[index] if parsers else None,
+            )
             for index, one in enumerate(accepted)
         ]
         # Each a task: a token resumes its choice, and not all that waits for that one's end.
@@ -213,7 +252,7 @@ class Exchange:
         )
         end = answers.DONE
         if ask.include_usage:
-            end = answers.usage_chunk(head, [one.usage for one in finished]) + end
+            end = answers.usage_chunk(head, [one.usage for one in finished], parsers) + end
         await self._write(end)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -235,6 +274,8 @@ class Exchange:
             # The end comes together with the last tokens.
             parts.append(chunks.chunk(tokens, finished))
             body = b"".join(parts)
+            if not body:
+                continue
             if self._started:
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
             else:

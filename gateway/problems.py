@@ -47,6 +47,7 @@ _NAMES = {
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
     "chat.template_kwargs": "chat_template_kwargs",
+    "chat.tools": "tools",
 }
 
 
@@ -103,6 +104,12 @@ class Problem(Exception):
 def wrong(field: str, value: object, allowed: str) -> Problem:
     """A field of the body, or a header, is not what it may be."""
     return Problem(400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value")
+
+
+def no_tools() -> Problem:
+    """Tools may be called, and nobody here would find the calls in what the model writes."""
+    message = "tools: this gateway has no tool_call_parser; tool_choice must be 'none' beside them"
+    return Problem(400, message, param="tools", code="unsupported_parameter")
 
 
 def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:

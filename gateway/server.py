@@ -15,7 +15,7 @@ import uvicorn
 from baton.client import BatonClient, Tls
 from baton.client.watcher import Watcher
 from baton.gateway import operators
-from baton.gateway.app import Gateway
+from baton.gateway.app import Gateway, ParsersFactory
 from baton.gateway.connections import protocol_factory
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import settled_heap, stop_requested
@@ -104,6 +104,7 @@ async def serve(
     ready: Callable[[], None],
     stop: asyncio.Event | None = None,
     security: SecurityConfig | None = None,
+    parsers: ParsersFactory | None = None,
 ) -> int:
     """Serves until asked to stop; then drains, for a bounded time.
 
@@ -114,6 +115,7 @@ async def serve(
         ready: called once when connections are accepted.
         stop: set to stop it; None for SIGINT and SIGTERM.
         security: TLS on both sides, and who may read metrics; None: as by default.
+        parsers: makes those of chats' outputs; None: there are none.
 
     Returns:
         The exit code: 0 after a stop that was asked for.
@@ -137,7 +139,7 @@ async def serve(
         BatonClient(coordinators, max_requests=_MAX_STREAMS, tls=tls) as client,
         Watcher(coordinators, tls=tls, api_key=operators.credential) as watcher,
     ):
-        gateway = Gateway(client, watcher, config, security)
+        gateway = Gateway(client, watcher, config, security, parsers)
         gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(

@@ -33,6 +33,7 @@ class TokenizeBody(bodies.Part):
     messages: bodies.Messages | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: bodies.Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -122,12 +123,12 @@ def _ids(tokenizer: Tokenizer, asked: TokenizeBody) -> list[int]:
         assert asked.prompt is not None
         special = asked.add_special_tokens is not False
         return tokenizer.encode_text(asked.prompt, add_special_tokens=special).tolist()
-    turns = [{"role": one.role, "content": one.content} for one in asked.messages]
     chat = build(
-        turns,
+        [one.turn() for one in asked.messages],
         {
             "add_generation_prompt": asked.add_generation_prompt,
             "template_kwargs": asked.chat_template_kwargs,
+            "tools": [tool.described() for tool in asked.tools or ()],
         },
     ).chat
     special = bool(asked.add_special_tokens)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from baton.client.request import Prompt, build
 from baton.gateway.asks import Ask
@@ -19,6 +19,8 @@ from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from baton.runtime.tokenization import Tokenizer
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -39,19 +41,22 @@ class ShownPrompt:
     token_ids: Sequence[int] = ()
 
 
-class ModelTokenizer:
-    """The tokenizer of the model that the coordinator serves, from files on this host.
+class OfTokenizer(Generic[T]):
+    """What is made, when it is first needed, of the served model's tokenizer files on this host.
 
     Args:
         model: asked with each caller's credential.
+        make: of the files' directory or hub id; works in a thread. Raises ConfigError.
     """
 
-    def __init__(self, model: PerCaller[common_pb2.ModelDescription]) -> None:
-        self._model = model
+    def __init__(
+        self, model: PerCaller[common_pb2.ModelDescription], make: Callable[[str], T]
+    ) -> None:
+        self._model, self._make = model, make
         self._path = ""
-        self._answer: Answer[Tokenizer] | None = None
+        self._answer: Answer[T] | None = None
 
-    async def get(self, authorization: str, field: str | None = None) -> Tokenizer:
+    async def get(self, authorization: str, field: str | None = None) -> T:
         """Raises Problem: the caller may not ask, or the files are not here.
 
         Args:
@@ -60,7 +65,7 @@ class ModelTokenizer:
         """
         path = (await self._model.get(authorization)).tokenizer
         if self._answer is None or path != self._path:
-            self._path, self._answer = path, Answer(lambda: _read(path), math.inf)
+            self._path, self._answer = path, Answer(lambda: self._made(path), math.inf)
         try:
             return await self._answer.get()
         except Problem as problem:
@@ -68,6 +73,22 @@ class ModelTokenizer:
                 raise
             message = f"{field} is not supported here: {problem}"
             raise Problem(400, message, param=field, code="unsupported_parameter") from None
+
+    async def _made(self, path: str) -> T:
+        try:
+            return await asyncio.to_thread(self._make, path)
+        except ConfigError as error:
+            _log.warning("the model's tokenizer cannot be used here: %s", error)
+            message = "this gateway has no files of the model's tokenizer"
+            raise Problem(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
+
+
+ModelTokenizer: TypeAlias = "OfTokenizer[Tokenizer]"
+
+
+def model_tokenizer(model: PerCaller[common_pb2.ModelDescription]) -> ModelTokenizer:
+    """To show prompts as tokens."""
+    return OfTokenizer(model, _tokenizer)
 
 
 async def shown_prompts(ask: Ask, tokenizer: Tokenizer | None) -> list[ShownPrompt]:
@@ -92,13 +113,15 @@ async def shown_prompts(ask: Ask, tokenizer: Tokenizer | None) -> list[ShownProm
         raise Problem(400, str(error), param="messages" if ask.chat else "prompt") from None
 
 
-async def _read(path: str) -> Tokenizer:
+async def prompt_token_ids(ask: Ask, tokenizer: Tokenizer | None) -> list[int]:
+    """Of its first prompt, which the coordinator has taken. Raises Problem as `shown_prompts`."""
+    assert tokenizer is not None
+    request = build(ask.prompts[0], ask.options)
     try:
-        return await asyncio.to_thread(_tokenizer, path)
-    except ConfigError as error:
-        _log.warning("prompts cannot be shown as tokens: %s", error)
-        message = "this gateway has no files of the model's tokenizer"
-        raise Problem(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
+        found = await asyncio.to_thread(tokenizer.prompt_at_once, request)
+    except InvalidArgument as error:
+        raise Problem(400, str(error), param="messages") from None
+    return found.tolist()
 
 
 def _tokenizer(path: str) -> Tokenizer:

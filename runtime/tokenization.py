@@ -97,9 +97,11 @@ class Tokenizer:
         """Whether its prompt may be tokenized on the event loop."""
         if request.HasField("tokens"):
             return True
-        around = sum(_AROUND_MESSAGE_CHARS + len(one.role) for one in request.chat.messages)
-        # The template may write those, too.
-        around += len(request.chat.template_kwargs)
+        chat = request.chat
+        # The template may write all of it.
+        around = len(chat.template_kwargs) + len(chat.tools)
+        for one in chat.messages:
+            around += _AROUND_MESSAGE_CHARS + len(one.role) + len(one.fields)
         return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -165,13 +167,13 @@ class Tokenizer:
                 "this model has no chat template; send text or tokens",
             )
         kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
-        messages = [{"role": one.role, "content": one.content} for one in chat.messages]
+        messages = [_as_template_reads(one) for one in chat.messages]
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             return self._template.render(
                 messages=messages,
                 # There, and none: templates ask `is not none`.
-                tools=None,
+                tools=json.loads(chat.tools) if chat.tools else None,
                 documents=None,
                 add_generation_prompt=add,
                 **{**self._special_tokens, **kwargs},
@@ -185,6 +187,34 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """A message; arguments of calls, which OpenAI's API has as JSON text, are objects there.
+
+    Text that is none, which a model wrote once, must not end the conversation that it is part of.
+
+    Source: vllm/renderers/chat_utils.py, _postprocess_messages.
+    """
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if not message.fields:
+        return found
+    found |= json.loads(message.fields)
+    calls = found.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            function["arguments"] = _as_object(function.get("arguments"))
+    return found
+
+
+def _as_object(arguments: Any) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (RecursionError, ValueError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _num_chars(request: inference_pb2.GenerateRequest) -> int:

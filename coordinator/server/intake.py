@@ -274,11 +274,12 @@ class Intake:
         found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
         if request.default_max_tokens:
             found.append(max(request.default_max_tokens, sampling.min_tokens))
-        if found and not sampling.HasField("max_tokens"):
-            room = (limits.max_model_len or math.inf) - len(prompt)
-            limited = common_pb2.SamplingParams(max_tokens=int(min(*found, room)))
-            limited.MergeFrom(sampling)
-            sampling = limited
+        room = (limits.max_model_len or math.inf) - len(prompt)
+        if not sampling.HasField("max_tokens"):
+            if found:
+                sampling = _limited(sampling, min(*found, room))
+        elif sampling.max_tokens > room:
+            sampling = _limited(sampling, room)
         known = array("I", request.resume.token_ids)
         tokenizer = self._tokenizer
         stop = known_stop(
@@ -341,6 +342,14 @@ class Intake:
             )
             known = self._known_limits = model, limits
         return known[1]
+
+
+def _limited(sampling: common_pb2.SamplingParams, most: float) -> common_pb2.SamplingParams:
+    """A copy: equal parameters of many requests are one message."""
+    limited = common_pb2.SamplingParams()
+    limited.CopyFrom(sampling)
+    limited.max_tokens = int(most)
+    return limited
 
 
 def _tenant(request: inference_pb2.GenerateRequest, caller: Caller) -> str:

@@ -220,6 +220,7 @@ async def serve(
     *,
     launch: bool,
     ready: Callable[[str], None],
+    listening: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     command: Sequence[str] = BATON,
 ) -> int:
@@ -230,6 +231,7 @@ async def serve(
         launch: whether to start the configured workers too, as `launcher` says.
         ready: called once with host:port, when requests can be served (without `launch`: when
             workers can attach).
+        listening: called once with the same, when it can be dialled.
         stop: set to stop it; None for SIGINT and SIGTERM.
         command: what runs a worker, as in LocalLauncher.
 
@@ -245,6 +247,8 @@ async def serve(
     async with settled_heap(), Coordinator(config, launched=launch) as coordinator:
         addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
         _log.info("listening", extra=addresses)
+        if listening is not None:
+            listening(coordinator.address)
         if not launch:
             ready(coordinator.address)
             await stop.wait()

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import InvalidArgument, NotFound, shown
@@ -26,8 +27,9 @@ _MAX_LOGIT_BIASES = 1024
 _MAX_CHOICES = 1024
 _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
-# Of chat templates, which the coordinator gives them itself.
-_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+# Of chat templates and their messages, which the coordinator gives them itself.
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_OWN_FIELDS = frozenset({"role", "content"})
 # A finished event has to fit one message beside everything else.
 _MAX_PROMPT_LOGPROB_ENTRIES = 200_000
 
@@ -117,11 +119,12 @@ def check_lengths(
             f"at most {context - 1}: the context is {context} tokens and must leave room for one",
         )
     room = context - num_prompt_tokens
-    if sampling.HasField("max_tokens") and sampling.max_tokens > room:
+    most = context if request.cut_max_tokens else room
+    if sampling.HasField("max_tokens") and sampling.max_tokens > most:
         raise InvalidArgument(
             "sampling.max_tokens",
             sampling.max_tokens,
-            f"at most {room}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
+            f"at most {most}: prompt ({num_prompt_tokens} tokens) and output must fit the context "
             f"of {context} tokens",
         )
     if sampling.min_tokens > room:
@@ -202,25 +205,43 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
         if not message.role:
             raise InvalidArgument(f"chat.messages[{index}].role", "", "must not be empty")
         num_bytes += len(message.role.encode()) + len(message.content.encode())
+        if message.fields:
+            field = f"chat.messages[{index}].fields"
+            num_bytes += _check_object(field, message.fields, _OWN_FIELDS)
     if chat.template_kwargs:
-        _check_template_kwargs(chat.template_kwargs)
-        num_bytes += len(chat.template_kwargs.encode())
+        num_bytes += _check_object("chat.template_kwargs", chat.template_kwargs, _OWN_VARIABLES)
+    if chat.tools:
+        num_bytes += _check_tools(chat.tools)
     return num_bytes
 
 
-def _check_template_kwargs(text: str) -> None:
-    field = "chat.template_kwargs"
+def _check_object(field: str, text: str, own: frozenset[str]) -> int:
+    """A JSON object for the chat template; bytes of its text."""
+    found = _from_json(field, text)
+    if not isinstance(found, dict):
+        raise InvalidArgument(field, text, "must be a JSON object")
+    if taken := own & found.keys():
+        names = ", ".join(sorted(own))
+        raise InvalidArgument(field, sorted(taken), f"must not name what is set otherwise: {names}")
+    return len(text.encode())
+
+
+def _check_tools(text: str) -> int:
+    field = "chat.tools"
+    found = _from_json(field, text)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise InvalidArgument(field, text, "must be a JSON array of objects")
+    return len(text.encode())
+
+
+def _from_json(field: str, text: str) -> Any:
     try:
         found = json.loads(text)
         # An escape may stand for half a character, which no tokenizer takes.
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, text, f"must be JSON text: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidArgument(field, text, "must be a JSON object")
-    if taken := _OWN_VARIABLES & found.keys():
-        own = ", ".join(sorted(_OWN_VARIABLES))
-        raise InvalidArgument(field, sorted(taken), f"must not name what is set otherwise: {own}")
+    return found
 
 
 def _check_resume(
@@ -353,7 +374,9 @@ def _check_structured(output: common_pb2.StructuredOutput) -> None:
     kind = output.WhichOneof("constraint")
     if kind is None:
         raise InvalidArgument(
-            field, None, "must be one of json_schema, json_object, regex, choice and grammar"
+            field,
+            None,
+            "must be one of json_schema, json_object, regex, choice, grammar, structural_tag",
         )
     field = f"{field}.{kind}"
     if kind == "json_object":
@@ -373,6 +396,8 @@ def _check_structured(output: common_pb2.StructuredOutput) -> None:
     _check_grammar_bytes(field, len(text.encode()))
     if kind == "json_schema":
         _check_schema(field, text)
+    elif kind == "structural_tag" and not isinstance(_from_json(field, text), dict):
+        raise InvalidArgument(field, text, "must be a JSON object")
 
 
 def _check_grammar_bytes(field: str, num_bytes: int) -> None:

@@ -46,6 +46,16 @@ class BatonConfig(Section):
         description="LoRA adapters: local directory or hub id of each, by the name that requests "
         "give as their model; every worker loads all",
     )
+    tool_call_parser: str = Field(
+        "",
+        description="vLLM's parser of calls of tools, by its name there (hermes, llama3_json, "
+        "...); the gateway then takes tools; empty: none",
+    )
+    reasoning_parser: str = Field(
+        "",
+        description="vLLM's parser of what a model reasons before it answers, by its name there "
+        "(deepseek_r1, qwen3, ...); empty: answers are as the model writes them",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="of Baton's own lines on standard error"
     )

@@ -73,7 +73,11 @@ async def test_events_arrive_typed_and_in_order(client, inference):
 
 async def test_everything_a_request_can_say_travels(client, inference):
     stream = client.generate(
-        [ChatMessage("system", "be brief"), ChatMessage("user", "hi")],
+        [
+            ChatMessage("system", "be brief"),
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]},
+            ChatMessage("tool", "hi", {"tool_call_id": "c"}),
+        ],
         lane="batch",
         slo=Slo(ttft_ms=500, itl_ms=50),
         timeout_s=2.5,
@@ -87,12 +91,15 @@ async def test_everything_a_request_can_say_travels(client, inference):
         json_schema={"type": "object"},
         add_generation_prompt=False,
         template_kwargs={"enable_thinking": False},
+        tools=[{"type": "function"}],
     )
     request = (await (await inference.connection()).submitted()).request
-    assert [(turn.role, turn.content) for turn in request.chat.messages] == [
-        ("system", "be brief"),
-        ("user", "hi"),
+    assert [(turn.role, turn.content, turn.fields) for turn in request.chat.messages] == [
+        ("system", "be brief", ""),
+        ("assistant", "", '{"tool_calls": [{"id": "c"}]}'),
+        ("tool", "hi", '{"tool_call_id": "c"}'),
     ]
+    assert request.chat.tools == '[{"type": "function"}]'
     assert request.chat.add_generation_prompt is False
     assert request.chat.template_kwargs == '{"enable_thinking": false}'
     assert request.lane == common_pb2.LANE_BATCH

@@ -215,6 +215,27 @@ async def test_a_default_length_gives_way_to_what_there_is_room_for(
     assert events[-1].finished.usage.completion_tokens == num_tokens
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "cut", "num_tokens"), [(1024, True, 4), (1024, False, None), (1025, True, None)]
+)
+async def test_a_length_may_give_way_to_what_there_is_room_for(
+    pair, inference, max_tokens, cut, num_tokens
+):
+    asked = inference_pb2.GenerateRequest(
+        tokens={"ids": [7] * 1020}, sampling={"max_tokens": max_tokens}, cut_max_tokens=cut
+    )
+    async with pair():
+        call = inference.Generate(asked, timeout=WAIT_S)
+        if num_tokens is None:
+            with pytest.raises(grpc.RpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith("sampling.max_tokens")
+        else:
+            events = [event async for event in call]
+            assert events[-1].finished.usage.completion_tokens == num_tokens
+
+
 async def test_no_worker_within_the_queue_time(coordinator_config):
     async with (
         Coordinator(coordinator_config(lanes={"interactive": {"max_queue_s": 0.1}})) as coordinator,

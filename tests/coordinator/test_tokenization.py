@@ -102,6 +102,44 @@ def test_templates_know_that_there_are_no_tools_and_no_documents(fresh_model_dir
     tokenizer.close()
 
 
+def test_templates_read_tools_and_calls(fresh_model_dir):
+    """Arguments are objects to them; what is none must not end the talk that it is part of."""
+    source = (
+        "{{ tools[0].function.name }}{% for message in messages %}|{{ message.role }}"
+        "{% for call in message.tool_calls %} {{ call.function.arguments | tojson }}{% endfor %}"
+        "{% if message.tool_call_id %} {{ message.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    written = ['{"city": "Oslo"}', {"city": "Rome"}, "[1]", '{"city"', "", None, "[" * 5000]
+    calls = [{"function": {"name": "f", "arguments": one}} for one in written]
+    prompt = chat(
+        ("user", "hi"),
+        ("assistant", ""),
+        ("tool", "cold"),
+        tools='[{"type": "function", "function": {"name": "weather"}}]',
+    )
+    prompt.messages[1].fields = json.dumps({"tool_calls": [*calls, {"function": 5}, 6]})
+    prompt.messages[2].fields = '{"tool_call_id": "call-1"}'
+    with pytest.raises(InvalidArgument, match="chat template refuses"):
+        tokenizer.render(prompt)
+    prompt.messages[1].fields = json.dumps({"tool_calls": calls})
+    shown = '{"city": "Oslo"} {"city": "Rome"}' + 5 * " {}"
+    assert tokenizer.render(prompt) == f"weather|user|assistant {shown}|tool call-1"
+    tokenizer.close()
+
+
+def test_long_tools_leave_the_event_loop(tokenizer):
+    short = inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools="[{}]"))
+    assert tokenizer.is_quick(short)
+    long = json.dumps([{"name": "x" * 10_000}])
+    assert not tokenizer.is_quick(
+        inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools=long))
+    )
+    short.chat.messages[0].fields = json.dumps({"reasoning": "x" * 10_000})
+    assert not tokenizer.is_quick(short)
+
+
 def test_no_template(fresh_model_dir):
     set_settings(fresh_model_dir, chat_template=None)
     tokenizer = Tokenizer(str(fresh_model_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,14 @@ def request(sampling=None, **fields) -> inference_pb2.GenerateRequest:
 
 def templated(kwargs: str) -> dict:
     return {"chat": {"messages": [{"role": "user"}], "template_kwargs": kwargs}}
+
+
+def with_tools(tools: str) -> dict:
+    return {"chat": {"messages": [{"role": "user"}], "tools": tools}}
+
+
+def with_fields(fields: str) -> dict:
+    return {"chat": {"messages": [{"role": "user"}, {"role": "tool", "fields": fields}]}}
 
 
 def structured(**fields) -> dict:
@@ -63,6 +72,8 @@ def structured(**fields) -> dict:
         (structured(json_object=False), "sampling.structured_output.json_object"),
         (structured(regex=""), "sampling.structured_output.regex"),
         (structured(grammar="x" * 70_000), "sampling.structured_output.grammar"),
+        (structured(structural_tag="{"), "sampling.structured_output.structural_tag"),
+        (structured(structural_tag="[]"), "sampling.structured_output.structural_tag"),
         (structured(choice=common_pb2.Choices()), "sampling.structured_output.choice.values"),
     ],
 )
@@ -86,6 +97,13 @@ def test_sampling(sampling, field):
         (templated("[1]"), "chat.template_kwargs"),
         (templated('{"messages": []}'), "chat.template_kwargs"),
         (templated(r'{"name": ["\ud800"]}'), "chat.template_kwargs"),
+        (with_tools("{"), "chat.tools"),
+        (with_tools("{}"), "chat.tools"),
+        (with_tools("[1]"), "chat.tools"),
+        (with_tools(json.dumps([{"name": "x" * 5 * 2**20}])), "chat"),
+        (with_fields("[]"), "chat.messages[1].fields"),
+        (with_fields('{"content": "x"}'), "chat.messages[1].fields"),
+        (with_fields("{"), "chat.messages[1].fields"),
         ({"lane": 9}, "lane"),
         ({"lane": -1}, "lane"),
         ({"request_id": "has space"}, "request_id"),

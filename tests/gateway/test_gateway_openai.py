@@ -228,6 +228,17 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         assert answer.choices[0].finish_reason == "length"
 
 
+async def test_a_length_gives_way_to_what_there_is_room_for(openai):
+    """Many clients allow every request as much as the model could ever write."""
+    context = (await openai.models.list()).data[0].max_model_len
+    prompt = [7] * (context - 3)
+    answer = await openai.completions.create(
+        model="demo", prompt=prompt, max_tokens=context, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 3
+    assert answer.choices[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
@@ -288,7 +299,20 @@ async def test_what_is_wrong_is_named(openai, field, body):
         ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": 5}]}),
         ("tools", {"tools": [TOOL]}),
         ("tools", {"tools": [TOOL], "tool_choice": "auto"}),
+        ("tools", {"tools": [TOOL], "tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": "sometimes"}),
+        (
+            "tool_choice",
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        ),
+        ("tools[0].function", {"tools": [{"type": "function"}]}),
+        ("tools[0].type", {"tools": [{"type": "retrieval", "function": {"name": "f"}}]}),
+        (
+            "messages[0].tool_calls[0].function.name",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        ),
+        ("reasoning_effort", {"reasoning_effort": "some"}),
         ("echo", {"echo": True}),
         ("add_special_tokens", {"add_special_tokens": True}),
         ("top_logprobs", {"top_logprobs": 2}),
@@ -311,14 +335,14 @@ async def test_what_is_wrong_in_a_chat_is_named(openai, field, body):
 async def test_fields_that_change_nothing_are_taken(openai):
     await openai.chat.completions.create(
         model="demo",
-        messages=[{**TURNS[0], "name": "Ann"}],
+        messages=TURNS,
         max_tokens=1,
         user="u",
         metadata={"a": "b"},
         store=False,
         service_tier="auto",
-        tools=[TOOL],
-        tool_choice="none",
+        tools=[],
+        tool_choice="auto",
         parallel_tool_calls=True,
         safety_identifier="s",
         prompt_cache_key="conversation",

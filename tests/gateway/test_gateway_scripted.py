@@ -141,6 +141,39 @@ async def test_variables_of_the_chat_template_travel(inference, scripted):
     assert json.loads(request.chat.template_kwargs) == {"enable_thinking": False}
 
 
+async def test_what_is_said_of_tools_reaches_the_chat_template(inference, scripted):
+    """Also without parsers, where they may not be called: earlier calls stay part of the talk."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = {
+        "messages": [
+            {"role": "user", "content": "hi", "name": "Ann"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "so"},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+        "reasoning_effort": "none",
+    }
+    chat = (await submitted(inference, scripted, body, "/v1/chat/completions")).chat
+    assert [(turn.role, turn.content) for turn in chat.messages] == [
+        ("user", "hi"),
+        ("assistant", ""),
+        ("tool", "7"),
+    ]
+    assert [json.loads(turn.fields) for turn in chat.messages] == [
+        {"name": "Ann"},
+        {"tool_calls": [call], "reasoning": "so", "reasoning_content": "so"},
+        {"tool_call_id": "c"},
+    ]
+    # What is not said is null, as vLLM gives it to templates.
+    told = {"name": "f", "description": None, "parameters": None}
+    assert json.loads(chat.tools) == [{"type": "function", "function": told}]
+    assert json.loads(chat.template_kwargs) == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+    }
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "lane"),
     [

@@ -56,7 +56,7 @@ async def test_chats_become_the_tokens_that_they_are_served_as(post, openai):
             "messages",
             {"messages": TURNS, "chat_template_kwargs": {"documents": []}},
         ),
-        ("/tokenize", "tools", {"messages": TURNS, "tools": [{"type": "function"}]}),
+        ("/tokenize", "tools[0].function", {"messages": TURNS, "tools": [{"type": "function"}]}),
         ("/tokenize", "promt", {"promt": "x"}),
         ("/detokenize", "tokens", {}),
         ("/detokenize", "tokens[1]", {"tokens": [1, -1]}),

@@ -1,7 +1,8 @@
 """Requests whose outputs through the cluster must equal those of one plain vLLM.
 
 Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids)
-and `sampling` (by vLLM's names; `json_schema` and `choice` for grammars); a LoRA `adapter`'s name.
+and `sampling` (by vLLM's names; `json_schema`, `choice` and `structural_tag` for grammars); a LoRA
+`adapter`'s name.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ JSON_SCHEMA = (
     '"additionalProperties":false}'
 )
 
+# As a tool that must be called is asked for.
+STRUCTURAL_TAG = (
+    '{"type":"structural_tag","format":{"type":"tag","begin":"<tool_call>","content":'
+    '{"type":"json_schema","json_schema":' + JSON_SCHEMA + '},"end":"</tool_call>"}}'
+)
 # Some 150 tokens.
 LIST_SCHEMA = (
     '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},'
@@ -94,6 +100,7 @@ def sampling_cases() -> list[Case]:
         greedy("bad-words", ids[5], bad_words=["the", "st"]),
         greedy("logit-bias", ids[5], logit_bias={"40": 4.0, "41": -3.0}),
         greedy("json", ids[0], json_schema=JSON_SCHEMA, max_tokens=48),
+        greedy("structural-tag", ids[3], structural_tag=STRUCTURAL_TAG, max_tokens=48),
         # Every character is split across tokens, the first one across prefill and decode.
         greedy("multi-byte", ids[1], choice=["żółw", "été 🐢"], max_tokens=32),
         greedy("multi-byte-2", ids[2], choice=["日本語"], max_tokens=32),

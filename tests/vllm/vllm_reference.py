@@ -28,10 +28,9 @@ ADAPTERS: dict[str, LoRARequest] = {}
 def sampling_params(sampling: dict[str, Any]) -> SamplingParams:
     arguments = dict(sampling)
     grammar = {}
-    if schema := arguments.pop("json_schema", None):
-        grammar["json"] = schema
-    if choice := arguments.pop("choice", None):
-        grammar["choice"] = choice
+    for ours, theirs in (("json_schema", "json"), ("choice", "choice"), ("structural_tag",) * 2):
+        if constraint := arguments.pop(ours, None):
+            grammar[theirs] = constraint
     if grammar:
         arguments["structured_outputs"] = StructuredOutputsParams(**grammar)
     if bias := arguments.pop("logit_bias", None):

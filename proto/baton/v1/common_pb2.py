@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\x1a\x19google/protobuf/any.proto\"\xd0\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12;\n\nlogit_bias\x18\x13 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12\x35\n\x11structured_output\x18\x15 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x97\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x0c\n\nconstraint\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"z\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x10\n\x08revision\x18\x05 \x01(\t\"8\n\rTokenLogprobs\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"e\n\tStageTime\x12\x1e\n\x05stage\x18\x01 \x01(\x0e\x32\x0f.baton.v1.Stage\x12\x10\n\x08start_us\x18\x02 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\"\x7f\n\rLatencyBudget\x12#\n\x06stages\x18\x01 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0f\n\x07ttft_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x12\n\nitl_p50_us\x18\x04 \x01(\x04\x12\x12\n\nitl_max_us\x18\x05 \x01(\x04\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x99\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\ttokenizer\x18\x05 \x01(\t\x12\'\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x15.baton.v1.LoraAdapter\"-\n\x0bLoraAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\"T\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*B\n\x04Lane\x12\x14\n\x10LANE_UNSPECIFIED\x10\x00\x12\x14\n\x10LANE_INTERACTIVE\x10\x01\x12\x0e\n\nLANE_BATCH\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xe5\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTAGE_TOKENIZE\x10\x01\x12\x0f\n\x0bSTAGE_QUEUE\x10\x02\x12\x17\n\x13STAGE_PREFILL_QUEUE\x10\x03\x12\x11\n\rSTAGE_PREFILL\x10\x04\x12\x11\n\rSTAGE_HANDOFF\x10\x05\x12\x16\n\x12STAGE_DECODE_QUEUE\x10\x06\x12\x10\n\x0cSTAGE_DECODE\x10\x07\x12\x12\n\x0eSTAGE_RECOVERY\x10\x08\x12\x11\n\rSTAGE_NETWORK\x10\t\x12\x10\n\x0cSTAGE_PARKED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\x1a\x19google/protobuf/any.proto\"\xd0\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12;\n\nlogit_bias\x18\x13 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12\x35\n\x11structured_output\x18\x15 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xb1\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x42\x0c\n\nconstraint\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"z\n\nTokenDelta\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x10\n\x08revision\x18\x05 \x01(\t\"8\n\rTokenLogprobs\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"e\n\tStageTime\x12\x1e\n\x05stage\x18\x01 \x01(\x0e\x32\x0f.baton.v1.Stage\x12\x10\n\x08start_us\x18\x02 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\"\x7f\n\rLatencyBudget\x12#\n\x06stages\x18\x01 \x03(\x0b\x32\x13.baton.v1.StageTime\x12\x0f\n\x07ttft_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x12\n\nitl_p50_us\x18\x04 \x01(\x04\x12\x12\n\nitl_max_us\x18\x05 \x01(\x04\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x99\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x11\n\ttokenizer\x18\x05 \x01(\t\x12\'\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32\x15.baton.v1.LoraAdapter\"-\n\x0bLoraAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\"T\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*B\n\x04Lane\x12\x14\n\x10LANE_UNSPECIFIED\x10\x00\x12\x14\n\x10LANE_INTERACTIVE\x10\x01\x12\x0e\n\nLANE_BATCH\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xe5\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTAGE_TOKENIZE\x10\x01\x12\x0f\n\x0bSTAGE_QUEUE\x10\x02\x12\x17\n\x13STAGE_PREFILL_QUEUE\x10\x03\x12\x11\n\rSTAGE_PREFILL\x10\x04\x12\x11\n\rSTAGE_HANDOFF\x10\x05\x12\x16\n\x12STAGE_DECODE_QUEUE\x10\x06\x12\x10\n\x0cSTAGE_DECODE\x10\x07\x12\x12\n\x0eSTAGE_RECOVERY\x10\x08\x12\x11\n\rSTAGE_NETWORK\x10\t\x12\x10\n\x0cSTAGE_PARKED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,38 +34,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_LANE']._serialized_start=1965
-  _globals['_LANE']._serialized_end=2031
-  _globals['_ROLE']._serialized_start=2033
-  _globals['_ROLE']._serialized_end=2096
-  _globals['_FINISHREASON']._serialized_start=2098
-  _globals['_FINISHREASON']._serialized_end=2222
-  _globals['_STAGE']._serialized_start=2225
-  _globals['_STAGE']._serialized_end=2454
+  _globals['_LANE']._serialized_start=1991
+  _globals['_LANE']._serialized_end=2057
+  _globals['_ROLE']._serialized_start=2059
+  _globals['_ROLE']._serialized_end=2122
+  _globals['_FINISHREASON']._serialized_start=2124
+  _globals['_FINISHREASON']._serialized_end=2248
+  _globals['_STAGE']._serialized_start=2251
+  _globals['_STAGE']._serialized_end=2480
   _globals['_SAMPLINGPARAMS']._serialized_start=63
   _globals['_SAMPLINGPARAMS']._serialized_end=911
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=670
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=718
   _globals['_STRUCTUREDOUTPUT']._serialized_start=914
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1065
-  _globals['_CHOICES']._serialized_start=1067
-  _globals['_CHOICES']._serialized_end=1092
-  _globals['_TOKENDELTA']._serialized_start=1094
-  _globals['_TOKENDELTA']._serialized_end=1216
-  _globals['_TOKENLOGPROBS']._serialized_start=1218
-  _globals['_TOKENLOGPROBS']._serialized_end=1274
-  _globals['_TOKENLOGPROB']._serialized_start=1276
-  _globals['_TOKENLOGPROB']._serialized_end=1353
-  _globals['_STAGETIME']._serialized_start=1355
-  _globals['_STAGETIME']._serialized_end=1456
-  _globals['_LATENCYBUDGET']._serialized_start=1458
-  _globals['_LATENCYBUDGET']._serialized_end=1585
-  _globals['_USAGE']._serialized_start=1587
-  _globals['_USAGE']._serialized_end=1674
-  _globals['_MODELDESCRIPTION']._serialized_start=1677
-  _globals['_MODELDESCRIPTION']._serialized_end=1830
-  _globals['_LORAADAPTER']._serialized_start=1832
-  _globals['_LORAADAPTER']._serialized_end=1877
-  _globals['_REQUESTERROR']._serialized_start=1879
-  _globals['_REQUESTERROR']._serialized_end=1963
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1091
+  _globals['_CHOICES']._serialized_start=1093
+  _globals['_CHOICES']._serialized_end=1118
+  _globals['_TOKENDELTA']._serialized_start=1120
+  _globals['_TOKENDELTA']._serialized_end=1242
+  _globals['_TOKENLOGPROBS']._serialized_start=1244
+  _globals['_TOKENLOGPROBS']._serialized_end=1300
+  _globals['_TOKENLOGPROB']._serialized_start=1302
+  _globals['_TOKENLOGPROB']._serialized_end=1379
+  _globals['_STAGETIME']._serialized_start=1381
+  _globals['_STAGETIME']._serialized_end=1482
+  _globals['_LATENCYBUDGET']._serialized_start=1484
+  _globals['_LATENCYBUDGET']._serialized_end=1611
+  _globals['_USAGE']._serialized_start=1613
+  _globals['_USAGE']._serialized_end=1700
+  _globals['_MODELDESCRIPTION']._serialized_start=1703
+  _globals['_MODELDESCRIPTION']._serialized_end=1856
+  _globals['_LORAADAPTER']._serialized_start=1858
+  _globals['_LORAADAPTER']._serialized_end=1903
+  _globals['_REQUESTERROR']._serialized_start=1905
+  _globals['_REQUESTERROR']._serialized_end=1989
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    CUT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs, traces and `baton explain`, and makes a submission idempotent: while
     a request of this id and caller is running, submitting it again is ALREADY_EXISTS. At most 128
@@ -83,6 +84,10 @@ class GenerateRequest(_message.Message):
     default_max_tokens: _builtins.int
     """Stands in for sampling.max_tokens where that is unset, and is less where the context or a limit
     leaves less room, more where sampling.min_tokens is. 0: none.
+    """
+    cut_max_tokens: _builtins.bool
+    """Where the prompt leaves room for fewer tokens than sampling.max_tokens, as many are what is
+    asked for, instead of INVALID_ARGUMENT. More than the whole context is wrong all the same.
     """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
@@ -126,10 +131,11 @@ class GenerateRequest(_message.Message):
         tracestate: _builtins.str = ...,
         tenant: _builtins.str = ...,
         default_max_tokens: _builtins.int = ...,
+        cut_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "timeout", b"timeout", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "cut_max_tokens", b"cut_max_tokens", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -144,10 +150,16 @@ class ChatPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether to end the prompt with the opening of the assistant's turn. Unset: true."""
     template_kwargs: _builtins.str
     """A JSON object: more variables of the model's chat template, such as {"enable_thinking": false}."""
+    tools: _builtins.str
+    """A JSON array: what the model may call, as OpenAI's API has it: {"type": "function", "function":
+    {"name": ..., "description": ..., "parameters": {...}}}. The template writes them into the
+    prompt, and calls come as the model writes them: text. Empty: none.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
@@ -156,10 +168,11 @@ class ChatPrompt(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         template_kwargs: _builtins.str = ...,
+        tools: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs", b"template_kwargs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -173,18 +186,24 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or what the model's template knows."""
     content: _builtins.str
+    fields: _builtins.str
+    """A JSON object: what else the template reads of a message, as OpenAI's API has it, such as
+    {"tool_calls": [...]} or {"tool_call_id": "call-1"}. Empty: nothing.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        fields: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields", b"fields", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

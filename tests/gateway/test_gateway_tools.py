@@ -1,0 +1,271 @@
+"""Calls of tools and what is reasoned, found by vLLM's parsers in what a scripted model writes."""
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+import pytest_asyncio
+from scripted_inference import ScriptedInference, accepted, delta, finished, serving
+from tokenizers import Tokenizer
+
+from baton import models
+from baton.v1 import common_pb2
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+# Importing vLLM takes a busy machine half a minute.
+START_S, WAIT_S = 240.0, 30.0
+CONFIG = {
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+    "http": {"listen": "127.0.0.1:0"},
+}
+THINK, ANSWER = "<think>", "</think>"
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+TURNS = [{"role": "user", "content": "How cold is it in Oslo?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+OSLO, ROME = '{"city": "Oslo"}', '{"city": "Rome"}'
+
+
+def call(arguments):
+    """As models that hermes reads write it."""
+    return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+
+
+class Model(ScriptedInference):
+    """A coordinator whose model's tokenizer lies in a directory."""
+
+    def __init__(self, directory):
+        super().__init__()
+        self.directory = directory
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    async def GetModel(self, request, context):
+        return common_pb2.ModelDescription(name="scripted", tokenizer=str(self.directory))
+
+    def events(self, stream, text, reason):
+        """One token at a time; the last one comes with the end."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        yield accepted(stream)
+        for offset, one in enumerate(ids):
+            said = self.tokenizer.decode([one], skip_special_tokens=False)
+            yield delta(stream, offset, [one], said)
+        yield finished(stream, reason, len(ids))
+
+
+class Gateway:
+    def __init__(self, url, model):
+        self.url, self._model = url, model
+        self._connection = None
+
+    async def ask(self, text, *, reason=STOP, think=False, **body):
+        """What is submitted, and the answer; the model writes `text`."""
+        kwargs = {} if think else {"chat_template_kwargs": {"enable_thinking": False}}
+        body = {"messages": TURNS, **kwargs, **body}
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
+            asked = asyncio.create_task(http.post(f"{self.url}/v1/chat/completions", json=body))
+            self._connection = self._connection or await self._model.connection()
+            submits = [await self._connection.submitted() for _ in range(body.get("n", 1))]
+            for submit in submits:
+                for event in self._model.events(submit.stream, text, reason):
+                    self._connection.send(event)
+            answer = await asked
+        assert answer.status_code == 200, answer.text
+        return submits[0].request, answer
+
+    async def said(self, text, **options):
+        """The answer's choices, and its usage, whole and as the chunks of a stream add up."""
+        _, whole = await self.ask(text, **options)
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        _, streamed = await self.ask(text, **options, **streaming)
+        found = whole.json()
+        for choice in found["choices"]:
+            for one in choice["message"].get("tool_calls", ()):
+                assert one.pop("id")
+        assert joined(streamed.text) == (
+            [plain(choice) for choice in found["choices"]],
+            found["usage"],
+        )
+        return [plain(choice) for choice in found["choices"]], found["usage"]
+
+    async def refused(self, **body):
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
+            body = {"messages": TURNS, **body}
+            answer = await http.post(f"{self.url}/v1/chat/completions", json=body)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]
+
+
+def plain(choice):
+    message = choice["message"]
+    calls = [one["function"] for one in message.get("tool_calls", ())]
+    reasoning = message.get("reasoning", "")
+    return message["content"] or "", reasoning, calls, choice["finish_reason"]
+
+
+def joined(text):
+    """What the chunks of a stream add up to."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    choices, spoke = {}, set()
+    for chunk in chunks[:-1]:
+        (one,) = chunk["choices"]
+        index, told = one["index"], one["delta"]
+        assert (told.get("role") == "assistant") is (index not in spoke)
+        spoke.add(index)
+        made = choices.setdefault(index, {"content": "", "reasoning": "", "calls": [], "end": None})
+        assert made["end"] is None
+        made["content"] += told.get("content") or ""
+        made["reasoning"] += told.get("reasoning") or ""
+        for part in told.get("tool_calls", ()):
+            if part["index"] == len(made["calls"]):
+                assert part["id"]
+                made["calls"].append({"name": "", "arguments": ""})
+            for name, value in part["function"].items():
+                made["calls"][part["index"]][name] += value
+        made["end"] = one["finish_reason"]
+    return [tuple(choices[index].values()) for index in sorted(choices)], chunks[-1]["usage"]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """The files of a tokenizer that knows the marks of what is reasoned."""
+    directory = tmp_path_factory.mktemp("thinker")
+    source = Path(models.__file__).parent / "glossary"
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_tokens([THINK, ANSWER])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "<|user|>{{ messages[-1].content }}<|assistant|>"
+        "{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(thinker, tmp_path_factory):
+    """`baton gateway` as it is, in front of a coordinator whose answers the test writes."""
+    config = tmp_path_factory.mktemp("gateway") / "baton.yaml"
+    config.write_text(json.dumps(CONFIG))
+    model = Model(thinker)
+    async with serving(model) as (address, _):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton.cli", "gateway", "--coordinator", address),
+            *("--config", str(config)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            yield Gateway(line.decode().strip().removeprefix("ready http="), model)
+        finally:
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls", "reason"),
+    [
+        ("It is cold.", "It is cold.", [], "stop"),
+        (call(OSLO), "", [OSLO], "tool_calls"),
+        ("I look. " + call(OSLO) + "\n" + call(ROME), "I look. ", [OSLO, ROME], "tool_calls"),
+        ("Is 1 <tool 2?", "Is 1 <tool 2?", [], "stop"),
+    ],
+)
+async def test_calls_are_found(gateway, text, content, calls, reason):
+    found, _ = await gateway.said(text, tools=[TOOL])
+    made = [{"name": "weather", "arguments": one} for one in calls]
+    assert found == [(content, "", made, reason)]
+
+
+async def test_one_call_at_a_time_when_that_is_asked_for(gateway):
+    text = call(OSLO) + call(ROME)
+    ((_, _, calls, _),), _ = await gateway.said(text, tools=[TOOL], parallel_tool_calls=False)
+    assert calls == [{"name": "weather", "arguments": OSLO}]
+
+
+async def test_an_output_cut_off_in_a_call_says_so(gateway):
+    options = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
+    _, answer = await gateway.ask(call(OSLO)[:-20], reason=LENGTH, **options)
+    (((content, _, calls, reason),), _) = joined(answer.text)
+    assert (content, reason) == ("", "length")
+    assert [one["name"] for one in calls] == ["weather"]
+
+
+async def test_what_is_reasoned_comes_apart_from_the_answer(gateway):
+    text = f"{THINK}Oslo is north{ANSWER}It is cold."
+    found, usage = await gateway.said(text, think=True)
+    assert found == [("It is cold.", "Oslo is north", [], "stop")]
+    reasoned = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < reasoned < usage["completion_tokens"]
+    # Then a call; each choice has a parser of its own.
+    text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
+    found, _ = await gateway.said(text, think=True, tools=[TOOL], n=2)
+    made = [{"name": "weather", "arguments": OSLO}]
+    assert found == 2 * [("", "Oslo is north", made, "tool_calls")]
+
+
+async def test_the_prompt_says_whether_the_model_reasons(gateway):
+    found, usage = await gateway.said("It is cold.", think=False)
+    assert found == [("It is cold.", "", [], "stop")]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_what_is_reasoned_can_be_hidden(gateway):
+    text = f"{THINK}Oslo is north{ANSWER}It is cold."
+    hidden = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    for stream in (False, True):
+        _, answer = await gateway.ask(text, think=True, stream=stream, **hidden)
+        assert "north" not in answer.text
+        assert "token_ids" not in answer.text
+        assert "cold" in answer.text
+
+
+async def test_tools_reach_the_coordinator_and_calls_may_be_made_to_follow_them(gateway):
+    request, _ = await gateway.ask("It is cold.", tools=[TOOL])
+    assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
+    assert not request.sampling.HasField("structured_output")
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        request, answer = await gateway.ask(call(OSLO), tools=[STRICT], tool_choice=choice)
+        tag = request.sampling.structured_output.structural_tag
+        assert '"Oslo"' in tag
+        assert "<tool_call>" in tag
+        (found,) = answer.json()["choices"]
+        # As OpenAI has it, a call that was told to be made is no reason of its own.
+        reason = "tool_calls" if choice == "required" else "stop"
+        assert plain(found) == ("", "", [{"name": "weather", "arguments": OSLO}], reason)
+    request, answer = await gateway.ask(call(OSLO), tools=[TOOL], tool_choice="none")
+    assert request.chat.tools
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_grammars_stay_what_they_were(gateway):
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    request, _ = await gateway.ask("{}", response_format=wanted)
+    assert json.loads(request.sampling.structured_output.json_schema) == schema
+    for outputs in ({"regex": "a+"}, {"choice": ["a", "b"]}, {"json": "{}"}):
+        request, _ = await gateway.ask("a", structured_outputs=outputs)
+        (kind,) = outputs
+        assert kind in str(request.sampling.structured_output.WhichOneof("constraint"))
+
+
+async def test_what_parsers_refuse_is_told(gateway):
+    error = await gateway.refused(tools=[{"type": "function", "function": {"name": ""}}])
+    assert error["param"] == "tools[0].function.name"
+    error = await gateway.refused(tools=[TOOL], tool_choice="required", top_logprobs=3)
+    assert error["param"] == "top_logprobs"
