@@ -102,18 +102,26 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(baton, cluster):
+def ask(baton_here, cluster):
+    """In this process: each saves a start."""
+    return lambda *arguments: baton_here(*arguments, env={"BATON_ADDRESS": cluster})
+
+
+@pytest.fixture
+def ask_apart(baton, cluster):
+    """In a process of its own, for commands that handle signals."""
     return lambda *arguments, **keywords: baton(
         *arguments, env={"BATON_ADDRESS": cluster}, **keywords
     )
 
 
-def test_generate_prints_text_and_a_last_newline(ask):
-    result = ask("generate", "hello", "--max-tokens", "8", "--timeout", "20")
+def test_generate_prints_text_and_a_last_newline(ask_apart):
+    result = ask_apart("generate", "hello", "--max-tokens", "8", "--timeout", "20")
     assert result.code == 0, result.err
     assert result.out.strip()
     assert result.out.endswith("\n")
-    assert ask("generate", "-", "--max-tokens", "8", stdin="hello").out == result.out
+    again = ask_apart("generate", "-", "--max-tokens", "8", stdin="hello")
+    assert again.out == result.out
 
 
 def test_generate_json_is_one_event_per_line(ask):
@@ -236,11 +244,11 @@ def mooncake(path, *requests):
     return str(path)
 
 
-def test_bench_and_replay_measure_and_their_results_compare(ask, tmp_path):
+def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_path):
     out, goals = str(tmp_path / "bench.json"), ("--ttft-ms", "20000", "--itl-ms", "20000")
     load = ("--rate", "50", "--requests", "20", "--burstiness", "0.5", "--batch-share", "0.4")
     lengths = ("--prompt-tokens", "20-200", "--output-tokens", "8")
-    result = ask("bench", *load, *lengths, *goals, "--tenant", "load", "--out", out)
+    result = ask_apart("bench", *load, *lengths, *goals, "--tenant", "load", "--out", out)
     assert result.code == 0, result.err
     assert re.search(r"^requests +20, 0 failed$", result.out, re.MULTILINE)
     found = json.loads(Path(out).read_text())
@@ -253,17 +261,17 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, tmp_path):
 
     # Prompts with the same hash ids share their KV blocks, those without share none.
     alike = mooncake(tmp_path / "a", *((n * 1000, 600 + n, [0, n + 1]) for n in range(5)))
-    result = ask("replay", alike, "--speed", "10", "--json")
+    result = ask_apart("replay", alike, "--speed", "10", "--json")
     assert result.code == 0, result.err
     replayed = json.loads(result.out)
     assert (replayed["kind"], replayed["num_ended"]) == ("replay", 5)
     assert 0.5 < replayed["cached_share"] < 0.75
     different = mooncake(tmp_path / "d", *((n * 100, 600, [n, n + 9]) for n in range(3)))
     other = tmp_path / "replay.json"
-    assert ask("replay", different, "--out", str(other)).code == 0
+    assert ask_apart("replay", different, "--out", str(other)).code == 0
     assert json.loads(other.read_text())["cached_share"] == 0
 
-    compared = ask("bench", "compare", out, str(other), "--json")
+    compared = ask_apart("bench", "compare", out, str(other), "--json")
     assert compared.code == 0, compared.err
     rows = {row["figure"]: row for row in json.loads(compared.out)}
     assert (rows["requests"]["a"], rows["requests"]["b"]) == (20, 3)
@@ -447,7 +455,7 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
         up.close()
 
 
-def test_a_log_that_nobody_reads_any_more_ends_nothing(baton, tmp_path):
+def test_a_log_that_nobody_reads_any_more_ends_nothing(baton_here, tmp_path):
     """As `baton up 2>&1 | tee log` when tee is gone."""
     read_end, write_end = os.pipe()
     up = start_up("--no-http", home=tmp_path, stderr=write_end)
@@ -457,7 +465,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(baton, tmp_path):
         os.close(read_end)
 
         def workers():
-            found = json.loads(baton("workers", "--json", "--address", address).out)
+            found = json.loads(baton_here("workers", "--json", "--address", address).out)
             return {one["worker_id"]: one["pid"] for one in found if one["role"] == "decode"}
 
         # What they log from now on goes nowhere; what becomes of them is seen all the same.

@@ -4,12 +4,11 @@ The models are nothing but a config.json; vLLM reads it, and looks at the class 
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_programs import Program, fork, run_baton
 
 # vLLM looks at a class of models for the first time in a process of its own, and remembers it.
 pytestmark = [pytest.mark.vllm]
@@ -135,6 +134,7 @@ ADAPTER_CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "max_loras": ({"a": "{adapter}", "b": "{adapter}"}, {"max_loras": 2}),
 }
 PLAIN = "serve it with plain vLLM"
+TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -149,23 +149,17 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def said(directories: dict[str, str]) -> dict[str, str]:
+def said(directories: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the engine's start says, by case."""
     cases = {name: (directories[model], args, {}) for name, (model, args) in CASES.items()} | {
         name: (directories["llama"], args, adapters)
         for name, (adapters, args) in ADAPTER_CASES.items()
     }
-    given = json.dumps(cases).replace("{adapter}", directories["adapter"])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "refusals_program.py")],
-        input=given.replace("{llama}", directories["llama"]),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    messages: dict[str, str] = json.loads(done.stdout)
+    text = json.dumps(cases).replace("{adapter}", directories["adapter"])
+    given = json.loads(text.replace("{llama}", directories["llama"]))
+    directory = tmp_path_factory.mktemp("refusals")
+    with Program("refusals_program", given, directory=directory) as program:
+        messages: dict[str, str] = program.result()
     return messages
 
 
@@ -262,14 +256,20 @@ def test_the_others_get_as_far_as_their_missing_files(said: dict[str, str], name
     assert "tokenizer" in said[name]
 
 
-def test_what_a_person_sees(directories: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "baton.cli.main", "worker", "--role", "prefill"]
-    command += ["--coordinator", "127.0.0.1:1", "--model", directories["mamba"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+def test_what_a_person_sees(directories: dict[str, str], tmp_path: Path) -> None:
+    arguments = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1"]
+    log = tmp_path / "worker.log"
+    process = fork(run_baton, *arguments, "--model", directories["mamba"], log=log)
+    try:
+        process.join(TIMEOUT_S)
+        said = log.read_text()
+        assert process.exitcode == 1, said[-3000:]
+    finally:
+        process.kill()
+        process.join()
+    last = said.splitlines()[-1]
     assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last, (
-        done.stderr[-3000:]
+        said[-3000:]
     )
     assert PLAIN in last
 
@@ -284,24 +284,19 @@ def test_what_a_person_sees(directories: dict[str, str]) -> None:
         ("max_loras", "engine_args.max_loras: is 2; must be at least 3 on a CPU"),
     ],
 )
-def test_settings_that_adapters_cannot_do_with(said: dict[str, str], case: str, message: str):
+def test_settings_that_adapters_cannot_do_with(
+    said: dict[str, str], case: str, message: str
+) -> None:
     assert said[case].startswith(message)
 
 
-def test_a_cache_of_anything_but_tokens_is_refused_by_what_it_is() -> None:
+def test_a_cache_of_anything_but_tokens_is_refused_by_what_it_is(tmp_path: Path) -> None:
     """The connector's own look, whatever the model's configuration says."""
-    program = """
-from dataclasses import replace
-import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
-from baton.kvtransfer.connector.vllm_connector import _keeps_every_token
-sizes = {"block_size": 64, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
-full, latent = FullAttentionSpec(**sizes, sliding_window=16), MLAAttentionSpec(**sizes)
-taken = [full, latent]
-refused = [SlidingWindowSpec(**sizes, sliding_window=16), replace(latent, tokens_per_state=4)]
-assert all(map(_keeps_every_token, taken)) and not any(map(_keeps_every_token, refused))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with Program("cache_specs_program", directory=tmp_path) as program:
+        kept = program.result()
+    assert kept == {
+        "full": True,
+        "latent": True,
+        "window": False,
+        "several tokens in one state": False,
+    }

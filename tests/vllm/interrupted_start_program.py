@@ -1,16 +1,11 @@
-"""Stops an engine before vLLM has begun its processes: prints how many it began after that.
-
-A process of its own, because vLLM takes seconds to import and warns while it does.
-`python interrupted_start_program.py`
-"""
+"""Stops an engine before vLLM has begun its processes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 import tempfile
 import threading
+from typing import Any
 from unittest import mock
 
 from baton.engine.vllm_engine import EngineCoreClient, RefusingEngineArgs, VllmEngine
@@ -19,16 +14,16 @@ from baton.runtime import demo_model
 ARGUMENTS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
 
 
-async def main() -> None:
+async def num_begun() -> int:
     configuring, go_on, over = threading.Event(), threading.Event(), threading.Event()
     configure, start = RefusingEngineArgs.create_engine_config, VllmEngine._start
 
-    def slow_configure(*args, **kwargs):
+    def slow_configure(*args: Any, **kwargs: Any) -> Any:
         configuring.set()
         go_on.wait()
         return configure(*args, **kwargs)
 
-    def told_start(engine):
+    def told_start(engine: VllmEngine) -> Any:
         try:
             return start(engine)
         finally:
@@ -36,7 +31,6 @@ async def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as own,
-        contextlib.redirect_stdout(sys.stderr),
         mock.patch.object(RefusingEngineArgs, "create_engine_config", slow_configure),
         mock.patch.object(EngineCoreClient, "make_async_mp_client") as begin,
         mock.patch.object(VllmEngine, "_start", told_start),
@@ -52,9 +46,10 @@ async def main() -> None:
         go_on.set()
         await stopping
         await asyncio.to_thread(over.wait)
-        num_begun = begin.call_count
-    print(num_begun)
+        count: int = begin.call_count
+    return count
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main() -> int:
+    """How many it has vLLM begin after that."""
+    return asyncio.run(num_begun())

@@ -1,15 +1,8 @@
-"""Submits what vLLM refuses: prints, for each, what the engine says of it.
-
-A process of its own, because vLLM takes seconds to import and warns while it does.
-`python wrong_requests_program.py`
-"""
+"""Submits what vLLM refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import sys
 import tempfile
 from unittest import mock
 
@@ -27,11 +20,10 @@ WRONG = {
 }
 
 
-async def main() -> None:
-    said = {}
+async def said() -> dict[str, str]:
+    messages = {}
     with (
         tempfile.TemporaryDirectory() as own,
-        contextlib.redirect_stdout(sys.stderr),
         # Nothing of this reaches the engine's processes: there are none.
         mock.patch.object(
             vllm_engine.EngineCoreClient, "make_async_mp_client", return_value=mock.AsyncMock()
@@ -46,9 +38,10 @@ async def main() -> None:
             try:
                 await engine.submit(EngineRequest(name, (5, 6, 7), sampling))
             except RequestRejected as error:
-                said[name] = str(error)
-    print(json.dumps(said))
+                messages[name] = str(error)
+    return messages
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main() -> dict[str, str]:
+    """What the engine says of each."""
+    return asyncio.run(said())
