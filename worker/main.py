@@ -24,7 +24,7 @@ from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.simulated import SimulatedEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
-from baton.kvtransfer.control import TransferClient, TransferError
+from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, logs, quick_exit, tracing, worker_directory
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
@@ -264,6 +264,8 @@ class _Worker:
         # 3. From here on handoffs may come.
         try:
             await transfer.configure(info.layout.fingerprint())
+        except ServiceGone as error:
+            raise WorkerFailed(str(error)) from None
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
