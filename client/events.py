@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -51,13 +51,14 @@ class Tokens:
     offset: int
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
-    def joined(self, later: Tokens) -> Tokens:
-        """This event and the one right after it as one."""
-        return Tokens(
-            self.token_ids + later.token_ids,
-            self.text + later.text,
-            self.offset,
-            self.logprobs + later.logprobs,
+    @classmethod
+    def joined(cls, parts: Sequence[Tokens]) -> Tokens:
+        """Events that follow one another, at least one, as one."""
+        return cls(
+            tuple(token for part in parts for token in part.token_ids),
+            "".join(part.text for part in parts),
+            parts[0].offset,
+            tuple(entry for part in parts for entry in part.logprobs),
         )
 
 

@@ -67,6 +67,8 @@ class RequestState:
         self._cause: RemoteError | None = None
         self._max_buffered_events = max_buffered_events
         self._buffer: deque[Event] = deque()
+        # The last of them and what came after it, to be joined: once, however much it is.
+        self._late: list[Tokens] = []
         # Of the reader, while it waits.
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False
@@ -206,6 +208,7 @@ class RequestState:
         if not self.ended:
             self._give_up(errors.make(code_pb2.CANCELLED, "the stream was closed by its reader"))
         self._buffer.clear()
+        self._late.clear()
 
     async def next(self) -> Event | None:
         """The next event; None after the last. For one reader at a time, whose end is a cancel.
@@ -221,6 +224,7 @@ class RequestState:
             except asyncio.CancelledError:
                 self.abandon()
                 raise
+        self._join_late()
         return self._buffer.popleft()
 
     async def read(self, reader: object = None) -> list[Event]:
@@ -237,6 +241,7 @@ class RequestState:
             except asyncio.CancelledError:
                 self.abandon()
                 raise
+        self._join_late()
         found = list(self._buffer)
         self._buffer.clear()
         return found
@@ -300,14 +305,19 @@ class RequestState:
 
     def _put(self, event: Event) -> None:
         buffer = self._buffer
-        if len(buffer) < self._max_buffered_events:
-            buffer.append(event)
-        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
-            buffer[-1] = last.joined(event)
+        is_full = len(buffer) >= self._max_buffered_events
+        if is_full and isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
+            self._late = self._late or [last]
+            self._late.append(event)
         else:
+            self._join_late()
             buffer.append(event)
         if self._waiter is not None:
             self._wake()
+
+    def _join_late(self) -> None:
+        if self._late:
+            self._buffer[-1], self._late = Tokens.joined(self._late), []
 
     def _on_deadline(self, timeout_s: float) -> None:
         came = f"{len(self.token_ids)} tokens had come" if self.token_ids else "no token had come"

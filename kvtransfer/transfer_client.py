@@ -87,7 +87,7 @@ class TransferClient:
         *,
         security: SecurityConfig | None = None,
         log_level: str = "info",
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
     ) -> TransferClient:
         """Starts the service's process and connects to it.
 
@@ -142,10 +142,10 @@ class TransferClient:
                 # Of one that did not come to it.
                 remove_leftovers()
             if isinstance(error, TimeoutError):
-                detail = f"transfer service: did not serve within {timeout_s:g} s"
+                detail = f"did not serve within {timeout_s:g} s"
                 raise ServiceGone(detail) from None
             if isinstance(error, OSError | ValueError):
-                raise ServiceGone(f"transfer service: {error}") from error
+                raise ServiceGone(str(error)) from error
             raise
         try:
             subscribe = pb.LocalSubscribe(main=True)
@@ -361,7 +361,7 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     lines = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
     code = await process.wait()
-    return lines[-1] if lines else f"transfer service: ended with exit code {code}"
+    return lines[-1] if lines else f"ended with exit code {code}"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -22,7 +22,7 @@ import psutil
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.addresses import towards
-from baton.kvtransfer.control import TransferClient, TransferError
+from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, tracing, worker_directory
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.dial import within_cluster
@@ -159,6 +159,8 @@ class Worker:
         # 3. From here on handoffs may come.
         try:
             await transfer.configure(info.layout.fingerprint())
+        except ServiceGone as error:
+            raise WorkerFailed(str(error)) from None
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 

@@ -125,6 +125,9 @@ class Membership:
             self._losses.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
+        if self._scaler.launches.is_ending(worker.id):
+            # It was given up while it started, and came up before it was ended.
+            self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
         self._book.room_made = True
         return worker
 

@@ -109,6 +109,11 @@ class Launches:
         one = self._all.get(worker_id)
         return one is not None and one.starting
 
+    def is_ending(self, worker_id: str) -> bool:
+        """Whether nothing of a process that was started here is to be left."""
+        one = self._all.get(worker_id)
+        return one is not None and one.ends
+
     def views(self) -> Iterator[WorkerView]:
         """Those that nobody sees among the attached: they start, or hold GPUs still.
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_inference import accepted, delta, finished
 
-from baton.client import Accepted, Finished
+from baton.client import Accepted, Finished, Tokens
 from baton.client.errors import make
 from baton.client.request_state import RequestState
 from baton.v1 import inference_pb2
@@ -66,3 +66,23 @@ def test_any_losses_leave_the_output_as_it_is(output, max_buffered_events):
     assert "".join(part.text for part in parts) == whole
     for before, after in itertools.pairwise(parts):
         assert after.offset == before.offset + len(before.token_ids)
+
+
+def test_what_waits_for_a_slow_reader_is_joined_once(monkeypatch):
+    joined, sizes = Tokens.joined, []
+    monkeypatch.setattr(Tokens, "joined", lambda parts: sizes.append(len(parts)) or joined(parts))
+
+    async def run():
+        request = inference_pb2.GenerateRequest(text="x")
+        state = RequestState(request, max_buffered_events=4, timeout_s=None)
+        state.on_event(accepted(1, "r1"))
+        for offset in range(100):
+            state.on_event(delta(1, offset, [offset], "t"))
+        state.on_event(finished(1))
+        return await state.read()
+
+    first, *parts, last = asyncio.run(run())
+    assert [type(first), type(last)] == [Accepted, Finished]
+    assert [token for part in parts for token in part.token_ids] == list(range(100))
+    assert [len(part.token_ids) for part in parts] == [1, 1, 98]
+    assert sizes == [98]

@@ -309,6 +309,23 @@ def test_a_starting_worker_is_given_up_when_it_is_drained(new_world):
     assert made.ended == ["decode-0"]
 
 
+def test_a_worker_that_comes_up_after_it_was_given_up_gets_nothing(launched):
+    made = launched(1, 2)
+    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.wait(1)
+    late = made.started[-1]
+    made.world.handle(ev.DrainAsked(late, 30.0, "test"))
+    made.world.attach(late, common_pb2.ROLE_DECODE)
+    for _ in range(4):
+        made.world.submit()
+    assert not made.core.workers.by_id(late).assigned
+    commands = made.world.commands[late]
+    assert [type(one) for one in commands] == [cluster_pb2.DrainCommand]
+    made.world.handle(ev.WorkerExited(late, "was ended", gone=True))
+    assert made.core.workers.by_id(late) is None
+    assert not made.core.scaler.launches.has(late)
+
+
 def test_nothing_is_started_where_nothing_starts_workers(world):
     scaler = world.core.scaler
     refused = scaler.error()

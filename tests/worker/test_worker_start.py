@@ -32,6 +32,19 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_its_transfer_service(
     assert await worker.exit_code() == 0
 
 
+async def test_why_a_transfer_service_did_not_start_is_said_once(
+    start_worker, tmp_path, monkeypatch, capsys
+):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert await start_worker().exit_code() == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(": transfer service: ended with exit code 3")
+    assert last.count("transfer service") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_engine(
     tmp_path, model, number
