@@ -97,7 +97,9 @@ class Membership:
         was_in = (worker.role, worker.revision) if worker is not None else None
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
-            self._losses.lose(worker, replaced, now, ended=False)
+            # One that was to leave has done so.
+            blame = worker.state != cluster_pb2.WORKER_STATE_DRAINING
+            self._losses.lose(worker, replaced, now, blame=blame, ended=False)
             worker = None
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)

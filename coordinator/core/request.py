@@ -280,6 +280,10 @@ class Request:
         """Whether the request waits in its lane."""
         return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
 
+    def stays_on(self, revision: str) -> bool:
+        """Whether it has begun there: no other revision may go on with it."""
+        return self.revision == revision and (len(self.token_ids) > 0 or not self.waits)
+
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to another state.
 

@@ -90,11 +90,7 @@ class Retiring:
         So what waits for another attempt there (a worker died, batch made room) has somewhere to
         go.
         """
-        stays = [
-            one
-            for one in self._book.requests.all()
-            if one.revision == revision and (len(one.token_ids) or not one.waits)
-        ]
+        stays = [one for one in self._book.requests.all() if one.stays_on(revision)]
         if now >= leaving.until:
             for request in stays:
                 self._book.fail(request, gone_error(revision), now)

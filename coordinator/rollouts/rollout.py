@@ -111,10 +111,7 @@ class Rollouts:
         return (
             revision not in (traffic.stable, traffic.canary)
             and len(self._workers) > 0
-            and not any(
-                one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
-                for one in self._workers.of(revision)
-            )
+            and not self._decodes(revision)
         )
 
     def flip_error(self, worker: Worker) -> errors.BatonError | None:
@@ -217,7 +214,11 @@ class Rollouts:
             self._open(rollout, now)
             if (found := self._is_worse(rollout)) is not None:
                 self._give_up(rollout, found, None, now)
-            elif rollout.drains_s is not None and self._has_sizes(rollout):
+            elif (
+                rollout.drains_s is not None
+                and self._has_sizes(rollout)
+                and not self._awaits_decode(rollout.stable)
+            ):
                 self._switch(rollout, rollout.drains_s, now)
         if self.retiring.advance(now):
             self._changed()
@@ -332,6 +333,24 @@ class Rollouts:
     def _has_sizes(self, rollout: Rollout) -> bool:
         counts = why.serving(self._workers, rollout.revision.name)
         return all(counts[pool] >= self._promoted_size(pool) for pool in Pool)
+
+    def _decodes(self, revision: str) -> bool:
+        """Whether it has a decode worker that is not to leave."""
+        return any(
+            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
+            for one in self._workers.of(revision)
+        )
+
+    def _awaits_decode(self, revision: str) -> bool:
+        """Whether what it began may have to go on with a decode worker that only starts now.
+
+        As a revision that leaves it would not get that one.
+        """
+        return (
+            self._scaler.launches.num_starting(Pool.DECODE, revision) > 0
+            and not self._decodes(revision)
+            and any(one.stays_on(revision) for one in self._book.requests.all())
+        )
 
     def _switch(self, rollout: Rollout, drain_s: float, now: float) -> None:
         """The canary is the stable revision from now on."""

@@ -396,6 +396,18 @@ def test_a_request_that_kills_workers_is_failed_after_two(two, out):
     assert two.kinds(innocent) == ["Accepted"]
 
 
+def test_a_worker_that_was_to_leave_is_no_death_of_its_requests_doing(two):
+    """Another came under its id before anybody had heard of its end."""
+    to = two.submit()
+    ((first, _),) = prefills(two)
+    crash(two, first, 1)
+    ((name, _),) = [one for one in prefills(two) if one[1].spec.attempt == 2]
+    two.handle(ev.DrainAsked(name, 30.0, "test"))
+    two.attach(name, PREFILL, incarnation=9)
+    assert two.kinds(to) == ["Accepted"]
+    assert max(one.spec.attempt for _, one in prefills(two)) == 3
+
+
 @pytest.mark.parametrize("how", ["cancelled", "late"])
 def test_a_worker_that_had_a_suspect_by_itself_is_given_others_when_that_is_gone(two, how):
     poison = two.submit(timeout_s=5.0)

@@ -727,6 +727,37 @@ def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
     assert "decode-r2-1" in made.started
 
 
+def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(launched):
+    """It was given up with its revision, and the output failed when its own worker had to leave."""
+    made = launched(1, 1)
+    to = made.world.submit()
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(made.core.request("r1").prefill[0], output)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.DrainAsked("decode-0", 20.0, "test"))
+    made.wait(2)
+    assert made.started[-1] == "decode-1"
+    made.world.handle(ev.PromotionAsked())
+    made.wait(5)
+    assert made.core.workers.stable == "1"
+    assert made.core.request("r1").decode[0] == "decode-0"
+    made.come_up()
+    made.wait(2)
+    assert made.core.workers.stable == "r2"
+    assert "decode-1" not in made.ended
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.world.after(0.5)
+    assert made.core.request("r1").revision == "1"
+    assert made.core.request("r1").decode[0] == "decode-1"
+    # It does not wait for a worker that nobody needs any more.
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+
+
 def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
     made = launched()
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})
