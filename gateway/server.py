@@ -17,6 +17,7 @@ from baton.client.watcher import Watcher
 from baton.gateway import operators
 from baton.gateway.app import Gateway, ParsersFactory
 from baton.gateway.connections import protocol_factory
+from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.security_config import SecurityConfig
@@ -90,10 +91,8 @@ class _Server(uvicorn.Server):
 
 def setup_logs() -> None:
     """Of this process: uvicorn's lines go where Baton's go."""
-    log = logging.getLogger("uvicorn")
     # Its warnings are of peers that send garbage: refusals are counted instead.
-    log.handlers[:], log.propagate = logging.getLogger("baton").handlers, False
-    log.setLevel(logging.ERROR)
+    logs.adopt("uvicorn", logging.ERROR)
 
 
 async def serve(

@@ -92,36 +92,24 @@ def model_tokenizer(model: PerCaller[common_pb2.ModelDescription]) -> ModelToken
 
 
 async def shown_prompts(ask: Ask, tokenizer: Tokenizer | None) -> list[ShownPrompt]:
-    """Of each prompt, as far as the answer shows it.
+    """Of each prompt, as far as the answer shows it; its tokens wherever there is a tokenizer.
 
     Args:
         ask: taken by the coordinator, so its prompts are good and not too long.
-        tokenizer: there when `ask.needs_tokenizer`.
+        tokenizer: there when `ask.needs_tokenizer`, or whoever parses the output needs the prompt.
 
     Raises:
         Problem: they are not, by the files here.
     """
-    if not (ask.echo or ask.return_token_ids):
-        return [ShownPrompt()] * len(ask.prompts)
     if tokenizer is None:
-        return [_plain(prompt) for prompt in ask.prompts]
+        shows = ask.echo or ask.return_token_ids
+        return [_plain(prompt) if shows else ShownPrompt() for prompt in ask.prompts]
     try:
         return await asyncio.to_thread(
             lambda: [_shown(ask, prompt, tokenizer) for prompt in ask.prompts]
         )
     except InvalidArgument as error:
         raise Problem(400, str(error), param="messages" if ask.chat else "prompt") from None
-
-
-async def prompt_token_ids(ask: Ask, tokenizer: Tokenizer | None) -> list[int]:
-    """Of its first prompt, which the coordinator has taken. Raises Problem as `shown_prompts`."""
-    assert tokenizer is not None
-    request = build(ask.prompts[0], ask.options)
-    try:
-        found = await asyncio.to_thread(tokenizer.prompt_at_once, request)
-    except InvalidArgument as error:
-        raise Problem(400, str(error), param="messages") from None
-    return found.tolist()
 
 
 def _tokenizer(path: str) -> Tokenizer:

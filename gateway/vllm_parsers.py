@@ -9,7 +9,6 @@ Source: vllm/entrypoints/openai/chat_completion/serving.py.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -269,13 +268,6 @@ class ParsedChoice:
         if not self._names.reasoning_parser:
             return None
         return int(self._parser.count_reasoning_tokens(self._token_ids))
-
-
-def setup_logs() -> None:
-    """What vLLM has to say of a parser goes where Baton's lines go, and not to standard output."""
-    log = logging.getLogger("vllm")
-    log.handlers[:], log.propagate = logging.getLogger("baton").handlers, False
-    log.setLevel(logging.WARNING)
 
 
 def _refused(reason: str, param: str) -> Problem:

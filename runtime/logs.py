@@ -48,3 +48,11 @@ def setup(level: str, process: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def adopt(library: str, level: int) -> None:
+    """A library's lines go where Baton's go, those of this level and above; after `setup`."""
+    logger = logging.getLogger(library)
+    logger.handlers[:] = logging.getLogger("baton").handlers
+    logger.setLevel(level)
+    logger.propagate = False
