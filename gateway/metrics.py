@@ -38,6 +38,7 @@ class GatewayStats:
         num_running: generations that have not ended.
         num_connections: open now.
         refused_connections: by reason.
+        failovers: requests that another cell was asked for, by the name of the one that was away.
     """
 
     def __init__(self, routes: tuple[str, ...]) -> None:
@@ -46,6 +47,7 @@ class GatewayStats:
         self.num_running = 0
         self.num_connections = 0
         self.refused_connections: Counter[str] = Counter()
+        self.failovers: Counter[str] = Counter()
 
 
 class GatewayCollector(Collector):
@@ -91,3 +93,11 @@ class GatewayCollector(Collector):
         for reason, count in tuple(stats.refused_connections.items()):
             refused.add_metric([reason], count)
         yield refused
+        failovers = CounterMetricFamily(
+            "baton_http_failovers",
+            "Requests that went to another cell since this one could not be reached.",
+            labels=["cell"],
+        )
+        for cell, count in tuple(stats.failovers.items()):
+            failovers.add_metric([cell], count)
+        yield failovers
