@@ -8,11 +8,13 @@ coordinator carries.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 
 import xxhash
 from google.rpc import code_pb2
 
+from baton.client import BatonClient
 from baton.gateway.cell import Cell
 from baton.gateway.problems import Problem, cannot_reach, no_such_model
 from baton.runtime.closing import AsyncClosing
@@ -32,12 +34,11 @@ class Cells(AsyncClosing):
     to, so that they find their KV cache again; a cell that comes or goes moves no sessions but
     those that it takes or leaves. One that cannot be reached is tried last until it serves again.
 
-    Args:
-        cells: with different names. Their clients are closed by whoever opened them.
+    Their clients are opened and closed by whoever adds them.
     """
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._cells = list(cells)
+    def __init__(self) -> None:
+        self._cells: list[Cell] = []
         # What each cell served when it last said so, whoever had asked.
         self._served: dict[str, list[str]] = {}
         # Of cells that are away: what waits for them.
@@ -45,6 +46,10 @@ class Cells(AsyncClosing):
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self._cells)
+
+    def add(self, cell: Cell) -> None:
+        """One more, of a name that the others do not have."""
+        self._cells.append(cell)
 
     async def aclose(self) -> None:
         """Waits for no cell any more; idempotent."""
@@ -106,6 +111,22 @@ class Cells(AsyncClosing):
                     continue
                 return
             raise
+
+    def elsewhere(self, away: Cell, model: str) -> BatonClient | None:
+        """Of a cell that can go on with a request of another one, which does not come back.
+
+        Args:
+            away: where the request was.
+            model: that it needs; empty: the base model there.
+        """
+        self._leave(away)
+        wanted = model or next(iter(self._served.get(away.name, ())), None)
+        found = [
+            cell
+            for cell in self._cells
+            if not self.is_away(cell) and wanted in self._served.get(cell.name, ())
+        ]
+        return random.choice(found).client if found else None
 
     def failed(self, cell: Cell, error: RemoteError) -> None:
         """A request failed there, for that."""

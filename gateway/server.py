@@ -151,8 +151,10 @@ async def serve(
     stop = stop if stop is not None else stop_requested()
     turns = Turns()
     async with settled_heap(), contextlib.AsyncExitStack() as stack:
-        found = [await _open(place, tls, turns, stack) for place in places]
-        cells = await stack.enter_async_context(Cells(found))
+        cells = Cells()
+        for place in places:
+            cells.add(await _open(place, cells, len(places) > 1, tls, turns, stack))
+        await stack.enter_async_context(cells)
         gateway = Gateway(cells, turns, config, security)
         gateway.refusals.handshakes = handshakes
         server = _Server(
@@ -184,17 +186,32 @@ async def serve(
 
 
 async def _open(
-    place: CellPlace, tls: Tls | None, turns: Turns, stack: contextlib.AsyncExitStack
+    place: CellPlace,
+    cells: Cells,
+    has_others: bool,
+    tls: Tls | None,
+    turns: Turns,
+    stack: contextlib.AsyncExitStack,
 ) -> Cell:
-    """The stack closes what it needs."""
-    client = BatonClient(place.coordinators, max_requests=_MAX_STREAMS, tls=tls)
+    """A cell, which is to be one of `cells`; the stack closes what it needs."""
+
+    def elsewhere(model: str) -> BatonClient | None:
+        return cells.elsewhere(cell, model)
+
+    client = BatonClient(
+        place.coordinators,
+        max_requests=_MAX_STREAMS,
+        tls=tls,
+        elsewhere=elsewhere if has_others else None,
+    )
     watcher = Watcher(place.coordinators, tls=tls, api_key=operators.credential)
-    return Cell(
+    cell = Cell(
         await stack.enter_async_context(client),
         await stack.enter_async_context(watcher),
         turns,
         place.parsers,
     )
+    return cell
 
 
 async def _end_in_time(stop: asyncio.Event, cells: Cells, drain_timeout_s: float) -> None:

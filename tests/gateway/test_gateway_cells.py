@@ -17,6 +17,7 @@ from scripted_inference import (
     unused_address,
 )
 
+from baton.client import connector
 from baton.runtime.errors import ResourceExhausted, Unauthenticated, Unavailable
 from baton.runtime.errors import abort as abort_call
 from baton.v1 import common_pb2
@@ -32,6 +33,7 @@ class CellOf(ScriptedInference):
         requests: that it was asked for, in order.
         refuses: every request, for that.
         fails: every request once it has said something, for that.
+        hangs: with the end of every request.
         keyholder: the only credential that it takes; None: it asks for none.
     """
 
@@ -40,6 +42,7 @@ class CellOf(ScriptedInference):
         self.name, self.model, self.adapters = name, model, adapters
         self.requests = []
         self.refuses = self.fails = self.keyholder = None
+        self.hangs = False
 
     async def GetModel(self, request, context):
         shown = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -67,8 +70,10 @@ class CellOf(ScriptedInference):
             if self.refuses is not None:
                 connection.send(failed(number, self.refuses))
                 continue
-            connection.send(accepted(number), delta(number, 0, [1], self.name))
-            connection.send(failed(number, self.fails) if self.fails else finished(number))
+            begin = len(submit.request.resume.token_ids)
+            connection.send(accepted(number), delta(number, begin, [1], self.name))
+            if not self.hangs:
+                connection.send(failed(number, self.fails) if self.fails else finished(number))
 
 
 @asynccontextmanager
@@ -235,6 +240,37 @@ async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
         texts = {await said(http, request_id=f"r{number}") for number in range(8)}
     assert texts == {"two"}
     assert one.requests
+
+
+async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, monkeypatch):
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
+    for cell in cells:
+        cell.hangs = True
+    async with AsyncExitStack() as stack:
+        stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
+        addresses = [
+            await own.enter_async_context(serve(cell))
+            for own, cell in zip(stacks, cells, strict=True)
+        ]
+        gateway = await stack.enter_async_context(start_gateway(*addresses))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
+        )
+        body = {"prompt": "a", "stream": True, "max_tokens": 2}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            lost, left = (0, 1) if cells[0].requests else (1, 0)
+            assert cells[lost].name in first
+            cells[left].hangs = False
+            await stacks[lost].aclose()
+            rest = [line async for line in lines if line]
+    (request,) = cells[left].requests
+    assert list(request.resume.token_ids) == [1]
+    assert cells[left].name in rest[0]
+    assert rest[-1] == "data: [DONE]"
+    assert not any("error" in line for line in rest)
 
 
 async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):
