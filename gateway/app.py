@@ -70,7 +70,8 @@ class Gateway:
         config: HttpConfig,
         security: SecurityConfig | None = None,
     ) -> None:
-        self.stats, self.refusals = GatewayStats((COMPLETIONS, CHAT)), Refusals()
+        self.stats = GatewayStats((COMPLETIONS, CHAT), cells.failovers)
+        self.refusals = Refusals()
         self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
         self._registry.register(self.refusals)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import xxhash
@@ -35,9 +36,13 @@ class Cells(AsyncClosing):
     those that it takes or leaves. One that cannot be reached is tried last until it serves again.
 
     Their clients are opened and closed by whoever adds them.
+
+    Attributes:
+        failovers: requests that went on to another cell, by the name of the one that was away.
     """
 
     def __init__(self) -> None:
+        self.failovers: Counter[str] = Counter()
         self._cells: list[Cell] = []
         # What each cell served when it last said so, whoever had asked.
         self._served: dict[str, list[str]] = {}
@@ -119,6 +124,7 @@ class Cells(AsyncClosing):
             away: where the request was.
             model: that it needs; empty: the base model there.
         """
+        away.outage.began(f"streams have waited for {away.name} in vain")
         self._leave(away)
         wanted = model or next(iter(self._served.get(away.name, ())), None)
         found = [
@@ -126,7 +132,10 @@ class Cells(AsyncClosing):
             for cell in self._cells
             if not self.is_away(cell) and wanted in self._served.get(cell.name, ())
         ]
-        return random.choice(found).client if found else None
+        if not found:
+            return None
+        self.failovers[away.name] += 1
+        return random.choice(found).client
 
     def failed(self, cell: Cell, error: RemoteError) -> None:
         """A request failed there, for that."""

@@ -134,7 +134,7 @@ class Exchange:
                 # What the client has been told of an answer is that cell's to finish.
                 if self._started or self._left or not is_away or number == len(cells):
                     raise
-                self._to.stats.failovers[cell.name] += 1
+                self._to.cells.failovers[cell.name] += 1
                 await self._close_streams()
 
     async def _answer_from(self, cell: Cell, ask: Ask, chat: ChatBody | None) -> None:

@@ -38,16 +38,16 @@ class GatewayStats:
         num_running: generations that have not ended.
         num_connections: open now.
         refused_connections: by reason.
-        failovers: requests that another cell was asked for, by the name of the one that was away.
+        failovers: as Cells.failovers.
     """
 
-    def __init__(self, routes: tuple[str, ...]) -> None:
+    def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.latencies = {(route, lane): RouteStats() for route in routes for lane in _LANES}
         self.num_running = 0
         self.num_connections = 0
         self.refused_connections: Counter[str] = Counter()
-        self.failovers: Counter[str] = Counter()
+        self.failovers = failovers
 
 
 class GatewayCollector(Collector):
@@ -95,9 +95,9 @@ class GatewayCollector(Collector):
         yield refused
         failovers = CounterMetricFamily(
             "baton_http_failovers",
-            "Requests that went to another cell since this one could not be reached.",
-            labels=["cell"],
+            "Requests that went on to another cell since this one was away.",
+            labels=["coordinator"],
         )
-        for cell, count in tuple(stats.failovers.items()):
-            failovers.add_metric([cell], count)
+        for name, count in tuple(stats.failovers.items()):
+            failovers.add_metric([name], count)
         yield failovers

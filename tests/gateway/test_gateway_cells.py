@@ -266,6 +266,7 @@ async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, mon
             cells[left].hangs = False
             await stacks[lost].aclose()
             rest = [line async for line in lines if line]
+        assert await failovers(http) == {addresses[lost]: 1.0}
     (request,) = cells[left].requests
     assert list(request.resume.token_ids) == [1]
     assert cells[left].name in rest[0]
