@@ -97,7 +97,8 @@ class Cells(AsyncClosing):
         Raises:
             Problem: none answers.
         """
-        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in self._cells))
+        asked = [cell for cell in self._cells if not self.is_away(cell)] or self._cells
+        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
         found = [one for one in answers if isinstance(one, common_pb2.ModelDescription)]
         if not found:
             raise next(one for one in answers if isinstance(one, Problem))
