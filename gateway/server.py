@@ -173,5 +173,4 @@ async def _end_in_time(stop: asyncio.Event, client: BatonClient, drain_timeout_s
     await stop.wait()
     await asyncio.sleep(drain_timeout_s)
     _log.warning("requests did not end within %g s", drain_timeout_s)
-    # Their answers end with an error.
-    await client.aclose()
+    await client.aclose(f"the gateway stopped after {drain_timeout_s:g} s")
