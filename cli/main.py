@@ -111,11 +111,7 @@ def main() -> None:
     quick_exit.skip_last_collection()
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Closed by whoever started it: what is printed goes nowhere, as it would from a shell.
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a terminal's encoding lacks is shown as ?, and ends nothing.
         sys.stdout.reconfigure(errors="replace")
@@ -138,6 +134,24 @@ def main() -> None:
         for line in failures.message(error).splitlines():
             print(f"baton: {line}", file=sys.stderr)
         sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Those closed by whoever started this: what is printed goes nowhere, as it would from a shell.
+
+    Left closed, a socket would get the descriptor of one: libuv aborts when it is to close that.
+    """
+    for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)
+            os.set_inheritable(descriptor, True)
+            if null != descriptor:
+                os.close(null)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 if __name__ == "__main__":
