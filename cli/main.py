@@ -6,6 +6,7 @@ there, or none that can serve); 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -122,6 +123,8 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
             # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
