@@ -90,14 +90,14 @@ class BatonClient(AsyncClosing):
         )
         return self
 
-    async def aclose(self) -> None:
-        """Cancels what runs and closes the connection; idempotent."""
+    async def aclose(self, why: str = "the client was closed") -> None:
+        """Cancels what runs, which says why, and closes the connection; idempotent."""
         connector, self._connector = self._connector, None
         try:
             await self._channels.aclose()
         finally:
             if connector is not None:
-                await connector.aclose()
+                await connector.aclose(why)
 
     @property
     def address(self) -> str | None:

@@ -98,8 +98,8 @@ class Connector:
         check_size(state.message())
         self._place(state)
 
-    async def aclose(self) -> None:
-        """Ends the session and every request; returns when the tasks are gone."""
+    async def aclose(self, why: str) -> None:
+        """Ends the session and every request, which say why; returns when the tasks are gone."""
         task, self._task = self._task, None
         # Or one of these would open a session that nobody ends.
         for timer in (*self._delayed.values(), *self._moving.values()):
@@ -112,7 +112,7 @@ class Connector:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             # Also when nobody waits for it any more: others may read what it held.
-            self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
+            self._fail_all(errors.make(code_pb2.CANCELLED, why))
 
     def _place(self, state: RequestState) -> None:
         """Submits a request, now or when there is a session."""

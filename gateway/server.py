@@ -219,5 +219,5 @@ async def _end_in_time(stop: asyncio.Event, cells: Cells, drain_timeout_s: float
     await stop.wait()
     await asyncio.sleep(drain_timeout_s)
     _log.warning("requests did not end within %g s", drain_timeout_s)
-    # Their answers end with an error.
-    await asyncio.gather(*(cell.client.aclose() for cell in cells))
+    why = f"the gateway stopped after {drain_timeout_s:g} s"
+    await asyncio.gather(*(cell.client.aclose(why) for cell in cells))
