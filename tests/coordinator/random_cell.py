@@ -127,7 +127,7 @@ class RandomCell:
         chance: all that is random.
         conditions: of this run.
         workers: processes that live, in the order in which they came.
-        has_lost_workers: something befell one, so that the coordinator may have lost it.
+        num_losses: how often the coordinator may have lost one by what befell it.
     """
 
     def __init__(self, seed: int, *, faults: bool) -> None:
@@ -139,7 +139,7 @@ class RandomCell:
         self.conditions = draw(self.chance, faults=faults)
         self._log: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_MOST_REMEMBERED)
         self.workers: list[RandomWorker] = []
-        self.has_lost_workers, self._starts_fail = False, faults
+        self.num_losses, self._starts_fail = 0, faults
         breaks = faults and self.chance.random() < 0.3
         self.network = RandomNetwork(self, self.conditions.delay_s, breaks=breaks)
         self.clients = RandomClients(self)

@@ -304,14 +304,15 @@ class RandomClients:
         if code == code_pb2.DEADLINE_EXCEEDED:
             return client.deadline is not None or cell.conditions.faults
         if code == code_pb2.RESOURCE_EXHAUSTED:
-            return not client.accepted or cell.conditions.tight
+            # One that lost its workers waits no longer than for others, busy or not.
+            return not client.accepted or cell.conditions.tight or cell.num_losses > 0
         if getattr(error, "reason", "") == _GONE:
-            return bool(client.revision)
+            return cell.conditions.faults and bool(client.revision)
         if not cell.conditions.faults:
             # Where queues are short, it may have waited too long for a worker that starts.
             return code == code_pb2.UNAVAILABLE and cell.conditions.tight
         if code == code_pb2.INTERNAL:
-            return cell.conditions.fails > 0 or cell.has_lost_workers
+            return cell.conditions.fails > 0 or cell.num_losses > 1
         if code == code_pb2.INVALID_ARGUMENT:
             return bool(client.adapter)
         return code == code_pb2.UNAVAILABLE

@@ -92,6 +92,10 @@ class RandomEvents:
         attached = list(self._core.workers)
         return self._chance.choice(attached) if attached else None
 
+    def _is_leaving(self, worker: Worker | RandomWorker) -> bool:
+        """Whether its revision gets nothing new, and no other workers: it needs those it has."""
+        return not self._core.rollouts.traffic.gets_new(worker.revision)
+
     def _flip(self) -> None:
         if worker := self._any_attached():
             role = PREFILL if worker.role == DECODE else DECODE
@@ -103,7 +107,7 @@ class RandomEvents:
         if worker is None:
             return
         is_last = self._core.workers.peers(worker) in ([], [worker])
-        if is_last and not self._faults and not self._launched:
+        if not self._faults and ((is_last and not self._launched) or self._is_leaving(worker)):
             return
         timeout_s = self._chance.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
         self._post(ev.DrainAsked(worker.id, timeout_s, "test"))
@@ -176,7 +180,7 @@ class RandomEvents:
             for one in self._cell.workers
             if (one.role, one.revision, one.state) == (worker.role, worker.revision, SERVING)
         ]
-        if self._faults or len(alike) > 1:
+        if self._faults or (len(alike) > 1 and not self._is_leaving(worker)):
             worker.drain(5.0)
             if not self._launched:
                 name = worker.id if self._faults else f"{worker.id}n"
@@ -184,7 +188,7 @@ class RandomEvents:
 
     def _kill(self) -> None:
         if worker := self._any_worker():
-            self._cell.has_lost_workers = True
+            self._cell.num_losses += 1
             self._cell.exit(worker, "was killed")
             if not worker.is_launched:
                 role = worker.role if self._chance.random() < 0.7 else self._chance.choice([1, 2])
@@ -195,7 +199,7 @@ class RandomEvents:
     def _freeze(self) -> None:
         """SIGSTOP, and SIGCONT."""
         if worker := self._any_worker():
-            self._cell.has_lost_workers = True
+            self._cell.num_losses += 1
             seconds = self._chance.choice([0.5, 1.5, 4.0, 12.0, 30.0])
             worker.frozen_until = max(worker.frozen_until, self._cell.now + seconds)
             self._cell.say("worker", worker.key, "stands still for", seconds)
@@ -208,14 +212,14 @@ class RandomEvents:
         """Another process comes under the id of one that lives."""
         worker = self._any_worker()
         if worker is not None and not worker.is_launched:
-            self._cell.has_lost_workers = True
+            self._cell.num_losses += 1
             self._cell.spawn(worker.id, self._chance.choice([PREFILL, DECODE]), self._near(worker))
 
     def _declare_lost(self) -> None:
         """It takes no commands any more."""
         worker = self._any_worker()
         if worker is not None and not self._launched:
-            self._cell.has_lost_workers = True
+            self._cell.num_losses += 1
             self._post(ev.WorkerLost(worker.id, "does not keep up", worker.key[1]))
             self._begin_later(1.0, worker.id, worker.role, worker.revision)
 

@@ -176,7 +176,9 @@ class RandomWorker:
         self._leave_if_idle()
 
     def take(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Carries out one command."""
+        """Carries out one command, unless it is leaving."""
+        if self.state == STOPPED:
+            return
         kind = message.WhichOneof("message")
         command = getattr(message, kind)
         if kind == "prefill":
