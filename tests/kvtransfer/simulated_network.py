@@ -32,8 +32,13 @@ RECEIVER_LIMITS = ReceiverLimits(
     max_queued=64, max_tombstones=256,
 )  # fmt: skip
 SEND_BLOCKS, RECEIVE_BLOCKS = 4, 3
+# One more than there are, which is refused.
+_MOST_RANKS = 3
 # Epochs of a handoff's second attempt begin here, above any that its first one reaches.
 SECOND_ATTEMPT = 1000
+
+FrameKey = tuple[int, receiving.ReceivedFrame]
+"""An epoch, and a frame of it."""
 
 
 @functools.lru_cache(1024)
@@ -54,6 +59,7 @@ class Send:
     """One attempt to hand over, as the sending worker's engine sees it.
 
     Attributes:
+        epochs: that each rank writes.
         progress: of each rank, in `runs`.
         ended: how, as the main process was told.
         writing: the engine may write to its staging.
@@ -64,7 +70,7 @@ class Send:
     source: Prefill
     target: Decode
     num_blocks: int
-    epoch: int
+    epochs: list[int]
     progress: list[int]
     wanted: bool = True
     offset: int | None = None
@@ -72,6 +78,11 @@ class Send:
     aborted: bool = False
     ended: list[sending.Ended | sending.NotReserved] = field(default_factory=list)
     ended_at: float = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """The newest that a rank writes."""
+        return max(self.epochs)
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -126,11 +137,47 @@ class Link:
             self.is_lost, self.untold = True, [self.source, self.target]
 
 
+class Socket:
+    """One direction of a process's connection to the service beside it: kept in order, and slow.
+
+    Several of one worker's overtake each other. In a world of quick sockets all arrives at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._is_quick = world.has_quick_sockets
+        self._queue: deque[Callable[[], None]] = deque()
+        world.sockets.append(self)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def post(self, deliver: Callable[[], None]) -> None:
+        """Something is said."""
+        if self._is_quick:
+            deliver()
+        else:
+            self._queue.append(deliver)
+
+    def deliver(self) -> None:
+        """The first of what is on its way arrives."""
+        if self._queue:
+            self._queue.popleft()()
+
+    def close(self) -> None:
+        """Its worker has died."""
+        self._queue.clear()
+
+
 class Prefill:
-    """A worker that sends; `replace` it by a new one when it restarts."""
+    """A worker that sends; `replace` it by a new one when it restarts.
+
+    Its main process, its scheduler and each rank speak to its service by sockets of their own.
+    """
 
     def __init__(self, world: World, transports: list[str]) -> None:
         self.world, self.transports = world, transports
+        self._main, self._told, self._scheduler = Socket(world), Socket(world), Socket(world)
+        self._ranks = [Socket(world) for _ in range(world.layout.num_shards)]
         layout = world.layout
         self.memory = memoryview(bytearray(layout.handoff_bytes(SEND_BLOCKS)))
         self.segment = f"segment-{world.number()}"
@@ -147,7 +194,10 @@ class Prefill:
     def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float, epoch=1):
         """Begins a handoff; None when it is refused at once."""
         tokens = num_blocks * self.world.layout.block_size_tokens
-        send = Send(handoff_id, self, target, num_blocks, epoch, [0] * self.world.layout.num_shards)
+        ranks = range(self.world.layout.num_shards)
+        send = Send(
+            handoff_id, self, target, num_blocks, [epoch for _ in ranks], [0 for _ in ranks]
+        )
         try:
             effects = self.sender.open(
                 handoff_id, target.address, num_blocks, tokens, wait_s, epoch, self.world.now
@@ -170,16 +220,13 @@ class Prefill:
             send.progress[rank] += 1
             last = send.progress[rank] == len(send.runs)
             filled = pb.LocalFrame(
-                handoff_id=send.handoff_id, epoch=send.epoch, rank=rank, layer=layer,
+                handoff_id=send.handoff_id, epoch=send.epochs[rank], rank=rank, layer=layer,
                 first_block=first, num_blocks=blocks, checksum=frames.checksum(data),
                 last=last and not last_apart,
             )  # fmt: skip
-            self.carry_out(self.sender.fill(filled, self.world.now))
+            self._tell_filled(rank, filled)
             if last and last_apart:
-                filled = pb.LocalFrame(
-                    handoff_id=send.handoff_id, epoch=send.epoch, rank=rank, last=True
-                )
-                self.carry_out(self.sender.fill(filled, self.world.now))
+                self._tell_last(send, rank, send.epochs[rank])
             self._settle_writer(send)
 
     def fill_all(self, send: Send) -> None:
@@ -188,30 +235,66 @@ class Prefill:
 
     def fill_late(self, send: Send) -> None:
         """Of an epoch that another rank knows to be over: ignored."""
-        if not self._has(send):
+        if not self._has(send) or not self.world.has_quick_sockets:
             return
         late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch - 1, num_blocks=1)
         assert self.sender.fill(late, self.world.now) == []
 
     def restart_writer(self, send: Send) -> None:
-        """The prefill was preempted and starts over."""
-        if not send.writing:
+        """The prefill was preempted: each rank starts over once the service has voided the rest."""
+        if send.writing:
+            epoch = send.epoch + 1
+            for rank, socket in enumerate(self._ranks):
+                socket.post(functools.partial(self._restart_rank, send, rank, epoch))
+
+    def _restart_rank(self, send: Send, rank: int, epoch: int) -> None:
+        if not send.writing or send.epochs[rank] >= epoch:
             return
         try:
-            effects = self.sender.restart(send.handoff_id, send.epoch + 1, self.world.now)
+            effects = self.sender.restart(send.handoff_id, epoch, self.world.now)
         except TransferRefused:
-            # Its staging comes back with the abort that ends its request, or in time.
-            send.writing = False
+            self._stop_writing(send)
             return
-        send.epoch += 1
-        send.progress = [0] * len(send.progress)
+        send.epochs[rank], send.progress[rank] = epoch, 0
         self.carry_out(effects)
 
     def abort(self, send: Send) -> None:
-        if not self._has(send):
+        """By the main process, once the engine has stopped writing."""
+        if self._has(send):
+            send.writing, send.aborted = False, True
+            self._abort(self._main, send, is_known=True)
+
+    def give_up(self, send: Send) -> None:
+        """By the engine: its scheduler says so, and each rank once it writes no more."""
+        if not send.writing or any(done == len(send.runs) for done in send.progress):
             return
-        send.writing, send.aborted = False, True
-        self.carry_out(self.sender.abort(send.handoff_id, self.world.now))
+        self._abort(self._scheduler, send, is_known=False)
+        self._stop_writing(send)
+
+    def _stop_writing(self, send: Send) -> None:
+        send.writing = False
+        for rank, socket in enumerate(self._ranks):
+            self._abort(socket, send, is_known=False)
+            self._tell_last(send, rank, send.epoch)
+
+    def _abort(self, socket: Socket, send: Send, *, is_known: bool) -> None:
+        socket.post(
+            lambda: self.carry_out(
+                self.sender.abort(send.handoff_id, self.world.now, is_known=is_known)
+            )
+        )
+
+    def _tell_filled(self, rank: int, filled: pb.LocalFrame) -> None:
+        self._ranks[rank].post(lambda: self.carry_out(self.sender.fill(filled, self.world.now)))
+
+    def _tell_last(self, send: Send, rank: int, epoch: int) -> None:
+        last = pb.LocalFrame(handoff_id=send.handoff_id, epoch=epoch, rank=rank, last=True)
+        self._tell_filled(rank, last)
+
+    def close_sockets(self) -> None:
+        """Its processes are dead."""
+        for socket in (self._main, self._told, self._scheduler, *self._ranks):
+            socket.close()
 
     def check(self) -> None:
         """Nothing but the engine changes what it wrote, as long as it may write there."""
@@ -233,7 +316,7 @@ class Prefill:
     def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
         layout = self.world.layout
         begin = layout.offset(rank, layer, first, send.num_blocks)
-        whole = truth(send.handoff_id, send.epoch, layout.handoff_bytes(send.num_blocks))
+        whole = truth(send.handoff_id, send.epochs[rank], layout.handoff_bytes(send.num_blocks))
         return begin, whole[begin : begin + blocks * layout.block_bytes]
 
     def _settle_writer(self, send: Send) -> None:
@@ -257,8 +340,9 @@ class Prefill:
             stream.awake = False
             return
         # Everything that leaves under one epoch is of one writer's epoch.
-        writer = self.world.writers.setdefault((handoff_id, batch.epoch), stream.send.epoch)
-        assert writer == stream.send.epoch, (stream.send, batch.epoch, writer)
+        voided_before = self.sender._sends[handoff_id].writer_epoch
+        writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
+        assert writer == voided_before, (stream.send, batch.epoch, writer)
         if not batch.link_id:
             if not stream.is_cut:
                 stream.up.append(joined(batch.frames))
@@ -285,8 +369,7 @@ class Prefill:
             send, stream = self.sends[effect.handoff_id], self.streams.get(effect.handoff_id)
             match effect:
                 case sending.Reserved(_, offset):
-                    assert send.offset is None
-                    send.offset, send.writing = offset, True
+                    self._told.post(functools.partial(self._begin_writing, send, offset))
                 case sending.StartPush():
                     assert stream is None
                     stream = Stream(self.world.number(), send)
@@ -311,6 +394,12 @@ class Prefill:
                     self._settle_writer(send)
                     if isinstance(effect, sending.Ended) and effect.committed:
                         assert (send.handoff_id, effect.epoch) in self.world.committed
+
+    @staticmethod
+    def _begin_writing(send: Send, offset: int) -> None:
+        """Its main process hears that there is staging, and gives the request to the engine."""
+        assert send.offset is None
+        send.offset, send.writing = offset, not send.aborted
 
     def expire(self) -> None:
         for send in self.sends.values():
@@ -345,54 +434,107 @@ class Decode:
         # Claims that are not released: (grant, rank).
         self.grants: list[tuple[Grant, int]] = []
         self.loaded: Counter[bytes] = Counter()
+        # By handoff and rank: frames that were copied as they came, and verified.
+        self.early: dict[tuple[bytes, int], dict[FrameKey, bytes]] = {}
+        self._done: set[tuple[bytes, int]] = set()
+        self._main, self._scheduler, self._news = Socket(world), Socket(world), Socket(world)
+        self._ranks = [Socket(world) for _ in range(_MOST_RANKS)]
+        self._answers = [Socket(world) for _ in range(_MOST_RANKS)]
+        # What its scheduler has not read: the latest of each handoff.
+        self._unread: dict[bytes, receiving.Changed] = {}
         self.attached: dict[int, str] = {}
         self.alive = True
 
     # ---- The worker's engine.
 
     def claim(self, handoff_id: bytes, rank: int) -> None:
+        self._ranks[rank].post(lambda: self._claim(handoff_id, rank))
+
+    def _claim(self, handoff_id: bytes, rank: int) -> None:
         try:
             grant, effects = self.receiver.claim(handoff_id, rank, self.world.now)
         except TransferRefused:
             return
         self.carry_out(effects)
-        if (grant, rank) not in self.grants:
+        self._answers[rank].post(lambda: self._granted(grant, rank))
+
+    def _granted(self, grant: Grant, rank: int) -> None:
+        """A rank may load its part, once."""
+        is_new = (grant, rank) not in self.grants and (grant.handoff_id, rank) not in self._done
+        if is_new:
             self.grants.append((grant, rank))
 
     def claim_ahead(self, handoff_id: bytes) -> None:
-        self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
+        self._scheduler.post(
+            lambda: self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
+        )
+
+    def peek(self, handoff_id: bytes, rank: int) -> None:
+        """A rank copies what has come, before anything says that it is right."""
+
+        def look() -> None:
+            try:
+                grant = self.receiver.peek(handoff_id, rank, 0, 0)
+            except TransferRefused:
+                return
+            self._answers[rank].post(lambda: self._load_early(grant, rank))
+
+        self._ranks[rank].post(look)
+
+    def _load_early(self, grant: Grant, rank: int) -> None:
+        part, expected = self._part(grant), self._expected(grant, rank)
+        copied = self.early.setdefault((grant.handoff_id, rank), {})
+        for frame in grant.frames:
+            at = self._place(grant, frame)
+            if frames.checksum(part[at]) == frame.checksum:
+                assert part[at] == expected[at], (grant, frame)
+                copied[grant.epoch, frame] = part[at]
 
     def load(self, grant: Grant, rank: int) -> None:
         """Copies a claimed rank's part; what verifies is true, however late it is copied."""
         self.grants.remove((grant, rank))
         part, expected = self._part(grant), self._expected(grant, rank)
-        at = 0
+        copied, early = b"", self.early.get((grant.handoff_id, rank), {})
         for frame in grant.frames:
-            start = (frame.layer * grant.num_blocks + frame.first_block) * self._block_bytes
-            end = start + frame.num_blocks * self._block_bytes
-            assert start == at
-            at = end
-            if frames.checksum(part[start:end]) != frame.checksum:
+            at = self._place(grant, frame)
+            assert at.start == len(copied)
+            data = early.get((grant.epoch, frame), part[at])
+            if frames.checksum(data) != frame.checksum:
                 # Too late: it has expired, or was released by another.
                 assert self.states[grant.handoff_id] is not ReceiveState.CLAIMED
                 return
-        assert at == len(expected)
-        assert part == expected
+            copied += data
+        assert copied == expected
         self.loaded[grant.handoff_id] += 1
+        self._done.add((grant.handoff_id, rank))
         self.release(grant.handoff_id, rank)
 
     def release(self, handoff_id: bytes, rank: int, *, all_ranks: bool = False) -> None:
-        self.carry_out(self.receiver.release(handoff_id, rank, self.world.now, all_ranks=all_ranks))
+        """By a rank, or by the scheduler for all of them."""
+        socket = self._scheduler if all_ranks else self._ranks[rank]
+        socket.post(
+            lambda: self.carry_out(
+                self.receiver.release(handoff_id, rank, self.world.now, all_ranks=all_ranks)
+            )
+        )
 
     def drop(self, handoff_id: bytes) -> None:
-        self.carry_out(self.receiver.drop(handoff_id, self.world.now))
+        """By the main process."""
+        self._main.post(lambda: self.carry_out(self.receiver.drop(handoff_id, self.world.now)))
+
+    def close_sockets(self) -> None:
+        """Its processes are dead."""
+        for socket in (self._main, self._scheduler, self._news, *self._ranks, *self._answers):
+            socket.close()
 
     def load_all(self) -> bool:
         """Every rank loads what is committed; whether there was anything."""
         for handoff_id, state in list(self.states.items()):
             if state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED):
                 for rank in range(self.world.layout.num_shards):
-                    self.claim(handoff_id, rank)
+                    if (handoff_id, rank) not in self._done:
+                        self.claim(handoff_id, rank)
+        self.world.settle()
         grants = list(self.grants)
         for grant, rank in grants:
             self.load(grant, rank)
@@ -404,6 +546,11 @@ class Decode:
         for grant, rank in self.grants:
             if self.states[grant.handoff_id] is ReceiveState.CLAIMED:
                 assert self._part(grant) == self._expected(grant, rank), grant
+
+    def _place(self, grant: Grant, frame: receiving.ReceivedFrame) -> slice:
+        """Of a frame's bytes in its rank's part."""
+        start = (frame.layer * grant.num_blocks + frame.first_block) * self._block_bytes
+        return slice(start, start + frame.num_blocks * self._block_bytes)
 
     @property
     def _block_bytes(self) -> int:
@@ -455,11 +602,9 @@ class Decode:
                 before = self.states.get(effect.handoff_id)
                 assert before is None or effect.state in receiving.TRANSITIONS[before], effect
                 self.states[effect.handoff_id] = effect.state
-                self.grants += [
-                    (grant, rank)
-                    for rank, grant in enumerate(effect.grants)
-                    if (grant, rank) not in self.grants
-                ]
+                self._unread.pop(effect.handoff_id, None)
+                self._unread[effect.handoff_id] = effect
+                self._news.post(self._read)
                 if effect.state is ReceiveState.COMMITTED or effect.grants:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
@@ -474,6 +619,13 @@ class Decode:
             )  # fmt: skip
             if effect.kind != pb.PushReply.KIND_OPENED:
                 self._end_unless_served(stream)
+
+    def _read(self) -> None:
+        """Its scheduler reads what has changed, and ranks hear what they may load."""
+        unread, self._unread = self._unread, {}
+        for changed in unread.values():
+            for rank, grant in enumerate(changed.grants):
+                self._granted(grant, rank)
 
     def expire(self) -> None:
         self.carry_out(self.receiver.expire(self.world.now))
@@ -506,6 +658,7 @@ class World:
     """Some workers of each kind, and everything that is on its way between them.
 
     Attributes:
+        has_quick_sockets: within a worker everything arrives at once.
         writers: whose bytes went out: the writer's epoch by (handoff id, epoch).
         committed: (handoff id, epoch) that a receiver has committed.
     """
@@ -517,6 +670,8 @@ class World:
         decode_transports,
         batch_bytes: int,
         num_replicas: int = 1,
+        *,
+        has_quick_sockets: bool = True,
     ):
         self.layout = KvLayout(
             "m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content",
@@ -525,6 +680,8 @@ class World:
         self.batch_bytes = batch_bytes
         self.now = 0.0
         self._numbers = 0
+        self.has_quick_sockets = has_quick_sockets
+        self.sockets: list[Socket] = []
         self.segments: dict[str, memoryview] = {}
         self.addresses: dict[str, Decode] = {}
         self.streams: list[Stream] = []
@@ -542,6 +699,12 @@ class World:
     @property
     def nodes(self) -> list[Prefill | Decode]:
         return [*self.prefills, *self.decodes]
+
+    def twin(self, node: Prefill | Decode) -> Prefill | Decode:
+        """The other side of the same worker."""
+        if isinstance(node, Prefill):
+            return self.decodes[self.prefills.index(node)]
+        return self.prefills[self.decodes.index(node)]
 
     @property
     def machines(self) -> list[Sender | Receiver]:
@@ -581,6 +744,7 @@ class World:
                 steps.append(functools.partial(self._along, link))
             elif link.untold:
                 steps.append(functools.partial(self._tell_loss, link))
+        steps += [socket.deliver for socket in self.sockets if socket]
         return steps
 
     def settle(self) -> None:
@@ -610,6 +774,7 @@ class World:
             keep: messages of each stream that it had sent and that still arrive.
         """
         old.alive = False
+        old.close_sockets()
         if isinstance(old, Prefill):
             self.prefills[self.prefills.index(old)] = Prefill(self, old.transports)
             for send in old.sends.values():
