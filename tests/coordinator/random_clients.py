@@ -180,7 +180,9 @@ class RandomClients:
 
     def _resume(self, client: Client) -> None:
         client.resumes, client.to = True, None
-        self._later(client, self._cell.chance.choice([0.01, 0.1, 0.5, 2.0]))
+        # A revision that leaves waits for those who come back at once.
+        late = [2.0] if self._cell.conditions.faults else []
+        self._later(client, self._cell.chance.choice([0.01, 0.1, 0.5, *late]))
 
     def _later(self, client: Client, seconds: float) -> None:
         """Unless it has been sent, or is over, by then."""
