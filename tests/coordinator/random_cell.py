@@ -47,18 +47,23 @@ class RandomCoordinator:
 
     Attributes:
         generation: never used twice.
-        is_up: whether it runs and listens.
+        is_up: whether it runs. frozen_until: it stands still until then, by the cell's clock.
         links: of attached workers.
         processes: ids of workers that it wants to run.
     """
 
     def __init__(self, cell: RandomCell, generation: int) -> None:
         numbers = itertools.count(generation * 10**6)
-        self.generation, self.is_up = generation, True
+        self.generation, self.is_up, self.frozen_until = generation, True, -math.inf
         self.core = Core(cell.conditions.config, lambda count: next(numbers).to_bytes(count))
         self.links: dict[WorkerKey, WorkerLink] = {}
         self.processes: set[str] = set()
         self._cell, self._refusal, self._num_events = cell, None, 0
+
+    @property
+    def listens(self) -> bool:
+        """Whether what is said to it is heard at once."""
+        return self.is_up and self.frozen_until <= self._cell.now
 
     def attach(self, said: cluster_pb2.Hello, *, returns: bool) -> BatonError | None:
         """A worker says Hello; returns why it is not let in."""
@@ -67,8 +72,11 @@ class RandomCoordinator:
         return self._refusal
 
     def post(self, event: ev.Event) -> None:
-        """Something happens, unless this process is no more."""
+        """Something happens, once this process no longer stands still, unless it is no more."""
         if not self.is_up:
+            return
+        if not self.listens:
+            self._cell.at(self.frozen_until, lambda: self.post(event))
             return
         if not isinstance(event, ev.WorkerLoad | ev.Tick):
             self._cell.say("  ", event)
@@ -174,7 +182,7 @@ class RandomCell:
         while True:
             coordinator = self.coordinator
             due = coordinator.core.next_deadline() if coordinator.is_up else None
-            tick_at = math.inf if due is None else due
+            tick_at = math.inf if due is None else max(due, coordinator.frozen_until)
             when = self._agenda[0][0] if self._agenda else math.inf
             if min(when, tick_at) > until:
                 break
@@ -296,8 +304,8 @@ class RandomCell:
         """Nothing more happens to it: everything ends, nothing is left, and it serves."""
         self.say("from here on nothing happens to the cell")
         self.network.breaks, self._starts_fail = False, False
-        if not self.coordinator.is_up:
-            self.run(5.0)
+        if not self.coordinator.listens:
+            self.run(15.0)
         coordinator, core = self.coordinator, self.coordinator.core
         if self.conditions.launched:
             coordinator.post(ev.AutoscaleAsked(False))
@@ -307,6 +315,9 @@ class RandomCell:
             # Whoever runs it sees to it that there is somebody.
             for name, role in (("last-p", PREFILL), ("last-d", DECODE)):
                 self.spawn(name, role, core.rollouts.traffic.stable)
+        # Until whoever stands still goes on.
+        for worker in list(self.workers):
+            self.run(max(0.0, worker.frozen_until - self.now, worker.wedged_until - self.now))
         until = self.now + max(self.conditions.config.max_request_s, _LONGEST_START_S)
         while (core.num_requests or not core.can_serve) and self.now < until:
             self.run(1.0)

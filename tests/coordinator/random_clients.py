@@ -199,7 +199,7 @@ class RandomClients:
         if client.deadline is not None and client.deadline <= cell.now:
             self._end(client, "late")
             return
-        if not cell.coordinator.is_up:
+        if not cell.coordinator.listens:
             self._later(client, 0.3)
             return
         if client.session not in self._sessions:
@@ -315,6 +315,8 @@ class RandomClients:
             return code == code_pb2.UNAVAILABLE and cell.conditions.tight
         if code == code_pb2.INTERNAL:
             return cell.conditions.fails > 0 or cell.num_losses > 1
+        if code == code_pb2.FAILED_PRECONDITION:
+            return client.sampling.HasField("seed") and not cell.conditions.forces_tokens
         if code == code_pb2.INVALID_ARGUMENT:
             return bool(client.adapter)
         return code == code_pb2.UNAVAILABLE

@@ -38,8 +38,8 @@ class RandomEvents:
             self._abort, self._stop_worker,
         ]  # fmt: skip
         faulty: list[Callable[[], None]] = [
-            self._kill, self._freeze, self._cut, self._replace, self._declare_lost,
-            self._read_too_slowly, self._lose_coordinator,
+            self._kill, self._freeze, self._wedge, self._cut, self._replace, self._declare_lost,
+            self._read_too_slowly, self._lose_coordinator, self._stall,
         ]  # fmt: skip
         if not self._faults:
             faulty = [self._cut] if self._chance.random() < 0.5 else []
@@ -52,7 +52,7 @@ class RandomEvents:
         until = cell.now + seconds
         while cell.now < until:
             cell.run(chance.choice([0.001, 0.01, 0.1, 0.1, 0.5, 2.0]))
-            if cell.coordinator.is_up:
+            if cell.coordinator.listens:
                 chance.choice(self._all)()
 
     @property
@@ -203,6 +203,21 @@ class RandomEvents:
             seconds = self._chance.choice([0.5, 1.5, 4.0, 12.0, 30.0])
             worker.frozen_until = max(worker.frozen_until, self._cell.now + seconds)
             self._cell.say("worker", worker.key, "stands still for", seconds)
+
+    def _wedge(self) -> None:
+        """Its engine makes no step, and its process goes on saying so."""
+        if worker := self._any_worker():
+            self._cell.num_losses += 1
+            seconds = self._chance.choice([1.0, 10.0, 30.0, 90.0])
+            worker.wedged_until = max(worker.wedged_until, self._cell.now + seconds)
+            self._cell.say("worker", worker.key, "makes no step for", seconds)
+
+    def _stall(self) -> None:
+        """The coordinator stands still; whatever reaches it waits."""
+        if self._chance.random() < 0.4:
+            seconds = self._chance.choice([0.5, 2.0, 12.0])
+            self._cell.coordinator.frozen_until = self._cell.now + seconds
+            self._cell.say("the coordinator stands still for", seconds)
 
     def _cut(self) -> None:
         if worker := self._any_worker():

@@ -88,7 +88,9 @@ class RandomNetwork:
 
     def detach(self, stream: Stream) -> None:
         """The coordinator sees that a stream has ended."""
-        if (link := stream.link) is not None:
+        if not stream.coordinator.listens and stream.coordinator.is_up:
+            self._cell.at(stream.coordinator.frozen_until, lambda: self.detach(stream))
+        elif (link := stream.link) is not None:
             link.stream = None
             stream.coordinator.post(ev.WorkerDetached(link.key))
 
@@ -102,6 +104,9 @@ class RandomNetwork:
             return
         if not coordinator.is_up:
             self._retry(worker)
+            return
+        if not coordinator.listens:
+            self._cell.at(coordinator.frozen_until, lambda: self._attach(stream, said))
             return
         link = coordinator.links.get(worker.key)
         if link is not None and said.generation == coordinator.generation:
@@ -189,6 +194,9 @@ class RandomNetwork:
 
     def _up(self, stream: Stream) -> None:
         if (link := stream.link) is None:
+            return
+        if not stream.coordinator.listens:
+            self._cell.at(stream.coordinator.frozen_until, lambda: self._up(stream))
             return
         message = cluster_pb2.WorkerMessage.FromString(stream.up.popleft())
         for one in message.batch or (message,):

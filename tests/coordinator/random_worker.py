@@ -76,7 +76,7 @@ class RandomWorker:
         launched_by: generation of the coordinator that started it, and that it ends with; 0: none.
         generation: of the coordinator that welcomed it last. received: of that one's commands.
         stream: that it is attached over; None while it is not. pending: that it asked for last.
-        frozen_until: it stands still until then, by the cell's clock.
+        frozen_until: it stands still until then, by the cell's clock. wedged_until: its engine.
         takes_columns: the coordinator knows its handles.
         held, expected: attempts, by request.
         sends: handoffs on their way from here. receives: what became of those to here.
@@ -91,6 +91,7 @@ class RandomWorker:
     state: int = SERVING
     dead: bool = False
     frozen_until: float = -math.inf
+    wedged_until: float = -math.inf
     generation: int = 0
     received: int = 0
     stream: object | None = None
@@ -108,6 +109,7 @@ class RandomWorker:
     def __post_init__(self) -> None:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
         self._busy_until = self.cell.now
+        self._lost_at = self.cell.now
         self._steps = self._released = self._leaves = False
         self._beat()
 
@@ -150,7 +152,12 @@ class RandomWorker:
         said.revision = said.model.revision = said.fingerprint.revision = self.revision
         for name in self.adapters:
             said.model.adapters.add(name=name, revision="x")
-        said.capacity.loads_early = self.cell.conditions.loads_early
+        conditions, capacity = self.cell.conditions, said.capacity
+        capacity.loads_early = conditions.loads_early
+        capacity.keeps_prefixes = conditions.keeps_prefixes
+        capacity.supports_forced_tokens = conditions.forces_tokens
+        num_blocks = conditions.most_handed_tokens // SHAPE.block_size_tokens
+        capacity.max_receive_bytes = num_blocks * said.fingerprint.block_bytes
         if self.rollout is not None:
             said.rollout.CopyFrom(self.rollout)
         said.running.extend(held.attempt.running() for held in self.held.values())
@@ -171,9 +178,20 @@ class RandomWorker:
         self.role, self.takes_columns = role, True
 
     def lost_stream(self) -> None:
-        """What it says from now on may be for another coordinator."""
+        """What it says from now on may be for another coordinator, unless none comes in time."""
         self.stream, self.takes_columns = None, False
+        self._lost_at = lost_at = self.cell.now
+        self.after(
+            self.cell.conditions.grace_s,
+            lambda: self._abandon() if self.stream is None and self._lost_at == lost_at else None,
+        )
         self._leave_if_idle()
+
+    def _abandon(self) -> None:
+        for held in list(self.held.values()):
+            self._fail(held, Unavailable("no coordinator"))
+        self.expected.clear()
+        self.sends.clear()
 
     def take(self, message: cluster_pb2.CoordinatorMessage) -> None:
         """Carries out one command, unless it is leaving."""
@@ -329,6 +347,9 @@ class RandomWorker:
         self._after(self._busy_until - self.cell.now, held, lambda: self._prefilled(held))
 
     def _prefilled(self, held: Held) -> None:
+        if self.wedged_until > self.cell.now:
+            self._after(self.wedged_until - self.cell.now, held, lambda: self._prefilled(held))
+            return
         self.num_steps += 1
         new = [block for block in self._hashes(held) if block not in self.blocks]
         self.blocks.update(dict.fromkeys(new))
@@ -404,6 +425,9 @@ class RandomWorker:
 
     def _step(self) -> None:
         """Every running output grows by one token."""
+        if self.wedged_until > self.cell.now:
+            self.after(self.wedged_until - self.cell.now, self._step)
+            return
         self.num_steps += 1
         step = cluster_pb2.StepOutputs(step=self.num_steps)
         for held in [one for one in self.held.values() if one.runs]:

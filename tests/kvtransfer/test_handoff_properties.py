@@ -24,8 +24,13 @@ from baton.kvtransfer.sending import Ended
 
 sys.path.append(str(Path(__file__).parent))
 
-from simulated_network import RECEIVE_BLOCKS, SECOND_ATTEMPT, Link, Send, Stream, World, joined
+from simulated_decode import RECEIVE_BLOCKS
+from simulated_network import World
+from simulated_prefill import Send
+from simulated_streams import Link, Stream, joined
 
+# Epochs of a handoff's second attempt begin here, above any that its first one reaches.
+SECOND_ATTEMPT = 1000
 # Long enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0
 TRANSPORTS = [["grpc"], ["shm", "grpc"], ["link", "grpc"], ["link", "shm", "grpc"]]
