@@ -26,6 +26,8 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
+from two_revisions import TwoRevisions
+
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 CONFIG = CoreConfig(
@@ -223,6 +225,16 @@ def new_world() -> type[World]:
 @pytest.fixture
 def out():
     return output
+
+
+@pytest.fixture
+def two_revisions(new_world, out):
+    """Makes a world of two revisions, of whose second there is a rollout (share None: none)."""
+
+    def make(share=1.0, **changes):
+        return TwoRevisions(new_world, out, share, **changes)
+
+    return make
 
 
 @pytest.fixture
