@@ -26,6 +26,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
+from two_pairs import pairs
 from two_revisions import TwoRevisions
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -225,6 +226,12 @@ def new_world() -> type[World]:
 @pytest.fixture
 def out():
     return output
+
+
+@pytest.fixture
+def two_pairs(new_world) -> World:
+    """A core with two serving workers in each pool: "p", "p2", "d" and "d2"."""
+    return pairs(new_world())
 
 
 @pytest.fixture
