@@ -21,11 +21,12 @@ from baton.coordinator.core.request import StreamKey, Submission
 from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
+from scripted_worker import attached
 from two_pairs import pairs
 from two_revisions import TwoRevisions
 
@@ -317,3 +318,24 @@ async def coordinator(coordinator_config):
 async def channel(coordinator):
     async with rpc.channel(coordinator.address) as channel:
         yield channel
+
+
+@pytest.fixture
+def inference(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture
+def admin(channel):
+    return admin_pb2_grpc.AdminStub(channel)
+
+
+@pytest.fixture
+def pair(coordinator, say_hello):
+    """Attaches one scripted worker to each pool of `coordinator`, while it is entered."""
+
+    def attach(**options):
+        hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+        return attached(coordinator.address, *hellos, **options)
+
+    return attach
