@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -28,13 +27,13 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
-    Logprob,
     RequestRejected,
     StepSample,
     Trace,
 )
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffPort, WrongBaton
+from baton.engine.sim_sampling import Sampler
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
@@ -53,11 +52,10 @@ _MAX_SAMPLES = 256
 _MAX_STEPS_AHEAD = 2
 # As an idle vLLM steps that only has requests which wait.
 _POLL_S = 1e-3
-_HALF = math.log(0.5)
 
 
 class SimulatedEngine:
-    """An `Engine` (engine/base.py).
+    """An `Engine` (engine/base.py) that computes nothing: steps last as long as the model says.
 
     Args:
         model: local directory or hub id with a tokenizer.json.
@@ -104,6 +102,7 @@ class SimulatedEngine:
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = itertools.count()
         self._vocabulary: Vocabulary | None = None
+        self._sampler: Sampler | None = None
         self._port: HandoffPort | None = None
         self._task: asyncio.Task[None] | None = None
         self._dead: str | None = None
@@ -125,6 +124,7 @@ class SimulatedEngine:
         begun_at = monotonic()
         try:
             self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
+            self._sampler = Sampler(self._vocabulary)
             if self._transfer_socket:
                 self._port = HandoffPort(self._transfer_socket, self._layout)
         except (ValueError, ServiceGone) as error:
@@ -224,7 +224,7 @@ class SimulatedEngine:
         self._trace = StepTrace()
 
     async def stop_profile(self) -> Sequence[Trace]:
-        """Of one rank: its steps, which are all that there is to record."""
+        """Ends the recording: one trace, as of one rank, of the steps."""
         trace, self._trace = self._trace, None
         if trace is None:
             return ()
@@ -266,7 +266,11 @@ class SimulatedEngine:
             raise RuntimeError(f"{self._blocks.num_used_blocks} KV blocks are held by nobody")
 
     def _validated(self, request: EngineRequest, vocabulary: Vocabulary) -> int:
-        """How many output tokens a request may have. Raises RequestRejected."""
+        """Checks a request, and returns how many output tokens it may have.
+
+        Raises:
+            RequestRejected: the engine does not take it.
+        """
         num_prompt, limit = len(request.prompt_token_ids), self._settings.max_model_len
         if request.request_id in self._requests:
             raise RequestRejected(f"request {request.request_id} is running already")
@@ -320,7 +324,7 @@ class SimulatedEngine:
             self._die(f"the simulated engine failed: {type(error).__name__}: {error}")
 
     async def _wait_for_work(self) -> None:
-        """Until something is submitted or aborted; with handoffs awaited, a moment at most."""
+        """Waits until something is submitted or aborted; while handoffs are awaited, a moment."""
         awaits_handoff = any(
             request.receive_deadline is not None for request in self._scheduler.waiting
         )
@@ -381,7 +385,7 @@ class SimulatedEngine:
                     send.write(layer, item.request.num_computed + item.num_tokens)
 
     def _advance(self, item: Work) -> EngineOutput | None:
-        """Counts what a step computed; the next token, when the request has caught up."""
+        """Counts what a step computed for a request; samples once it has caught up."""
         live = item.request
         if not item.valid:
             return None
@@ -391,41 +395,19 @@ class SimulatedEngine:
         return self._sample(live) if live.num_missing == 0 else None
 
     def _sample(self, live: LiveRequest) -> EngineOutput:
-        sampling, token = live.request.sampling, live.chain.next()
-        live.tokens.append(token)
-        live.chain.advance((token,))
-        count = live.num_output_tokens
-        finish: Finish | None = None
-        stop = ""
-        is_stop_token = token in sampling.stop_token_ids and count >= sampling.min_tokens
-        if is_stop_token:
-            finish, stop = Finish.STOP, str(token)
-        elif count >= live.max_output_tokens:
-            finish = Finish.LENGTH
-        if not is_stop_token or sampling.include_stop_str_in_output:
-            matched = live.text.add(token, may_stop=count > sampling.min_tokens)
-            if matched:
-                finish, stop = Finish.STOP, matched
-        if finish is None and live.request.prefill_only:
-            finish = Finish.CUT
-        text_is_final = finish is not None and finish is not Finish.CUT
-        output = EngineOutput(
-            request_id=live.id,
-            token_ids=(token,),
-            text=live.text.take(finished=text_is_final),
-            logprobs=self._logprobs([token], sampling, "logprobs"),
-            finish=finish,
-            stop=stop,
-        )
+        assert self._sampler is not None, "a step before start"
+        output = self._sampler.sample(live)
         if not live.reported:
             live.reported = True
             self._describe_start(live, output)
-            output.prompt_logprobs = self._prompt_logprobs(live)
-        if finish is not None:
+            output.prompt_logprobs = self._sampler.prompt_logprobs(live)
+        if output.finish is not None:
             self._forget(live)
         return output
 
-    def _describe_start(self, live: LiveRequest, output: EngineOutput) -> None:
+    @staticmethod
+    def _describe_start(live: LiveRequest, output: EngineOutput) -> None:
+        """Adds to a request's first output how it began."""
         now = monotonic()
         first_run_at = live.first_run_at if live.first_run_at is not None else now
         output.queue_s = first_run_at - live.submitted_at
@@ -433,32 +415,6 @@ class SimulatedEngine:
         output.handoff_wait_s = live.handoff_wait_s or 0.0
         output.num_cached_tokens = live.num_cached_tokens
         output.num_handoff_tokens = live.num_handoff_tokens
-
-    def _prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
-        prompt = live.request.prompt_token_ids
-        rest = self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")
-        wanted = live.request.sampling.HasField("prompt_logprobs")
-        return [(), *rest] if wanted and not live.request.known_token_ids else ()
-
-    def _logprobs(
-        self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str
-    ) -> Sequence[Sequence[Logprob]]:
-        """Made-up values: the chosen token has half of the probability, the next half of that."""
-        if not sampling.HasField(field):  # type: ignore[arg-type]
-            return ()
-        vocabulary, count = self._vocabulary, getattr(sampling, field)
-        assert vocabulary is not None
-        found = []
-        for token_id in token_ids:
-            others = (other for other in vocabulary.printable if other != token_id)
-            likeliest = [token_id, *itertools.islice(others, max(0, count - 1))]
-            entries = [
-                Logprob(one, _HALF * rank, rank, vocabulary.tokenizer.decode([one]))
-                for rank, one in enumerate(likeliest, start=1)
-            ]
-            # The chosen token, then the likeliest, of which it is the first.
-            found.append(tuple(entries[:1] + entries[:count]))
-        return found
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         outputs, self._early = [*self._early, *outputs], []
@@ -470,6 +426,7 @@ class SimulatedEngine:
     # ---- The receiving side of handoffs.
 
     def _is_ready(self, live: LiveRequest) -> bool:
+        """Whether a request need not wait for its handoff, or not any longer."""
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return True
@@ -481,7 +438,7 @@ class SimulatedEngine:
         return True
 
     def _on_start(self, live: LiveRequest) -> None:
-        """Loads the baton, once per request; without it the prompt is computed here."""
+        """Loads the handoff of a request that is about to run, once; without it all is computed."""
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return

@@ -1,7 +1,6 @@
-"""Bodies of requests, checked: OpenAI's fields, and vLLM's own beside them.
+"""The fields of requests' bodies: OpenAI's, and vLLM's own beside them.
 
-What cannot be honoured is refused by name, and so is what nobody knows. Whether values make sense
-to the model is the coordinator's to say.
+Whether values make sense to the model is the coordinator's to say.
 
 Source: https://platform.openai.com/docs/api-reference; vllm/entrypoints/openai/*/protocol.py.
 """
@@ -11,55 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic_core
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from baton.gateway.problems import Problem, wrong
+from baton.gateway.problems import wrong
 from baton.runtime.errors import shown
-from baton.runtime.names import did_you_mean
 
-B = TypeVar("B", bound="Part")
 T = TypeVar("T")
 
-# A body has room for millions of wrong entries, and what is said of each takes its time: of a list
-# the first one is told, and other parts are not looked at when they are longer than any can be.
+# A body has room for millions of wrong entries, and describing each takes time: of a list only the
+# first wrong entry is told, and objects with more fields than any can have are refused unread.
 _FailsFast = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 64
-_MAX_NAME_CHARS = 80
 # As many as a coordinator takes.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 _MAX_TOOLS = 1024
-
-# Known and not carried out, with the values that change nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1.0,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
 
 
 class Part(BaseModel):
@@ -353,90 +317,6 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
-
-
-def parse(body: bytes, kind: type[B]) -> B:
-    """A body as JSON.
-
-    Raises:
-        Problem: it is no JSON, or a field of it is wrong.
-    """
-    try:
-        values = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(values, dict):
-        what = f"the body is a JSON {type(values).__name__}; must be an object"
-        raise Problem(400, what, code="invalid_json")
-    known = {field.alias or name for name, field in kind.model_fields.items()}
-    values = {name: value for name, value in values.items() if _counts(name, value, known)}
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise _explained(error, values) from None
-
-
-def _counts(name: str, value: object, known: set[str]) -> bool:
-    """Whether a field is to be looked at; null is as good as absent.
-
-    Raises:
-        Problem: it cannot be honoured.
-    """
-    if name in known:
-        return True
-    if value is None or value in _UNSUPPORTED.get(name, ()):
-        return False
-    if name in _UNSUPPORTED:
-        raise Problem(
-            400,
-            f"{name} is {shown(value)}; this server does not support it",
-            param=name,
-            code="unsupported_parameter",
-        )
-    name = _short(name)
-    hint = did_you_mean(name, known, cutoff=0.8)
-    raise Problem(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
-
-
-def _explained(error: ValidationError, values: Any) -> Problem:
-    """The first thing that is wrong, by its path in the body."""
-    paths: dict[str, tuple[Any, list[str]]] = {}
-    for problem in error.errors(include_url=False):
-        path, value = _found(problem["loc"], values)
-        said = problem["msg"].removeprefix("Value error, ")
-        said = said[:1].lower() + said[1:]
-        if problem["type"] in ("extra_forbidden", "missing"):
-            # Its last part leads to nothing that is there, or should be.
-            *above, name = problem["loc"]
-            path = f"{_found(above, values)[0]}.{_short(str(name))}".lstrip(".")
-            missing = problem["type"] == "missing"
-            said = "it is required" if missing else "this server does not support it"
-        paths.setdefault(path, (value, []))[1].append(said)
-    path, (value, reasons) = next(iter(paths.items()))
-    reason = " or ".join(dict.fromkeys(reasons))
-    if not path:
-        return Problem(400, reason, param=reason.split()[0], code="invalid_value")
-    if reason == "it is required":
-        return Problem(400, f"{path} is missing; {reason}", param=path, code="missing_parameter")
-    return wrong(path, value, reason)
-
-
-def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
-    """A location as far as it leads into the body, and what is there; the rest tells of unions."""
-    path = ""
-    for part in location:
-        try:
-            values = values[part]
-        except (LookupError, TypeError):
-            break
-        name = _short(str(part))
-        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
-    return path, values
-
-
-def _short(name: str) -> str:
-    """A name that a body has, as errors have it."""
-    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 3]}..."
 
 
 def _are_ids(value: object) -> bool:

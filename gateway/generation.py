@@ -23,7 +23,7 @@ from baton.client import (
     TokenStream,
     errors,
 )
-from baton.gateway import answers, asks, bodies, incoming, problems
+from baton.gateway import answers, asks, bodies, incoming, parsing, problems
 from baton.gateway.asks import Ask
 from baton.gateway.bodies import ChatBody, GenerationBody
 from baton.gateway.cell import Cell
@@ -163,10 +163,10 @@ class Exchange:
     def _ask(self, body: bytes) -> tuple[Ask, ChatBody | None]:
         chat: ChatBody | None = None
         if self._to.route == CHAT:
-            chat = bodies.parse(body, bodies.ChatBody)
+            chat = parsing.parse(body, bodies.ChatBody)
             ask = asks.of_chat(chat, self._named(chat), self._headers)
         else:
-            completion = bodies.parse(body, bodies.CompletionBody)
+            completion = parsing.parse(body, bodies.CompletionBody)
             ask = asks.of_completion(completion, self._named(completion), self._headers)
         limit = self._to.config.max_choices
         if ask.num_choices > limit:

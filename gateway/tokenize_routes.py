@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from baton.client.request import build
-from baton.gateway import bodies, problems
+from baton.gateway import bodies, parsing, problems
 from baton.gateway.cells import Cells
 from baton.gateway.problems import Problem, no_such_model, wrong
 from baton.gateway.questions import credential
@@ -62,7 +62,7 @@ class TokenizeRoutes:
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         """Raises Problem."""
-        asked = bodies.parse(body, TokenizeBody)
+        asked = parsing.parse(body, TokenizeBody)
         if asked.messages is not None and not asked.messages:
             raise wrong("messages", [], "must not be empty")
         model, tokenizer = await self._served(asked.model, headers)
@@ -77,7 +77,7 @@ class TokenizeRoutes:
 
     async def detokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         """Raises Problem."""
-        asked = bodies.parse(body, DetokenizeBody)
+        asked = parsing.parse(body, DetokenizeBody)
         model, tokenizer = await self._served(asked.model, headers)
         size = model.vocab_size or tokenizer.vocab_size
         if asked.tokens and max(asked.tokens) >= size:

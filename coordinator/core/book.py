@@ -1,4 +1,4 @@
-"""The requests that have not ended, those that ended recently, and every way a request ends."""
+"""What becomes of a request, from its admission to its end: attempts, losses, and every way out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from baton.coordinator.core import events as ev
+from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.endings import ended_request, outcome
-from baton.coordinator.core.entry import Entry
+from baton.coordinator.core.entry import Entrant, Entry
 from baton.coordinator.core.register import Register
 from baton.coordinator.core.request import (
     Interruption,
@@ -34,12 +35,12 @@ from baton.coordinator.telemetry.tail_sampling import TailSampler
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# A request is charged for so many tokens at a time.
+# A tenant is charged for so many output tokens of a request at a time.
 CHARGE_TOKENS = 16
 
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
-    """One error for all losses: of the last one's code, with every cause once."""
+    """One error for all lost attempts: with the code of the last one, and each cause once."""
     last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
     told = "; ".join(dict.fromkeys(map(str, losses)))
     last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
@@ -47,14 +48,23 @@ def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
 
 
 class RequestBook:
-    """Owns every request from admission to its end.
-
-    Effects are appended to `out`, which the core empties; `room_made` says that something ended or
-    arrived, so that dispatching is worth a try.
+    """Owns every request from its admission to its end, and moves it from state to state.
 
     Args:
+        config: limits and times.
+        workers: attached ones.
+        placers: choose workers, and count what requests take there.
         traffic: says which revision a new request gets.
-        random_bytes: of handoff ids; injected so that a simulation repeats.
+        timers: the core's; each request has one.
+        random_bytes: makes handoff ids; injected so that a simulation repeats.
+
+    Attributes:
+        requests: those that have not ended, and the latest that have.
+        lanes: those that wait, in their order, and what tenants are charged.
+        admission: whether requests are let in.
+        stats: counters.
+        out: the effects of the event that is being handled; the core takes them.
+        room_made: something ended or arrived, so that dispatching is worth a try.
     """
 
     def __init__(
@@ -80,13 +90,14 @@ class RequestBook:
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
         self.out: list[ev.Effect] = []
-        # Of the event that is being handled, in `out` unless empty.
+        # The list inside the last SendDeltas of `out`; empty: there is none yet.
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
         self.admission = Admission(config, self.lanes, placers)
         self._entry = Entry(
             self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
         )
+        self._assignments = Assignments(workers, placers)
         self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
@@ -94,13 +105,14 @@ class RequestBook:
         return self._workers.get(key)
 
     def take_effects(self) -> list[ev.Effect]:
+        """The effects since the last call."""
         effects, self.out, self._deltas = self.out, [], []
         return effects
 
     # ---- In
 
     def admit(self, submission: Submission, now: float, *, goes_on: bool = False) -> Request | None:
-        """Queues a submission that was checked; None: it was refused.
+        """Checks a submission and queues it; refuses it with the reason where it is not let in.
 
         A request that was accepted is not refused for what it costs when its client comes back.
 
@@ -108,6 +120,9 @@ class RequestBook:
             submission: new, or resumed.
             now: by the core's clock.
             goes_on: a worker may go on with it, from before this coordinator was there.
+
+        Returns:
+            None when it was refused.
         """
         older = self.requests.get(submission.key)
         entrant = self._entry.check(submission, older, now, goes_on=goes_on)
@@ -115,25 +130,8 @@ class RequestBook:
             self.out.append(ev.SendFailed(submission.to, entrant.refused))
             return None
         if older is not None:
-            self._succeeded(older, now)
-        outlook, hashes = entrant.outlook, entrant.hashes
-        life_s = self._config.max_request_s
-        if submission.timeout_s is not None:
-            life_s = min(life_s, submission.timeout_s)
-        request = Request(
-            submission=submission,
-            submitted_at=now,
-            deadline=submission.arrived_at + life_s,
-            state_since=now,
-            token_ids=array("I", submission.known_token_ids),
-            text_chars=submission.known_text_chars,
-            hashes=hashes if len(hashes) else None,
-            revision=entrant.revision,
-            prediction=outlook.prediction if outlook is not None and outlook.tells else None,
-        )
-        before = self.requests.ended.get(request.key)
-        if before is not None:
-            request.attempts_before = before.attempt_number
+            self._replace(older, now)
+        request = self._new_request(submission, entrant, now)
         self.requests.add(request)
         self.stats.admitted(request, now)
         self.out.append(
@@ -147,12 +145,12 @@ class RequestBook:
         return request
 
     def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
-        """A worker goes on with an attempt that another coordinator sent it.
+        """Takes over an attempt that a worker goes on with, and that another coordinator sent it.
 
         Args:
-            request: waits, or was begun anew meanwhile: that is given up.
-            worker: that goes on.
-            attempt: its number there.
+            request: it waits; or it was begun anew meanwhile, and that attempt is given up.
+            worker: the worker that goes on.
+            attempt: the attempt's number there.
             now: by the core's clock.
         """
         if not request.waits:
@@ -168,8 +166,7 @@ class RequestBook:
         self.stats.num_adopted += 1
         self.lanes.dispatched(request, 0)
         request.revision, request.hashes = worker.revision, None
-        self._placers.of(request.revision).adopt(request, worker.key)
-        worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
+        self._assignments.adopt(request, worker)
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
@@ -191,20 +188,18 @@ class RequestBook:
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         # A lost attempt was no service.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
-        self._placers.of(request.revision).assign(request, placement, yields=not is_owed)
-        for worker in workers:
-            worker.assign(request.key, num_tokens)
+        self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
         if prefiller is None:
             self._send_decode(request, now)
             return
-        self._sent(request, prefiller)
+        self._assignments.sent(request, prefiller)
         if placement.handoff:
             prefiller.sending[request.key] = None
         self._commands.prefill(request, prefiller.key, now)
         self._commands.announce(request, now)
 
     def begin_decode(self, request: Request, now: float) -> None:
-        """The first token is known: its decode worker continues after it."""
+        """The first token is known: tells the decode worker to continue after it."""
         self.prefill_over(request)
         self._advance(request, RequestState.HANDING_OFF, now)
         self._send_decode(request, now)
@@ -212,58 +207,52 @@ class RequestBook:
     def prefill_over(self, request: Request) -> None:
         """The prompt is computed: the prefill worker has only the handoff left to finish."""
         request.prefill_done = True
-        self._placers.of(request.revision).computed(request)
-        self._release(request.prefill, request)
+        self.room_made |= self._assignments.prefill_over(request)
 
     def decoding(self, request: Request, now: float) -> None:
+        """The first output of the decode worker is here."""
         self._advance(request, RequestState.DECODING, now)
         if request.decoding_at is None:
             request.decoding_at = now
         self.handed_over(request)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
-        """The request's longest gaps between tokens that were over its target, up to now."""
+        """The longest of the gaps between a request's tokens that exceed its target, up to now."""
         worker = self._workers.get(request.decode)
         target_s = self.stats.itl_target_s(request)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def deltas(self) -> list[tuple[StreamKey, bytes]]:
-        """The list of encoded tokens for clients: one effect for all that an event brings."""
+        """The list that takes encoded tokens for clients: an event's tokens are one effect."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
         return self._deltas
 
     def charge(self, request: Request) -> None:
-        """Charges the tenant for tokens since the last charge, and counts the KV room they take."""
+        """Charges the tenant for the tokens since the last charge, and counts their KV room."""
         self._pay(request)
         self._placers.of(request.revision).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
-        """The worker has reported something of this attempt."""
-        found = self._workers.get(worker)
-        if found is not None:
-            was_alone = found.alone
-            found.answered(request.key)
-            if was_alone:
-                self._placers.refresh(found)
-                self.room_made = True
+        """A worker has reported something of the request's attempt."""
+        self.room_made |= self._assignments.answered(request, worker)
 
     def handed_over(self, request: Request) -> None:
         """The prefill worker's side of the handoff is over, or no longer matters."""
-        worker = self._workers.get(request.prefill)
-        if worker is not None:
-            worker.sending.pop(request.key, None)
+        self._assignments.handed_over(request)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
     ) -> None:
-        """An attempt is lost: what was sent stays, and the request waits for another one.
+        """An attempt is lost: what was sent to the client stays, and the request waits for another.
+
+        A request that is lost too often in a row fails: with the code of the last loss, and every
+        cause in its message.
 
         Args:
-            request: dispatched.
-            worker: whose part of it is lost.
-            error: why, naming the worker. A request that is lost too often in a row fails with the
-                code of the last one, and says every cause.
+            request: a dispatched one.
+            worker: the worker whose part of it is lost.
+            error: why, naming the worker.
             now: by the core's clock.
         """
         request.losses.append(error)
@@ -275,7 +264,7 @@ class RequestBook:
         self.stats.recovered(request, now)
 
     def change_revision(self, request: Request, revision: str) -> None:
-        """A waiting request of which nothing has been sent is computed by other workers."""
+        """Moves a waiting request, of which no token is known, to another revision's workers."""
         assert request.waits
         assert not len(request.token_ids)
         self.stats.moved_to_stable(request.revision)
@@ -290,7 +279,7 @@ class RequestBook:
         self.stats.parked(now)
 
     def strand(self, request: Request, now: float) -> None:
-        """No worker is left that could make room for a parked request: it waits for a new one."""
+        """A parked request has no worker left to wait for: it waits for a new one, as if lost."""
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float) -> None:
@@ -313,7 +302,14 @@ class RequestBook:
     def finish(
         self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
     ) -> None:
-        """The request came to its natural end."""
+        """The request came to its natural end.
+
+        Args:
+            request: not ended.
+            reason: why it ended.
+            stop: the stop string or token id that ended it; empty without.
+            now: by the core's clock.
+        """
         self._advance(request, RequestState.FINISHED, now)
         budget = self._end(request, now, finish_reason=reason)
         self._send_finished(request, reason, stop, budget)
@@ -333,6 +329,7 @@ class RequestBook:
             self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
 
     def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
+        """Ends a request, whatever it is doing, and tells its client why."""
         self._advance(request, RequestState.FAILED, now)
         self._commands.cancel(request)
         self._end(request, now, error=error)
@@ -341,11 +338,11 @@ class RequestBook:
     def expire(
         self, request: Request, error: Callable[[Request], errors.BatonError], now: float
     ) -> None:
-        """A timer of the request went off: it fails, or the timer is set again.
+        """The request's timer went off: it fails, or the timer is set again.
 
         Args:
             request: not ended.
-            error: of the request when it has waited for too long.
+            error: says why a request that has waited for too long fails.
             now: by the core's clock.
         """
         if self._set_timer(request) > now:
@@ -364,16 +361,47 @@ class RequestBook:
             self.fail(request, error(request), now)
 
     def cancel_decode(self, request: Request) -> None:
-        """The request ends with its first token: the decode worker forgets the handoff."""
+        """The request ends with its first token: tells the decode worker to forget the handoff."""
         self._commands.cancel_at(request.decode, request)
 
     def baton_lost(self, request: Request, sender: WorkerKey) -> None:
-        """The prefill worker cannot hand over the KV cache: the decode worker need not wait."""
+        """A prefill worker cannot hand over the KV cache: tells the decode worker not to wait."""
         if sender == request.prefill and request.decode is not None:
             self.handed_over(request)
             self._commands.lost_baton(request)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a request is lost, or has what is not its own."""
+        requests = {request.key: request for request in self.requests.all()}
+        attempts = [request for request in requests.values() if not request.waits]
+        assert not any(request.ended for request in requests.values())
+        assert self.requests.by_handle == {request.handle: request for request in attempts}
+        assert len(self.lanes) == len(requests) - len(attempts)
+        flowing = [request for request in attempts if request.flows_from is not None]
+        assert all(request.state is RequestState.DECODING for request in flowing)
+        assert all(request.flows_from == request.decode for request in flowing)
+        self.lanes.check_integrity()
+        self._assignments.check_integrity(requests)
+
     # ---- Inside
+
+    def _new_request(self, submission: Submission, entrant: Entrant, now: float) -> Request:
+        life_s = self._config.max_request_s
+        if submission.timeout_s is not None:
+            life_s = min(life_s, submission.timeout_s)
+        outlook, before = entrant.outlook, self.requests.ended.get(submission.key)
+        return Request(
+            submission=submission,
+            submitted_at=now,
+            deadline=submission.arrived_at + life_s,
+            state_since=now,
+            token_ids=array("I", submission.known_token_ids),
+            text_chars=submission.known_text_chars,
+            hashes=entrant.hashes if len(entrant.hashes) else None,
+            revision=entrant.revision,
+            prediction=outlook.prediction if outlook is not None and outlook.tells else None,
+            attempts_before=before.attempt_number if before is not None else 0,
+        )
 
     def _pay(self, request: Request) -> None:
         num_tokens = len(request.token_ids)
@@ -386,7 +414,7 @@ class RequestBook:
     def _send_decode(self, request: Request, now: float) -> None:
         worker = self._workers.get(request.decode)
         assert worker is not None, "with its decode worker an attempt is lost"
-        self._sent(request, worker)
+        self._assignments.sent(request, worker)
         self._commands.decode(request, now)
 
     def _advance(self, request: Request, state: RequestState, now: float) -> None:
@@ -445,18 +473,18 @@ class RequestBook:
             )
         )
 
-    def _succeeded(self, older: Request, now: float) -> None:
-        """A resumed request replaces its older self, whose session is not known to be lost yet.
+    def _replace(self, older: Request, now: float) -> None:
+        """Ends the older self of a resumed request, whose session is not known to be lost yet.
 
-        Its client need not be the one that resumes: a stream that nobody reads any more is told in
-        vain, and any other learns why it ends.
+        A stream that nobody reads any more is told in vain. Any other client, which need not be
+        the one that resumes, learns why its stream ends.
         """
         self.cancel(older, now, tell=False)
         what = f"request {older.id} goes on over another connection, which has resumed it"
         self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
-        work_s = self._placers.of(request.revision).work_s(request)
+        work_s = self._placers.of(request.revision).predictions.prefill_s(request)
         self.lanes.push(request, now, num_tokens, work_s)
 
     def _begin_again(
@@ -477,28 +505,7 @@ class RequestBook:
         self._queue(request, now)
         self.room_made = True
 
-    def _sent(self, request: Request, worker: Worker) -> None:
-        """A worker is told to begin with a request."""
-        worker.sent(request.key, alone=request.suspect)
-        if request.prefill is None:
-            worker.local[request.key] = None
-        if request.suspect:
-            self._placers.refresh(worker)
-
     def _let_go(self, request: Request) -> None:
+        """The request leaves its workers, and its attempt is over."""
         self.requests.end_attempt(request)
-        self.handed_over(request)
-        self._placers.of(request.revision).released(request)
-        self._release(request.prefill, request)
-        self._release(request.decode, request)
-
-    def _release(self, key: WorkerKey | None, request: Request) -> None:
-        worker = self._workers.get(key)
-        if worker is None:
-            return
-        was_alone = worker.alone
-        if worker.release(request.key):
-            self.room_made = True
-        if was_alone:
-            # Whoever had it by itself is gone: it takes others again.
-            self._placers.refresh(worker)
+        self.room_made |= self._assignments.let_go(request)

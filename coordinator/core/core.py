@@ -22,7 +22,6 @@ from baton.coordinator.core.request import (
     EndedRequest,
     Request,
     RequestKey,
-    RequestState,
     WorkerKey,
 )
 from baton.coordinator.core.timers import Timers
@@ -46,17 +45,19 @@ from baton.v1 import common_pb2
 class Core:
     """Hands each event to the part that owns it, and returns the effects of all parts.
 
+    The shell reads attributes, and changes nothing but through `handle`.
+
     Args:
         config: limits and times.
-        random_bytes: of handoff ids; injected so that a simulation repeats.
+        random_bytes: makes handoff ids; injected so that a simulation repeats.
         policy: what sizes the pools; the autoscaler unless told.
 
     Attributes:
-        workers: attached ones; read only outside the core.
-        stats: counters; read only outside the core.
-        latency: what steps cost on the workers; read only outside the core.
-        scaler: how large the pools are to be; read only outside the core.
-        rollouts: which revisions there are, and what each gets; read only outside the core.
+        workers: attached ones.
+        placers: what is assigned to each worker.
+        latency: what steps cost on the workers.
+        scaler: how large the pools are to be.
+        rollouts: which revisions there are, and what each gets.
     """
 
     def __init__(
@@ -149,16 +150,23 @@ class Core:
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
         }
+        # By timer; requests and workers have timers of their own.
+        self._timed: dict[WorkerKey, Callable[[float], None]] = {
+            SETTLED: self._adoption.advance,
+            SCALING: members.scale,
+            ROLLOUT: self.rollouts.advance,
+            ROOM: self._room_is_due,
+        }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Applies one event.
 
         Args:
             event: what happened.
-            now: seconds by any clock that never goes back.
+            now: when, in seconds by any clock that never goes back.
 
         Returns:
-            What the shell must do, in order.
+            The effects: what the shell must do, in order.
         """
         self.placers.at(now)
         self._book.lanes.now = now
@@ -174,7 +182,7 @@ class Core:
         return self._book.take_effects()
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None while nothing is timed."""
+        """When the shell must send the next Tick, by `now`'s clock; None while nothing is timed."""
         return self._timers.next()
 
     def _emit(self, effect: ev.Effect) -> None:
@@ -188,6 +196,7 @@ class Core:
 
     @property
     def stats(self) -> CoreStats:
+        """The counters."""
         return self._book.stats
 
     @property
@@ -197,7 +206,7 @@ class Core:
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests are admitted, and both pools have a serving worker, or will get one."""
+        """Whether requests are admitted, and each pool has a serving worker or will start one."""
         stable = self.workers.of(self.workers.stable)
         return self._book.admission.closing is None and all(
             stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
@@ -221,11 +230,11 @@ class Core:
         """One request: running, or recently ended; None when there is none.
 
         Args:
-            request_id: as its client calls it.
-            tenant: empty: whoever's it is.
+            request_id: the id that its client gave it.
+            tenant: whose it is; empty where that is not known.
 
         Raises:
-            InvalidArgument: several tenants have one.
+            InvalidArgument: no tenant is given, and several have a request of this id.
         """
         return self._book.requests.find(request_id, tenant)
 
@@ -238,6 +247,7 @@ class Core:
         return self._book.stalls(request)
 
     def running(self) -> list[Request]:
+        """The requests that have not ended."""
         return self._book.requests.all()
 
     def recently_ended(self) -> list[EndedRequest]:
@@ -245,9 +255,11 @@ class Core:
         return list(self._book.requests.ended.values())[::-1]
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
+        """How many requests wait in a lane."""
         return self._book.lanes.num_queued(lane)
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
+        """The request that has waited for longest in a lane."""
         return self._book.lanes.oldest(lane)
 
     def observer(self) -> Observer:
@@ -263,34 +275,14 @@ class Core:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a resource has no owner, or two."""
-        requests = {request.key: request for request in self._book.requests.all()}
-        for worker in self.workers:
-            assert worker.assigned_tokens == sum(worker.assigned.values())
-            for key in worker.assigned:
-                request = requests[key]
-                assert worker.key in (request.prefill, request.decode)
-            assert worker.unanswered.keys() <= worker.assigned.keys()
-            assert not worker.alone or worker.alone in worker.unanswered
-            assert all(requests[key].prefill == worker.key for key in worker.sending)
-        attempts = [request for request in requests.values() if not request.waits]
-        assert self._book.requests.by_handle == {request.handle: request for request in attempts}
-        queued = sum(request.waits for request in requests.values())
-        assert queued == len(self._book.lanes)
-        self._book.lanes.check_integrity()
-        num_timers = len(requests) + len(self.workers) + self._adoption.num_timers
+        self._book.check_integrity()
+        self.workers.check_integrity()
+        self.placers.check_integrity()
+        self.scaler.launches.check_integrity()
+        num_timers = len(self._book.requests) + len(self.workers) + self._adoption.num_timers
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
         num_timers += self._dispatcher.num_timers
         assert len(self._timers) == num_timers
-        assert not any(request.ended for request in requests.values())
-        self.workers.check_integrity()
-        self.scaler.launches.check_integrity()
-        flowing = [request for request in requests.values() if request.flows_from is not None]
-        assert all(request.state is RequestState.DECODING for request in flowing)
-        assert all(request.flows_from == request.decode for request in flowing)
-        self.placers.check_integrity()
-        for request in attempts:
-            found = map(self.workers.get, (request.prefill, request.decode))
-            assert all(one is None or one.revision == request.revision for one in found)
 
     # ---- Clients
 
@@ -380,23 +372,19 @@ class Core:
     def _tick(self, event: ev.Tick, now: float) -> None:
         while (key := self._timers.pop_due(now)) is not None:
             if isinstance(key, str):
-                request = self._book.requests.get(key)
-                if request is not None:
-                    request.waits_until = self._patience.waits_until(request, now)
-                    self._book.expire(request, self._dispatcher.queue_error, now)
-                else:
-                    self._adoption.expire(key)
-                continue
-            if key == SETTLED:
-                self._adoption.advance(now)
-                continue
-            if key == SCALING:
-                self._members.scale(now)
-                continue
-            if key == ROLLOUT:
-                self.rollouts.advance(now)
-                continue
-            if key == ROOM:
-                self._book.room_made = True
-                continue
-            self._members.look_at(key, now)
+                self._request_is_due(key, now)
+            elif (part := self._timed.get(key)) is not None:
+                part(now)
+            else:
+                self._members.look_at(key, now)
+
+    def _request_is_due(self, key: RequestKey, now: float) -> None:
+        request = self._book.requests.get(key)
+        if request is None:
+            self._adoption.expire(key)
+            return
+        request.waits_until = self._patience.waits_until(request, now)
+        self._book.expire(request, self._dispatcher.queue_error, now)
+
+    def _room_is_due(self, now: float) -> None:
+        self._book.room_made = True

@@ -166,9 +166,8 @@ class Dispatcher:
 
     def _settled(self, request: Request, now: float) -> bool:
         """Ends a request that no worker need see, by the context length that workers have."""
-        sampling, model = request.submission.sampling, self._workers.of(request.revision).model
-        num_known = len(request.token_ids)
-        max_len = model.max_model_len if model is not None else 0
+        sampling, num_known = request.submission.sampling, len(request.token_ids)
+        max_len = self._workers.of(request.revision).max_model_len
         if max_len and request.num_prompt_tokens >= max_len:
             allowed = f"at most {max_len - 1} tokens, one less than the context"
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)

@@ -67,22 +67,20 @@ class Entry:
             refused = self._admission.error(submission.lane, len(self._requests))
         else:
             refused = self._admission.closing or _same_request_error(older, submission)
-        model = self._workers.model
-        num_tokens = len(submission.prompt_token_ids) + max_output_tokens(
-            submission, model.max_model_len if model is not None else 0
-        )
+        num_tokens = len(submission.prompt_token_ids)
+        num_tokens += max_output_tokens(submission, self._workers.max_model_len)
         # An older one that is not in its way is what it resumes.
         if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
             refused = self._lanes.rate_error(submission.tenant, num_tokens, now)
         revision = self._traffic.revision_of(submission)
-        hashes = self._placers.of(revision).hashes(submission)
+        hashes = self._placers.of(revision).prompts.hashes(submission)
         outlook = None
         if refused is None:
             outlook = self._admission.outlook(submission, hashes, revision, now)
             if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
                 tried, revision = revision, self._traffic.stable
-                hashes = self._placers.of(revision).hashes(submission)
+                hashes = self._placers.of(revision).prompts.hashes(submission)
                 outlook = self._admission.outlook(submission, hashes, revision, now)
                 if outlook is None or outlook.late_s <= 0:
                     self._stats.moved_to_stable(tried)
@@ -90,7 +88,7 @@ class Entry:
                 refused = outlook.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
         if refused is None or (shed is not None and shed.reason != TENANT_RATE):
-            demand = self._placers.of(revision).demand(submission, hashes)
+            demand = self._placers.of(revision).predictions.demand(submission, hashes)
             self._stats.demand[submission.lane].arrived(*demand)
         if shed is not None:
             self._stats.shed(submission.lane, shed.reason, now)

@@ -244,6 +244,13 @@ class AttachedWorkers:
             return worker.hello.model
         return None
 
+    @property
+    def max_model_len(self) -> int:
+        """How many tokens prompt and output may have together; 0 when there is no worker."""
+        for worker in self._attached.values():
+            return worker.hello.model.max_model_len
+        return 0
+
 
 _NO_PRESENCE = Presence()
 _NOBODY = AttachedWorkers({})

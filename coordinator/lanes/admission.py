@@ -123,7 +123,8 @@ class Admission:
         if wanted_s is None:
             return None
         in_lane_s = partial(self._lanes.wait_s, submission, revision)
-        prediction = self._placers.of(revision).predicted_ttft(submission, hashes, in_lane_s)
+        predictions = self._placers.of(revision).predictions
+        prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
             return None
         passed_s = now - submission.arrived_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from baton.coordinator.core.request import Request, RequestKey
 from baton.coordinator.lanes.fairness import Account, TokenBucket
@@ -13,35 +13,45 @@ from baton.coordinator.lanes.slots import Slots
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
-Lane: TypeAlias = "common_pb2.Lane.ValueType"
-Track: TypeAlias = tuple[Lane, str]
-"""A lane's requests of one revision: only they wait for the same workers."""
+if TYPE_CHECKING:
+    from baton.coordinator.lanes.tracks import Track
 
-# Beyond so many without a request the one idle for longest is forgotten, owing or not.
+Lane: TypeAlias = "common_pb2.Lane.ValueType"
+
+# Where more tenants than this have no request, the one idle for longest is forgotten, whatever it
+# owes.
 _MAX_IDLE = 4096
 _BURST_S = 10.0
 
 
 class Ticket:
-    """One request's place: it waits, or it was dispatched.
+    """One request's place, from its admission to its end: it waits, or it was dispatched.
+
+    Args:
+        request: the request.
+        queue: where it is to wait.
+        number: counts tickets up.
+        num_tokens: see `num_reserved_tokens`.
 
     Attributes:
-        lane: the one it is ordered in.
-        track: the same, and its request's revision.
-        order: sorts those that came back: arrival, then a number that tells equals apart.
-        num_reserved_tokens: what was taken from its tenant's rate.
-        num_charged_tokens: of its prompt, until it is known how many of them were cached.
-        has_returned: goes before new ones.
-        is_queued: waits; else it was dispatched.
-        owed_per_token: what each of its weighted tokens adds to what the batch lane is owed.
-        work_us: of prefill, since it was last queued; microseconds.
-        queued_at: when that was, by the core's clock.
+        queue: where it waits, or waited; what it is served is charged there.
+        order: sorts requests that were dispatched and came back: by arrival, and by `number` where
+            two arrived at the same time.
+        is_queued: True while it waits, False once it was dispatched.
+        has_returned: whether it was dispatched before (by this coordinator or another): such
+            requests go before new ones.
+        queued_at: when it was queued last, by the core's clock.
+        work_us: prefill work that it had then, in whole microseconds.
+        num_reserved_tokens: what was taken from its tenant's rate when it was admitted.
+        num_charged_tokens: prompt tokens that its tenant was charged, while it is not yet known
+            how many of them came from a prefix cache; 0 after that.
+        owed_per_token: what each weighted token that it is served adds to what the batch track is
+            owed.
     """
 
     __slots__ = (
         "has_returned",
         "is_queued",
-        "lane",
         "num_charged_tokens",
         "num_reserved_tokens",
         "order",
@@ -49,15 +59,11 @@ class Ticket:
         "queue",
         "queued_at",
         "request",
-        "track",
         "work_us",
     )
 
-    def __init__(
-        self, request: Request, lane: Lane, queue: TenantQueue, number: int, num_tokens: int
-    ) -> None:
-        self.request, self.lane, self.queue = request, lane, queue
-        self.track = lane, request.revision
+    def __init__(self, request: Request, queue: TenantQueue, number: int, num_tokens: int) -> None:
+        self.request, self.queue = request, queue
         self.order = request.submission.arrived_at, number
         self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
         self.is_queued = self.has_returned = False
@@ -70,26 +76,31 @@ def _order(ticket: Ticket) -> tuple[float, int]:
 
 
 class TenantQueue(Account):
-    """What one tenant has waiting in one track, and what it was served there.
+    """What one tenant has waiting in one track, and the account of what it was served there.
 
     Attributes:
-        work_us: of prefill, that waits; whole microseconds: sums of floats would drift.
+        work_us: prefill work that waits, in whole microseconds: sums of floats would drift.
     """
 
-    __slots__ = ("_fresh", "_returned", "tenant", "work_us")
+    __slots__ = ("_fresh", "_returned", "tenant", "track", "work_us")
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: Tenant, track: Track) -> None:
         super().__init__(tenant.config.weight)
-        self.tenant = tenant
+        self.tenant, self.track = tenant, track
         self.work_us = 0
         self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
         self._returned: list[Ticket] = []
 
     def __len__(self) -> int:
+        """How many requests wait."""
         return len(self._fresh) + len(self._returned)
 
     def first(self) -> Ticket:
-        """Those that came back by arrival, then the others as they were pushed."""
+        """The next request: returned ones by their arrival, then new ones as they were pushed.
+
+        Raises:
+            StopIteration: nothing waits.
+        """
         return self._returned[0] if self._returned else next(iter(self._fresh.values()))
 
     def push(self, ticket: Ticket) -> None:
@@ -106,12 +117,13 @@ class TenantQueue(Account):
 
 
 class Tenant:
-    """Who requests are accounted to.
+    """Whom requests are charged to.
 
     Attributes:
-        queues: by track, made when first used.
-        bucket: None without a limit of its rate.
-        slots: None: as many of its requests may run as there are.
+        queues: what it has waiting, by track; a queue is made when it is first used.
+        num_running: its requests that are dispatched and have not ended.
+        bucket: its rate; None: the rate has no limit.
+        slots: the requests that it may have running; None: their number has no limit.
     """
 
     __slots__ = ("bucket", "config", "name", "num_running", "queues", "slots")
@@ -128,9 +140,10 @@ class Tenant:
             self.bucket = TokenBucket(config.tokens_per_s, burst_tokens, now)
 
     def queue(self, track: Track) -> TenantQueue:
+        """Its queue in a track, made where there is none."""
         queue = self.queues.get(track)
         if queue is None:
-            queue = self.queues[track] = TenantQueue(self)
+            queue = self.queues[track] = TenantQueue(self, track)
         return queue
 
     @property
@@ -152,26 +165,26 @@ class Tenant:
 
     @property
     def idle(self) -> bool:
+        """Whether it has no request, neither running nor waiting."""
         return not self.num_running and not any(map(len, self.queues.values()))
 
 
 class Tenants:
-    """At most as many as have requests, and a bounded number of others.
+    """The tenants that have requests, and a bounded number of idle ones that must be remembered.
 
     Args:
-        defaults: of tenants that are not named.
-        named: by name.
-        matters: whether an idle tenant must be remembered at that time: what it was served still
-            puts it behind others, its rate is not full, or waits for its slots are foreseen by it.
+        defaults: the configuration of tenants that `named` does not name.
+        named: configurations by the tenant's name.
+        must_remember: whether an idle tenant must not be forgotten yet, at the given time.
     """
 
     def __init__(
         self,
         defaults: TenantConfig,
         named: Mapping[str, TenantConfig],
-        matters: Callable[[Tenant, float], bool],
+        must_remember: Callable[[Tenant, float], bool],
     ) -> None:
-        self._defaults, self._named, self._matters = defaults, named, matters
+        self._defaults, self._named, self._must_remember = defaults, named, must_remember
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
 
@@ -182,15 +195,15 @@ class Tenants:
         return iter(self._tenants.values())
 
     def find(self, name: str) -> Tenant | None:
-        """None: it is not remembered, so it owes nothing."""
+        """The tenant; None when it is not remembered, so that it owes nothing."""
         return self._tenants.get(name)
 
     def config(self, name: str) -> TenantConfig:
-        """Of any tenant, remembered or not."""
+        """The configuration of any tenant, remembered or not."""
         return self._named.get(name, self._defaults)
 
     def awake(self, name: str, now: float) -> Tenant:
-        """A tenant that has a request, remembered or new."""
+        """The tenant of a new request: the one that is remembered, or a new one."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self.config(name), now)
@@ -198,17 +211,21 @@ class Tenants:
         return tenant
 
     def rest(self, tenant: Tenant, now: float) -> None:
-        """A tenant became idle. Two of the idle ones are looked at: so none stays for long."""
+        """Files a tenant that has become idle.
+
+        Each call looks at two of the idle ones, in turn, and forgets those that need not be
+        remembered: so they do not pile up, and no call looks at all of them.
+        """
         self._idle[tenant.name] = tenant
         for _ in range(min(2, len(self._idle))):
             name, oldest = self._idle.popitem(last=False)
-            if len(self._idle) < _MAX_IDLE and self._matters(oldest, now):
+            if len(self._idle) < _MAX_IDLE and self._must_remember(oldest, now):
                 self._idle[name] = oldest
             else:
                 del self._tenants[name]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when one is idle and not counted so, or a slot is lost."""
+        """Raises AssertionError when an idle tenant is not filed as idle, or a slot is lost."""
         idle = {name for name, tenant in self._tenants.items() if tenant.idle}
         assert idle == self._idle.keys()
         assert len(idle) <= _MAX_IDLE

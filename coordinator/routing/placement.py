@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.output_lengths import OutputLengths, max_output_tokens
-from baton.coordinator.core.request import Prediction, Request, Submission, WorkerKey
+from baton.coordinator.core.request import Request, WorkerKey
 from baton.coordinator.core.workers import AttachedWorkers, Worker
 from baton.coordinator.routing.batch_prompts import BatchPrompts
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.routing.local_prompts import LocalPrompts
+from baton.coordinator.routing.predictions import Predictions
 from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
-from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
@@ -43,19 +43,25 @@ _JOIN_SHARE = 0.9
 
 
 def _open_to(worker: Worker) -> Pool | None:
-    """What it is given; None while it takes nothing."""
+    """The pool whose work a worker is given; None while it takes none."""
     return POOL_OF.get(worker.role) if worker.serving and not worker.alone else None
 
 
 class Placer:
-    """Owns the router of one revision's workers, and what is expected of its requests.
+    """Places the requests of one revision on its workers, and counts there what they take.
 
     Args:
+        config: limits and targets.
+        workers: of this revision.
+        latency: what steps cost on each worker.
         outputs: how long outputs are; shared by all revisions.
         crowded: takes the decode workers that are given interactive work.
 
     Attributes:
-        router, batch_prompts: to be read only from outside.
+        router: what each worker has; only read from outside.
+        batch_prompts: batch prompts that are being computed; only read from outside.
+        prompts: the block hashes of prompts.
+        predictions: what requests are predicted to take.
     """
 
     def __init__(
@@ -72,11 +78,15 @@ class Placer:
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
         self.batch_prompts = BatchPrompts(self.router, workers)
+        self.prompts = PromptBlocks(self.router, workers)
+        self.predictions = Predictions(
+            self.router, workers, self.prompts, self.batch_prompts, outputs, config.latency
+        )
 
     # ---- Members.
 
     def attach(self, worker: Worker) -> None:
-        """A worker is there, or is there again; it is filed by `refresh`."""
+        """A worker has attached, or is back: it is known, and gets work if it takes any."""
         if self.router.load(worker.key) is None:
             traits = traits_of(worker.hello, self._latency)
             self.router.add_worker(worker.key, traits, None)
@@ -84,11 +94,12 @@ class Placer:
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
-        """Whether it takes work, and which, may have changed."""
+        """Looks again at whether a worker takes work, and which."""
         if self.router.load(worker.key) is not None:
             self.router.set_pool(worker.key, _open_to(worker))
 
     def detach(self, worker: Worker) -> None:
+        """A worker is gone, with all that was assigned to it."""
         entry = self.router.load(worker.key)
         if entry is not None:
             self._local_prompts.detach(entry.traits)
@@ -103,25 +114,17 @@ class Placer:
 
     # ---- Requests.
 
-    def work_s(self, request: Request) -> float:
-        """Seconds of prefill work in a request that is to wait."""
-        entry, num_tokens = self.router.idlest_prefill(), request.num_prefill_tokens
-        if entry is None:
-            # What waits for the first worker is work all the same.
-            return self._unmeasured_work_s(num_tokens)
-        match = self.router.match(self._hashes(request))
-        cached = match.blocks_of(entry.key) * entry.traits.block_size_tokens
-        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
-
     def place(self, request: Request) -> Placement | None:
-        """Picks workers for the request whose turn it is; None when one it needs has no room.
+        """Picks workers for the request whose turn it is; None when a worker it needs has no room.
 
-        A worker that gave the request up before gets it again only where there is no other. A
-        suspect gets workers that are at work on nothing but answered requests.
+        A worker that lost the request before gets it again only where there is no other. A
+        suspect (a request that workers may have died of) gets only workers that have answered
+        every request they have, so that it endangers none that was not answered yet.
         """
         if not request.avoid and not request.suspect:
             return self._place(request)
-        # In order, as all that decides whose turn it is among equals: sets of names have none.
+        # Lists and not sets: their order decides between workers that are equally good, and must
+        # be the same in each run of a simulation.
         shunned = [key for key in request.avoid if self.router.load(key) is not None]
         closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
         with self._closed([*closed, *shunned]):
@@ -134,7 +137,9 @@ class Placer:
     def room_at(self, request: Request) -> float:
         """When a prefill worker will have room for a prompt that finds none now.
 
-        By the core's clock; infinite where that cannot be foreseen, or is not what it lacks.
+        Returns:
+            By the core's clock; infinite where that cannot be foreseen, or where it is not room
+            on a prefill worker that the request lacks.
         """
         idlest = self.router.idlest_prefill()
         if idlest is None:
@@ -143,7 +148,7 @@ class Placer:
 
     def is_crowded_out(self, request: Request) -> bool:
         """Whether every prefill worker is too full for a batch prompt, and one takes another."""
-        match, now = self.router.match(self._hashes(request)), self.router.now
+        match, now = self.prompts.match(request), self.router.now
         entries = self.router.prefill_candidates(match, request.submission.session_id)
         batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
         return all(one.is_full(batch, now) for one in entries) and not all(
@@ -151,17 +156,18 @@ class Placer:
         )
 
     def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
-        """It goes where it was placed.
+        """Counts a request on the workers that it was placed on.
 
         Args:
-            request: that was placed.
-            placement: where.
-            yields: whether a batch prompt may be told to make room while it is computed.
+            request: the request.
+            placement: what `place` returned for it.
+            yields: whether it may be told to make room while its prompt is computed, should it be
+                a batch request.
         """
         session, urgent = request.submission.session_id, request.submission.lane != _BATCH
         if placement.prefill is not None:
             self.router.assign_prefill(
-                request.key, placement.prefill, self._hashes(request), session
+                request.key, placement.prefill, self.prompts.hashes_of(request), session
             )
             if yields and not urgent:
                 self.batch_prompts.begins(request.key, placement.prefill.worker)
@@ -173,9 +179,9 @@ class Placer:
                 self._crowded[placement.decode.worker] = None
 
     def adopt(self, request: Request, worker: WorkerKey) -> None:
-        """It decodes there already."""
-        submission, model = request.submission, self._workers.model
-        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        """Counts a request on the decode worker that goes on with it from before a restart."""
+        submission = request.submission
+        most = max_output_tokens(submission, self._workers.max_model_len)
         num_known = len(request.token_ids)
         num_more = self._outputs.expected(submission.lane, most, num_known)
         num_tokens = request.num_prompt_tokens + num_known + num_more
@@ -192,26 +198,31 @@ class Placer:
         self.router.first_token(request.key)
 
     def computed(self, request: Request) -> None:
-        """Its prompt is."""
+        """A request's prompt has been computed."""
         self.batch_prompts.over(request.key)
         self.router.first_token(request.key)
 
     def grows(self, request: Request, num_ahead: int) -> None:
-        """It has more tokens, and is looked at again before it has so many more."""
+        """Counts the KV room of a request that has grown.
+
+        Args:
+            request: a request that decodes.
+            num_ahead: room is counted for so many tokens more than it has: it is looked at again
+                before it has them.
+        """
         num_output = len(request.token_ids) + num_ahead
         if self.router.outgrows(request.key, request.num_prompt_tokens + num_output):
-            model = self._workers.model
-            max_len = model.max_model_len if model is not None else 0
-            num_output = min(num_output, max_output_tokens(request.submission, max_len))
+            most = max_output_tokens(request.submission, self._workers.max_model_len)
+            num_output = min(num_output, most)
             self.router.grow(request.key, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
-        """It leaves its workers."""
+        """A request leaves its workers: what it took there is free."""
         self.batch_prompts.over(request.key)
         self.router.release(request.key)
 
     def ended(self, request: Request) -> None:
-        """Its output came to its natural end."""
+        """Learns from an output that came to its natural end how long outputs are."""
         self._outputs.observe(request.submission.lane, len(request.token_ids))
 
     # ---- Yielding.
@@ -225,103 +236,11 @@ class Placer:
             and entry.itl_with_s(0, 0) > self._itl_target_s
         )
 
-    # ---- Predictions.
-
-    def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
-        """Seconds of prefill work, prompt tokens and output tokens to be expected of a request."""
-        num_tokens = len(submission.prompt_token_ids)
-        work_s = self._cached_work_s(num_tokens, hashes)
-        model = self._workers.model
-        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
-        return work_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
-
-    def predicted_ttft(
-        self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, int], float]
-    ) -> Prediction | None:
-        """From now on, behind all that goes first; None while no prefill worker is there.
-
-        Args:
-            submission: not queued.
-            hashes: of its prompt.
-            in_lane_s: how long it waits before it is given to a worker, by the seconds of its own
-                work and how many workers there are.
-        """
-        num_workers = self.router.num_prefill_workers
-        if not num_workers:
-            return None
-        num_tokens = len(submission.prompt_token_ids)
-        choice = self.router.choose_prefill(
-            self.router.match(hashes), num_tokens, submission.session_id
-        )
-        if choice is None:
-            return None
-        wait_s = choice.predicted_s - choice.work_s
-        entry, worker = self.router.load(choice.worker), self._workers.get(choice.worker)
-        if (
-            submission.lane != _BATCH
-            and entry is not None
-            and self.batch_prompts.give_way(entry, worker)
-        ):
-            wait_s = min(wait_s, entry.step_s)
-        wait_s += in_lane_s(choice.work_s, num_workers)
-        # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
-        # full cell admitted 1.5 % that came too late.
-        wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
-        return Prediction(wait_s, choice.work_s)
-
-    def ends_in_s(self, request: Request) -> float:
-        """Until a request that decodes has all of its output, where it is."""
-        entry = self.router.load(request.decode) if request.decode is not None else None
-        if entry is None:
-            return 0.0
-        lane = request.submission.lane
-        model = self._workers.model
-        most = max_output_tokens(request.submission, model.max_model_len if model else 0)
-        num_more = self._outputs.expected(lane, most, len(request.token_ids))
-        return num_more * entry.itl_with_s(0, 0)
-
-    def goes_on_in_s(self, request: Request, waiting_s: float) -> float:
-        """Until it would go on elsewhere: its prompt and what is known computed once more.
-
-        Args:
-            request: that decodes.
-            waiting_s: of prefill work in the lanes.
-        """
-        wait_s = self._wait_s(request, self.router.match(self._hashes(request)))
-        num_workers = self.router.num_prefill_workers
-        return wait_s + (waiting_s / num_workers if num_workers else 0.0)
-
     # ---- Inside.
-
-    def _unmeasured_work_s(self, num_tokens: int) -> float:
-        """Of a prompt where no worker can be asked: as one without a cache that is not measured."""
-        return self._config.latency.prefill_s(max(1, num_tokens))
-
-    def _cached_work_s(self, num_tokens: int, hashes: array[int]) -> float:
-        """Of a prompt, with the most of it that a prefill worker with room holds."""
-        entry = self.router.idlest_prefill()
-        if entry is None:
-            return self._unmeasured_work_s(num_tokens)
-        blocks = self.router.longest_prefill(self.router.match(hashes))
-        cached = blocks * entry.traits.block_size_tokens
-        return entry.traits.latency.prefill_s(max(1, num_tokens - cached))
-
-    def _hashes(self, request: Request) -> array[int]:
-        if request.hashes is None:
-            request.hashes = self.hashes(request.submission)
-        return request.hashes
-
-    def hashes(self, submission: Submission) -> array[int]:
-        """Of the prompt's blocks; none while no worker has said how large they are."""
-        worker = self._workers.first
-        if worker is None:
-            return array("Q")
-        return block_hashes(
-            submission.prompt_token_ids, block_size_of(worker.hello), root_of(submission.adapter)
-        )
 
     @contextlib.contextmanager
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
+        """While it is entered these workers are given nothing."""
         for key in workers:
             self.router.set_pool(key, None)
         try:
@@ -333,31 +252,38 @@ class Placer:
                     self.refresh(worker)
 
     def _place(self, request: Request) -> Placement | None:
-        submission, match = request.submission, self.router.match(self._hashes(request))
-        model = self._workers.model
-        most = max_output_tokens(submission, model.max_model_len if model is not None else 0)
+        submission, match = request.submission, self.prompts.match(request)
+        most = max_output_tokens(submission, self._workers.max_model_len)
         prefill = self.router.choose_prefill(
             match, request.num_prefill_tokens, submission.session_id, _AHEAD[submission.lane]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)
-        local = self._local(request, match, most, prefill)
+        local = self._choose_local(request, match, most, prefill)
         if local is not None:
             return Placement(None, local)
         if prefill is None:
             return None
-        decode = self._decode(request, match, most, prefill.worker)
+        decode = self._choose_decode(request, match, most, prefill.worker)
         if decode is None:
             return None
         skip_tokens = self._skip_tokens(request, decode)
-        if self._fits(request, prefill.worker, decode.worker, skip_tokens):
+        if self._can_hand_over(request, prefill.worker, decode.worker, skip_tokens):
             return Placement(prefill, decode, skip_tokens)
-        unsplit = self._decode(request, match, most, None)
+        unsplit = self._choose_decode(request, match, most, None)
         return Placement(None, unsplit) if unsplit is not None else None
 
-    def _decode(
+    def _choose_decode(
         self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None
     ) -> DecodeChoice | None:
+        """The decode worker for a request; None when none has room.
+
+        Args:
+            request: the request.
+            match: of its prompt.
+            most: tokens that its whole output may have.
+            prefill: the worker that computes its prompt; None: the decode worker does.
+        """
         submission, num_known = request.submission, len(request.token_ids)
         max_itl_s = math.inf
         if yields := submission.lane == _BATCH:
@@ -374,40 +300,38 @@ class Placer:
             yields=yields,
         )
 
-    def _local(
+    def _choose_local(
         self, request: Request, match: PrefixMatch, most: int, prefill: PrefillChoice | None
     ) -> DecodeChoice | None:
-        """The decode worker that computes the prompt itself, where that is the better way."""
+        """The decode worker that is to compute the prompt itself; None where that is no better."""
         if not self.router.num_prefill_workers:
             # Someone waits for the rest of an output: it goes on without a prefill worker.
-            return self._decode(request, match, most, None) if len(request.token_ids) else None
+            return (
+                self._choose_decode(request, match, most, None) if len(request.token_ids) else None
+            )
         if not self._config.local_prefill:
             return None
         there_s = prefill.predicted_s if prefill is not None else math.inf
         num_tokens = request.num_prompt_tokens + len(request.token_ids)
         if not self._local_prompts.may_pay(num_tokens, match, there_s):
-            # As nearly always: nobody need be chosen to know it.
+            # Nearly always so, and known without choosing a worker.
             return None
-        choice = self._decode(request, match, most, None)
+        choice = self._choose_decode(request, match, most, None)
         if choice is None:
             return None
         worker, entry = self._workers.get(choice.worker), self.router.load(choice.worker)
         if worker is None or entry is None or worker.computes_prompt:
             return None
         if prefill is None:
-            there_s = self._wait_s(request, match)
+            there_s = self.predictions.at_a_prefill_worker_s(request, match)
         pays = self._local_prompts.pays(choice, entry, there_s, request.submission.lane)
         return choice if pays else None
 
-    def _wait_s(self, request: Request, match: PrefixMatch) -> float:
-        """Until its first token, could it be queued at a prefill worker now."""
-        choice = self.router.choose_prefill(
-            match, request.num_prefill_tokens, request.submission.session_id
-        )
-        return choice.predicted_s if choice is not None else math.inf
-
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
-        """Of the tokens to be handed over, those there already; never all of them."""
+        """How many tokens the handoff leaves out: whole blocks that the decode worker has.
+
+        It leaves never out all of them: the engine computes from the last one.
+        """
         if request.hands_over_all:
             return 0
         worker = self._workers.get(decode.worker)
@@ -416,10 +340,10 @@ class Placer:
         held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
         return held // block_size * block_size
 
-    def _fits(
+    def _can_hand_over(
         self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int
     ) -> bool:
-        """Whether the prompt can be handed over."""
+        """Whether the handoff fits into both workers, and the request can go on after it."""
         sender, receiver = self._workers.get(prefill), self._workers.get(decode)
         assert sender is not None
         assert receiver is not None

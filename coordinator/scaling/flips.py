@@ -138,8 +138,8 @@ class Flips:
         if request.decode != worker.key or request.state is not RequestState.DECODING:
             return False
         waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
-        placer = self._placers.of(request.revision)
-        return placer.goes_on_in_s(request, waiting_s) < placer.ends_in_s(request)
+        predictions = self._placers.of(request.revision).predictions
+        return predictions.elsewhere_s(request, waiting_s) < predictions.here_s(request)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None

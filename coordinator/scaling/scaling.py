@@ -1,4 +1,4 @@
-"""The sizes that the pools are to have: by the autoscaler, by hand, and what was decided and why.
+"""Keeps the pools at their sizes: those that the autoscaler decides, and those set by hand.
 
 Part of the core: no I/O, no clock. What is to happen to attached workers (drains, flips) it hands
 to the core; processes it starts and gives up by itself.
@@ -6,9 +6,9 @@ to the core; processes it starts and gives up by itself.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.request import RequestKey, WorkerKey
@@ -22,6 +22,7 @@ from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
 from baton.coordinator.scaling.autoscale.settings import ScalingSettings
 from baton.coordinator.scaling.autoscale.sizing import POOLS
 from baton.coordinator.scaling.autoscale.types import (
+    Action,
     Drain,
     Flip,
     Observation,
@@ -30,7 +31,9 @@ from baton.coordinator.scaling.autoscale.types import (
     Targets,
     Want,
 )
+from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
+from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.errors import BatonError, FailedPrecondition
 
@@ -39,28 +42,17 @@ SCALING: WorkerKey = ("", 1)
 
 # Between two decisions, where something that happened asks for one.
 _SOONEST_S = 0.2
-# Of a pool.
-_MAX_REMEMBERED = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """A decision on a pool, and the same one again and again until `at`, with the last numbers."""
-
-    since: float
-    at: float
-    decision: PoolDecision
-    numbers: Mapping[str, float]
 
 
 class Scaler:
-    """Owns the sizes of the pools.
-
-    A size that was set by hand holds: the pool is kept at it, whatever its load, until autoscaling
-    is switched on (again). With autoscaling off every pool has such a size.
+    """Owns the sizes of the pools, and the processes that make them so.
 
     Args:
         settings: to begin with; `policy` has its own limits and targets.
+        workers: attached ones.
+        observer: tells the load that the policy decides by.
+        stats: counts what was scaled.
+        timers: the core's.
         emit: takes effects.
         policy: what decides; the autoscaler unless told.
         stable: the revision that workers are started as.
@@ -68,8 +60,7 @@ class Scaler:
     Attributes:
         launches: the processes that were started.
         active: whether there is anything that starts workers; until then nothing is decided.
-        autoscale: whether pools size themselves.
-        decisions: by pool, oldest first.
+        decisions: what was decided on each pool.
     """
 
     def __init__(
@@ -86,33 +77,35 @@ class Scaler:
         self._workers, self._observer, self._stats = workers, observer, stats
         self._timers, self._emit = timers, emit
         self._policy = policy or Autoscaler(settings.config)
-        # Without the sizes that are held.
+        # As configured, whatever sizes are held; the policy's own has those for limits.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit, stable or Revision())
-        self.active, self.autoscale = False, settings.autoscale
-        self.decisions: dict[Pool, deque[Remembered]] = {
-            pool: deque(maxlen=_MAX_REMEMBERED) for pool in POOLS
-        }
-        self._by_hand: dict[Pool, int] = {}
-        # When each was set.
-        self._by_hand_at: dict[Pool, float] = {}
-        # That workers of a rollout, or of revisions that leave, have.
+        self.active = False
+        self._sizes = PoolSizes(autoscale=settings.autoscale)
+        self.decisions = DecisionLog()
+        # GPUs that workers of a rollout have, or of revisions that leave.
         self._reserved_gpus = 0
-        # Of workers started here: what pools keep without autoscaling; with it, as decided last.
-        self._sizes = dict.fromkeys(POOLS, 0)
+        # What the last decision saw.
         self._seen: Observation | None = None
         self._decided_at = self._due = float("-inf")
+        # Whether a pool was to be empty at the last decision: a request that comes wakes it.
         self._asleep = False
 
     # ---- What others may ask.
 
     @property
     def num_timers(self) -> int:
+        """Timers set: one while anything is decided."""
         return int(self.active)
 
     @property
+    def autoscale(self) -> bool:
+        """Whether pools size themselves, but for those with a size by hand."""
+        return self._sizes.autoscale
+
+    @property
     def targets(self) -> Mapping[str, Targets]:
-        """By lane."""
+        """What pools are sized for, by lane."""
         return dict(self._config.targets)
 
     def limits(self, pool: Pool) -> tuple[int, int]:
@@ -122,23 +115,23 @@ class Scaler:
 
     def by_hand(self, pool: Pool) -> int | None:
         """The size that an operator has set and autoscaling does not touch; None: there is none."""
-        return self._by_hand.get(pool)
+        return self._sizes.by_hand(pool)
 
     def desired(self, pool: Pool) -> int:
         """How many workers the pool is to have; 0 where nothing starts any."""
-        held = self._held(pool)
+        held = self._sizes.held(pool)
         if not self.active or held is not None:
             return held or 0
         past = self.decisions[pool]
-        return past[-1].decision.target if past else self._sizes[pool]
+        return past[-1].decision.target if past else self._sizes.started(pool)
 
     def wakes(self, pool: Pool) -> bool:
         """Whether a request that finds the pool empty makes it start a worker."""
         limits = self._config.limits(pool)
         return (
             self.active
-            and self._held(pool) is None
-            # Of a pool that is never to be empty it tells that something is wrong.
+            and self._sizes.held(pool) is None
+            # One that is never to be empty, and is, has lost its workers: something is wrong.
             and limits.floor == 0
             and limits.ceiling > 0
             and not self.launches.problem(pool)
@@ -154,11 +147,16 @@ class Scaler:
 
     @property
     def max_gpus(self) -> int | None:
-        """Of all workers together; None: no limit."""
+        """How many GPUs all workers together may have; None: no limit."""
         return self._config.max_gpus
 
     def gpus(self, sizes: Mapping[Pool, int], revision: Revision | None = None) -> int:
-        """What so many workers have; of the stable revision unless told."""
+        """How many GPUs pools of these sizes have.
+
+        Args:
+            sizes: numbers of workers, by pool.
+            revision: the workers'; the stable one unless told.
+        """
         revision = revision or self.launches.stable
         return sum(
             revision.num_gpus(self._config.limits(pool).gpus) * number
@@ -166,7 +164,7 @@ class Scaler:
         )
 
     def gpus_of(self, workers: Iterable[Worker]) -> int:
-        """What these have, of whatever revision they are."""
+        """How many GPUs these workers have, of whatever revisions they are."""
         return sum(
             self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
         )
@@ -194,7 +192,7 @@ class Scaler:
         )
 
     def flip_error(self, worker_id: str, pool: Pool, into: Pool) -> BatonError | None:
-        """Why a worker of `pool` cannot go `into` the other, as far as their limits go."""
+        """Why the pools' limits keep a worker of `pool` out of `into`; None when they do not."""
         if not self.active:
             return None
         floor, ceiling = self.limits(pool)[0], self.limits(into)[1]
@@ -207,59 +205,58 @@ class Scaler:
     # ---- What happens.
 
     def begin(self, sizes: Mapping[Pool, int], now: float) -> None:
-        """Workers can be started: those that the pools begin with are."""
+        """Workers can be started from now on: starts those that the pools begin with."""
         self.active = True
-        self._sizes.update(sizes)
-        self._hold()
+        self._sizes.begin(sizes)
+        self._limit_policy()
         present = Counter(view.pool for view in self._observe(now).workers)
         for pool in POOLS:
             self.launches.start(pool, sizes[pool] - present[pool], now)
         self._set_timer(now)
 
     def stop(self) -> None:
-        """Nothing is decided any more."""
+        """Decides nothing any more."""
         self.active = False
         self._timers.cancel(SCALING)
 
     def scale(self, pool: Pool, num_workers: int, now: float) -> None:
-        """A size by hand."""
-        self._by_hand[pool], self._by_hand_at[pool] = num_workers, now
-        self._hold()
+        """An operator sets the size of a pool."""
+        self._sizes.set_by_hand(pool, num_workers, now)
+        self._limit_policy()
         self.soon(now)
 
     def set_autoscale(self, enabled: bool, now: float) -> None:
-        """Switched on, it takes over from sizes by hand; off, the pools stay as they are to be."""
-        self.autoscale = enabled
-        if enabled:
-            self._by_hand.clear()
-        self._hold()
+        """An operator switches autoscaling on or off; see PoolSizes.set_autoscale."""
+        self._sizes.set_autoscale(enabled)
+        self._limit_policy()
         self.soon(now)
 
     def set_targets(self, targets: Mapping[str, Targets], now: float) -> None:
+        """An operator changes the targets of some lanes."""
         changed = {**self.targets, **targets}
         self._config = replace(self._config, targets=tuple(changed.items()))
-        self._hold()
+        self._limit_policy()
         self.soon(now)
 
     def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
-        """An operator moves a worker: sizes that are held, and count it, move with it."""
+        """An operator moves a worker: sizes that are held, and count it, follow."""
         self._move_sizes(worker_id, pool, into, float("inf"))
 
     def not_flipped(self, worker_id: str, pool: Pool, into: Pool, since: float) -> None:
-        """It stays after all: sizes move back, but for those that were set by hand since."""
+        """The worker stays after all: sizes go back, but for those set by hand since then."""
         self._move_sizes(worker_id, into, pool, since)
 
     def reserve(self, num_gpus: int) -> None:
-        """So many are other revisions', and not the pools' to grow into."""
+        """Keeps so many GPUs from the pools: workers of other revisions have them."""
         if num_gpus != self._reserved_gpus:
             self._reserved_gpus = num_gpus
-            self._hold()
+            self._limit_policy()
 
     def promoted(self, revision: Revision, now: float) -> None:
-        """The pools are of this revision from now on, and of the sizes that they were to have."""
+        """The pools are of this revision from now on; their sizes stay."""
         self.launches.stable = revision
         # Its workers may have other numbers of GPUs.
-        self._hold()
+        self._limit_policy()
         self.soon(now)
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
@@ -278,19 +275,19 @@ class Scaler:
         self.soon(now)
 
     def arrived(self, now: float) -> None:
-        """A request has come."""
+        """A request has come: a pool that sleeps is to wake."""
         if self._asleep:
             self.soon(now)
 
     def soon(self, now: float) -> None:
-        """Decides as soon as may be."""
+        """Has the next decision made as soon as may be."""
         if self.active:
             self._set_timer(min(self._due, max(now, self._decided_at + _SOONEST_S)))
 
     # ---- Decisions.
 
     def decide(self, now: float) -> list[Drain | Flip]:
-        """Decides, now, and sets the timer of the next decision.
+        """Decides now, starts processes, and sets the timer of the next decision.
 
         Returns:
             What is to happen to attached workers.
@@ -299,12 +296,41 @@ class Scaler:
         self._set_timer(now + self._policy.interval_s)
         observation = self._observe(now)
         decision = self._policy.decide(observation, now)
-        found: list[Drain | Flip] = []
+        of_attached = self._apply(decision.actions, observation, now)
+        decision = replace(
+            decision,
+            prefill=self._explained(decision.prefill, now),
+            decode=self._explained(decision.decode, now),
+        )
+        # Workers that were started elsewhere, and stay.
+        num_guests = Counter(
+            view.pool
+            for view in observation.workers
+            if view.stays and view.phase is not Phase.DRAINING
+        )
+        for one in (decision.prefill, decision.decode):
+            if one.target != one.current:
+                self._stats.scaled(one.pool.value, "up" if one.target > one.current else "down")
+            seen = numbers(observation, self._seen, span_s, one.pool, self._config)
+            self.decisions.add(one, seen, now)
+            self._sizes.decided(one.pool, max(0, one.target - num_guests[one.pool]))
+        self._seen = observation
+        self._asleep = any(one.target == 0 for one in (decision.prefill, decision.decode))
+        self._emit(ev.Decided(decision))
+        return of_attached
+
+    # ---- Inside.
+
+    def _apply(
+        self, actions: Iterable[Action], observation: Observation, now: float
+    ) -> list[Drain | Flip]:
+        """Starts and gives up processes; returns what is to happen to attached workers."""
+        of_attached: list[Drain | Flip] = []
         views = {view.worker_id: view for view in observation.workers}
         present = Counter(
             view.pool for view in observation.workers if view.phase is not Phase.DRAINING
         )
-        for action in decision.actions:
+        for action in actions:
             if isinstance(action, Want):
                 self._start(action.pool, action.num_workers - present[action.pool], now)
                 continue
@@ -318,74 +344,46 @@ class Scaler:
             if self.launches.is_starting(action.worker_id):
                 self.launches.give_up(action.worker_id)
             else:
-                found.append(action)
-        decision = replace(
-            decision,
-            prefill=self._explained(decision.prefill, now),
-            decode=self._explained(decision.decode, now),
-        )
-        guests = Counter(
-            view.pool
-            for view in observation.workers
-            if view.stays and view.phase is not Phase.DRAINING
-        )
-        for one in (decision.prefill, decision.decode):
-            found_numbers = numbers(observation, self._seen, span_s, one.pool, self._config)
-            self._remember(one, found_numbers, now)
-            if self.autoscale:
-                self._sizes[one.pool] = max(0, one.target - guests[one.pool])
-        self._seen = observation
-        self._asleep = any(one.target == 0 for one in (decision.prefill, decision.decode))
-        self._emit(ev.Decided(decision))
-        return found
+                of_attached.append(action)
+        return of_attached
 
-    # ---- Inside.
-
-    def _held(self, pool: Pool) -> int | None:
-        """The size that the load does not change; None: it does."""
-        size = self._by_hand.get(pool)
-        return size if size is not None or self.autoscale else self._sizes[pool]
-
-    def _hold(self) -> None:
-        """Tells the policy of sizes that are held: they are limits that leave no choice."""
-        limits = {}
+    def _limit_policy(self) -> None:
+        """Tells the policy of sizes that are held: they are limits that leave it no choice."""
+        config, limits = self._config, {}
         for pool in POOLS:
-            held, one = self._held(pool), self._config.limits(pool)
+            held, one = self._sizes.held(pool), config.limits(pool)
             one = replace(one, gpus=self.launches.stable.num_gpus(one.gpus))
             limits[pool] = one if held is None else replace(one, floor=held, ceiling=held)
+        max_gpus = config.max_gpus
+        if max_gpus is not None:
+            max_gpus = max(0, max_gpus - self._reserved_gpus)
         self._policy.config = replace(
-            self._config,
+            config,
             prefill=limits[Pool.PREFILL],
             decode=limits[Pool.DECODE],
-            max_gpus=None
-            if self._config.max_gpus is None
-            else max(0, self._config.max_gpus - self._reserved_gpus),
-            flip=self._config.flip and self.autoscale,
+            max_gpus=max_gpus,
+            flip=config.flip and self.autoscale,
         )
 
-    def _move_sizes(self, worker_id: str, pool: Pool, into: Pool, until: float) -> None:
-        """One less and one more; those that were set by hand before `until`."""
-        for one, change in ((pool, -1), (into, 1)):
-            if one in self._by_hand and self._by_hand_at[one] < until:
-                self._by_hand[one] = max(0, self._by_hand[one] + change)
-            if self._is_ours(worker_id):
-                self._sizes[one] = max(0, self._sizes[one] + change)
-        self._hold()
+    def _move_sizes(self, worker_id: str, pool: Pool, into: Pool, before: float) -> None:
+        self._sizes.move(pool, into, before, started_here=self.launches.has(worker_id))
+        self._limit_policy()
 
     def _set_timer(self, at: float) -> None:
         self._due = at
         self._timers.set(SCALING, at)
 
     def _observe(self, now: float) -> Observation:
-        """Workers that were started elsewhere count where the load or an operator sizes a pool.
+        """What the policy is to decide by.
 
-        They are nobody's to drain; a pool that keeps its configured size has them beside it.
+        Workers that were started elsewhere count where the load or an operator sizes a pool, and
+        nobody drains them; a pool that keeps its configured size has them beside it.
         """
         observation = self._observer.observe(self._policy.config, now, self.launches.views())
         found = tuple(
             replace(
                 view,
-                stays=not self._is_ours(view.worker_id),
+                stays=not self.launches.has(view.worker_id),
                 gpus=self._gpus_of(view.worker_id, view.pool),
             )
             for view in observation.workers
@@ -394,22 +392,20 @@ class Scaler:
         return replace(observation, workers=found)
 
     def _gpus_of(self, worker_id: str, pool: Pool) -> int:
-        """By what it was started as; of one that was started elsewhere by what it says."""
+        """How many GPUs a worker has: what it was started with; else what it says itself."""
         configured, revision = self._config.limits(pool).gpus, self.launches.revision_of(worker_id)
         if revision is not None:
             return revision.num_gpus(configured)
         worker = self._workers.by_id(worker_id)
         return (worker.hello.fingerprint.tp_size if worker is not None else 0) or configured
 
-    def _is_ours(self, worker_id: str) -> bool:
-        return self.launches.has(worker_id)
-
     def _counts(self, worker_id: str, pool: Pool) -> bool:
-        """Whether a worker in this pool is one of those that its size is about."""
-        return self._is_ours(worker_id) or self.autoscale or pool in self._by_hand
+        """Whether a worker in this pool is one of those that the pool's size counts."""
+        by_hand = self._sizes.by_hand(pool) is not None
+        return self.launches.has(worker_id) or self.autoscale or by_hand
 
     def _start(self, pool: Pool, number: int, now: float) -> None:
-        """Starts workers; after starts that failed, when it is time to."""
+        """Starts workers; where starts have failed, sees to it that it tries again in time."""
         if number <= 0:
             return
         self.launches.start(pool, number, now)
@@ -417,9 +413,10 @@ class Scaler:
             self._set_timer(min(self._due, again_at))
 
     def _explained(self, decision: PoolDecision, now: float) -> PoolDecision:
-        """With what this pool is held at, and what keeps its workers from starting."""
-        pool, reason, held = decision.pool, decision.reason, self._held(decision.pool)
-        if held is not None and pool in self._by_hand and self.autoscale:
+        """Adds to a reason what the pool is held at, and what keeps its workers from starting."""
+        pool, reason = decision.pool, decision.reason
+        held = self._sizes.held(pool)
+        if held is not None and self.autoscale:
             reason = f"held at {held}, set by hand, until `baton autoscale on`; {reason}"
         elif held is not None:
             reason = f"autoscaling is off: {held} wanted; {reason}"
@@ -434,15 +431,3 @@ class Scaler:
         if waiting := self.launches.waiting(pool):
             reason += f"; {waiting}"
         return replace(decision, reason=reason)
-
-    def _remember(self, decision: PoolDecision, found: Mapping[str, float], now: float) -> None:
-        past = self.decisions[decision.pool]
-        if decision.target != decision.current:
-            direction = "up" if decision.target > decision.current else "down"
-            self._stats.scaled(decision.pool.value, direction)
-        same = past and (
-            (past[-1].decision.current, past[-1].decision.needed, past[-1].decision.target)
-            == (decision.current, decision.needed, decision.target)
-        )
-        since = past.pop().since if same else now
-        past.append(Remembered(since, now, decision, found))

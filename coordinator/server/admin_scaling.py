@@ -13,7 +13,8 @@ from baton.coordinator.core.workers import Worker
 from baton.coordinator.lanes.lanes import LANES
 from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.scaling.autoscale.types import Targets
-from baton.coordinator.scaling.scaling import Remembered, Scaler
+from baton.coordinator.scaling.decision_log import Remembered
+from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.telemetry import times

@@ -21,10 +21,14 @@ from baton.coordinator.core.request import StreamKey, Submission
 from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
+
+from scripted_worker import attached
+from two_pairs import pairs
+from two_revisions import TwoRevisions
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
@@ -226,6 +230,22 @@ def out():
 
 
 @pytest.fixture
+def two_pairs(new_world) -> World:
+    """A core with two serving workers in each pool: "p", "p2", "d" and "d2"."""
+    return pairs(new_world())
+
+
+@pytest.fixture
+def two_revisions(new_world, out):
+    """Makes a world of two revisions, of whose second there is a rollout (share None: none)."""
+
+    def make(share=1.0, **changes):
+        return TwoRevisions(new_world, out, share, **changes)
+
+    return make
+
+
+@pytest.fixture
 def say_hello():
     return hello
 
@@ -298,3 +318,24 @@ async def coordinator(coordinator_config):
 async def channel(coordinator):
     async with rpc.channel(coordinator.address) as channel:
         yield channel
+
+
+@pytest.fixture
+def inference(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+@pytest.fixture
+def admin(channel):
+    return admin_pb2_grpc.AdminStub(channel)
+
+
+@pytest.fixture
+def pair(coordinator, say_hello):
+    """Attaches one scripted worker to each pool of `coordinator`, while it is entered."""
+
+    def attach(**options):
+        hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+        return attached(coordinator.address, *hellos, **options)
+
+    return attach

@@ -168,7 +168,7 @@ def test_blocks_of_a_prompt_are_others_with_an_adapter(world):
     for adapter in ("", "poet", "clerk"):
         to = world.submit(num_prompt=64, adapter=adapter)
         submission = world.core.request(f"r{to.stream}").submission
-        found |= set(world.core.placers.of(FIRST_REVISION).hashes(submission))
+        found |= set(world.core.placers.of(FIRST_REVISION).prompts.hashes(submission))
     assert len(found) == 3 * 4
 
 

@@ -14,13 +14,7 @@ from baton.coordinator.core import events as ev
 from baton.coordinator.server import link as worker_link
 from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
-from baton.v1 import (
-    cluster_pb2,
-    cluster_pb2_grpc,
-    common_pb2,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH

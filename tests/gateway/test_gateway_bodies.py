@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from baton.client.request import build
-from baton.gateway import asks, bodies, problems
+from baton.gateway import asks, bodies, parsing, problems
 from baton.gateway.problems import Problem
 from baton.runtime.errors import RemoteError
 
@@ -53,7 +53,7 @@ def test_any_json_is_requests_or_a_problem(kind, data):
 def submitted(body, kind, ask_of):
     """What is wrong with a body; None when it becomes requests."""
     try:
-        ask = ask_of(bodies.parse(body, kind), "id", {})
+        ask = ask_of(parsing.parse(body, kind), "id", {})
         for prompt, options in itertools.islice(ask.requests(), 4):
             build(prompt, options)
     except Problem as problem:
@@ -68,7 +68,7 @@ def submitted(body, kind, ask_of):
 @given(body=st.binary(max_size=64))
 def test_any_bytes_are_a_problem(kind, body):
     with pytest.raises(Problem) as caught:
-        bodies.parse(body, kind)
+        parsing.parse(body, kind)
     assert caught.value.status == 400
 
 
@@ -92,7 +92,7 @@ def test_of_many_that_are_wrong_one_is_told(name):
     # In a union something of each kind.
     assert caught.value.error_count() <= 2
     with pytest.raises(Problem, match=f"^{name}"):
-        bodies.parse(json.dumps({**least, name: MANY_WRONG[name]}).encode(), bodies.ChatBody)
+        parsing.parse(json.dumps({**least, name: MANY_WRONG[name]}).encode(), bodies.ChatBody)
 
 
 @pytest.mark.parametrize("above", [None, "structured_outputs", "logit_bias"])
@@ -100,7 +100,7 @@ def test_long_names_come_back_shortened(above):
     wrong = {"n" * MANY: ""}
     body = {"prompt": "x"} | (wrong if above is None else {above: wrong})
     with pytest.raises(Problem) as caught:
-        bodies.parse(json.dumps(body).encode(), bodies.CompletionBody)
+        parsing.parse(json.dumps(body).encode(), bodies.CompletionBody)
     assert "n" * 60 in caught.value.param
     assert len(caught.value.body()) < 1000
 
@@ -108,15 +108,15 @@ def test_long_names_come_back_shortened(above):
 def test_no_more_turns_are_read_than_are_taken():
     turns = [{"role": "user", "content": "x"}] * MANY
     with pytest.raises(Problem, match=r"^messages is .*at most 4096"):
-        bodies.parse(json.dumps({"messages": turns}).encode(), bodies.ChatBody)
+        parsing.parse(json.dumps({"messages": turns}).encode(), bodies.ChatBody)
 
 
-@given(name=st.sampled_from(sorted(bodies._UNSUPPORTED)), value=VALUES)
+@given(name=st.sampled_from(sorted(parsing.UNSUPPORTED)), value=VALUES)
 def test_what_is_not_carried_out_is_named_unless_it_changes_nothing(name, value):
     body = json.dumps({**KINDS[bodies.ChatBody][1], name: value}).encode()
-    if value is None or value in bodies._UNSUPPORTED[name]:
-        bodies.parse(body, bodies.ChatBody)
+    if value is None or value in parsing.UNSUPPORTED[name]:
+        parsing.parse(body, bodies.ChatBody)
         return
     with pytest.raises(Problem) as caught:
-        bodies.parse(body, bodies.ChatBody)
+        parsing.parse(body, bodies.ChatBody)
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")

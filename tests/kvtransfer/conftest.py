@@ -5,7 +5,9 @@ import itertools
 import os
 import random
 import secrets
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,9 @@ from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient, fi
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
+
+# With import-mode=importlib a folder's helper modules are not importable by themselves.
+sys.path.append(str(Path(__file__).parent))
 
 LAYOUT = KvLayout("m", "r", "float32", 3, 2, 8, 4, 4096, "heads,tokens,content", tp_size=2)
 

@@ -1,12 +1,11 @@
 """Handoffs of more frames than a message of the control socket may list."""
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
@@ -19,10 +18,6 @@ from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.v1 import kv_transfer_pb2 as pb
-
-sys.path.append(str(Path(__file__).parent))
-
-from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 ID, NUM_BLOCKS = b"h" * 16, 9
 EVERY_FRAME = [(layer, block) for layer in range(LAYERS) for block in range(NUM_BLOCKS)]

@@ -1,0 +1,96 @@
+"""What a simulated step makes of a request that has caught up: a token, its text, and its end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from baton.engine.base import EngineOutput, Finish, Logprob
+from baton.engine.sim_scheduler import LiveRequest
+from baton.engine.sim_tokens import Vocabulary
+from baton.v1 import common_pb2
+
+_HALF = math.log(0.5)
+
+
+class Sampler:
+    """Takes the next token of a request from its chain, and ends it where its parameters say so.
+
+    Args:
+        vocabulary: of the model.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def sample(self, live: LiveRequest) -> EngineOutput:
+        """Adds one token to a request and describes it."""
+        sampling, token = live.request.sampling, live.chain.next()
+        live.tokens.append(token)
+        live.chain.advance((token,))
+        finish, stop = self._end(live, token)
+        text_is_final = finish is not None and finish is not Finish.CUT
+        return EngineOutput(
+            request_id=live.id,
+            token_ids=(token,),
+            text=live.text.take(finished=text_is_final),
+            logprobs=self._logprobs([token], sampling, "logprobs"),
+            finish=finish,
+            stop=stop,
+        )
+
+    def prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
+        """Of each prompt token, where the request wants them; a continued request gets none."""
+        prompt = live.request.prompt_token_ids
+        rest = self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")
+        wanted = live.request.sampling.HasField("prompt_logprobs")
+        return [(), *rest] if wanted and not live.request.known_token_ids else ()
+
+    @staticmethod
+    def _end(live: LiveRequest, token: int) -> tuple[Finish | None, str]:
+        """Adds a token's text, and says why the request ends with it, if it does.
+
+        Returns:
+            Why, or None; and the stop string or stop token id, empty without.
+        """
+        sampling, count = live.request.sampling, live.num_output_tokens
+        finish: Finish | None = None
+        stop = ""
+        is_stop_token = token in sampling.stop_token_ids and count >= sampling.min_tokens
+        if is_stop_token:
+            finish, stop = Finish.STOP, str(token)
+        elif count >= live.max_output_tokens:
+            finish = Finish.LENGTH
+        if not is_stop_token or sampling.include_stop_str_in_output:
+            matched = live.text.add(token, may_stop=count > sampling.min_tokens)
+            if matched:
+                finish, stop = Finish.STOP, matched
+        if finish is None and live.request.prefill_only:
+            finish = Finish.CUT
+        return finish, stop
+
+    def _logprobs(
+        self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str
+    ) -> Sequence[Sequence[Logprob]]:
+        """Made-up values: the chosen token has half of the probability, the next half of that.
+
+        Args:
+            token_ids: the chosen tokens.
+            sampling: of the request.
+            field: the field of it that says how many likeliest tokens are wanted.
+        """
+        if not sampling.HasField(field):  # type: ignore[arg-type]
+            return ()
+        vocabulary, count = self._vocabulary, getattr(sampling, field)
+        found = []
+        for token_id in token_ids:
+            others = (other for other in vocabulary.printable if other != token_id)
+            likeliest = [token_id, *itertools.islice(others, max(0, count - 1))]
+            entries = [
+                Logprob(one, _HALF * rank, rank, vocabulary.tokenizer.decode([one]))
+                for rank, one in enumerate(likeliest, start=1)
+            ]
+            # The chosen token, then the likeliest, of which it is the first.
+            found.append(tuple(entries[:1] + entries[:count]))
+        return found

@@ -1,0 +1,241 @@
+"""What becomes of requests whose revision loses its workers, leaves or takes over."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.request import RequestState
+from baton.coordinator.rollouts.revision import Revision
+from baton.runtime import errors
+from baton.runtime.config import InteractiveLaneConfig, LanesConfig
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP = common_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("leg", ["cp", "cd"])
+def test_a_request_whose_output_has_begun_goes_on_with_its_revision(two_revisions, leg):
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    request = cell.request(to)
+    assert request.revision == "r2"
+    lost = (request.prefill if leg == "cp" else request.decode)[0]
+    cell.world.handle(ev.WorkerLost(lost, "was killed"))
+    if leg == "cd":
+        assert request.attempt == 2
+        assert cell.core.workers.get(request.prefill).revision == "r2"
+        assert cell.core.workers.get(request.decode).revision == "r2"
+        cell.first_token(to)
+    cell.token(to, finish=STOP)
+    assert cell.world.last(to).reason == STOP
+
+
+def test_what_has_begun_waits_for_its_revision_and_fails_when_it_is_gone(two_revisions):
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    for name in ("cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    assert cell.request(to).waits
+    # A worker of its revision comes back: it goes on.
+    cell.world.attach("cd3", DECODE, revision="r2")
+    assert cell.request(to).decode[0] == "cd3"
+    for name in ("cd3", "cp", "cp2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    assert cell.request(to).waits
+    cell.world.handle(ev.AbortAsked("test"))
+    error = cell.world.last(to).error
+    assert isinstance(error, errors.Unavailable)
+    assert error.reason == "REVISION_GONE"
+    assert "'r2'" in str(error)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_is_parked_on_a_dead_canary_waits_no_longer_than_others(two_revisions, comes):
+    """Batch that made room for interactive work is nobody's whose loss would be noticed."""
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
+    cell = two_revisions(1.0, lanes=lanes)
+    cell.world.handle(ev.WorkerLost("cd2", "was killed"))
+    batch = [cell.begin(lane=common_pb2.LANE_BATCH) for _ in range(3)]
+    person = cell.begin()
+    parked = [to for to in batch if cell.request(to).state is RequestState.PARKED]
+    assert len(parked) == 2
+    cell.world.handle(ev.WorkerLost("cd", "was killed"))
+    cell.beat(10)
+    assert not any(cell.request(to).ended for to in (*batch, person))
+    if comes:
+        cell.world.attach("cd3", DECODE, revision="r2")
+        for _ in batch:
+            for to in (person, *batch):
+                if cell.request(to).state is RequestState.PREFILLING:
+                    cell.first_token(to)
+                    cell.token(to, finish=STOP)
+        assert {cell.world.last(to).reason for to in (*batch, person)} == {STOP}
+        return
+    cell.beat(21)
+    for to in (*batch, person):
+        error = cell.world.last(to).error
+        assert isinstance(error, errors.Unavailable)
+        assert "no decode worker is attached" in str(error)
+        assert "waited 30 s" in str(error)
+
+
+def test_what_has_not_begun_goes_to_the_stable_revision(two_revisions):
+    cell = two_revisions(1.0)
+    running = cell.world.submit()
+    for name in ("cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    assert cell.revision(running) == "1"
+    cell.first_token(running)
+    cell.token(running, finish=STOP)
+    assert cell.world.last(running).reason == STOP
+    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 1
+
+
+def test_what_both_revisions_refuse_is_not_held_against_the_canary(two_revisions):
+    cell = two_revisions()
+    to = cell.world.submit(slo_ttft_s=1e-9)
+    assert cell.world.last(to).error.reason == "TOO_LATE"
+    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 0
+
+
+def test_a_silent_worker_is_no_reason_to_leave_the_revision(two_revisions):
+    """Its only peer of the same revision is gone: what has begun stays, the rest goes elsewhere."""
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    fresh = cell.world.submit()
+    decoder = cell.request(to).decode[0]
+    other = "cd2" if decoder == "cd" else "cd"
+    cell.world.handle(ev.WorkerLost(other, "was killed"))
+    for _ in range(6):
+        cell.world.after(1.0)
+        for worker in cell.core.workers:
+            if worker.id != decoder:
+                cell.world.handle(ev.WorkerHeard(worker.key))
+    assert cell.request(to).decode[0] == decoder
+    assert [cell.revision(one) for one in (fresh, cell.world.submit())] == ["1", "1"]
+    cell.token(to)
+    assert cell.revision(cell.world.submit()) == "r2"
+
+
+@pytest.mark.parametrize("how", ["promote", "abort"])
+def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
+    cell = two_revisions(0.5)
+    running = [cell.begin(session_id=f"s{number}") for number in range(12)]
+    fresh = [cell.world.submit(session_id=f"s{number}") for number in range(12)]
+    assert {cell.revision(to) for to in running} == {"1", "r2"}
+    before = {to: cell.revision(to) for to in running}
+    event = ev.PromotionAsked() if how == "promote" else ev.AbortAsked("test")
+    cell.world.handle(event)
+    stays, leaves = ("r2", "1") if how == "promote" else ("1", "r2")
+    assert cell.revision(cell.world.submit()) == stays
+    # One that has begun loses its worker while its revision leaves: there is another one for it.
+    victim = next(to for to in running if before[to] == leaves)
+    lost = cell.request(victim).decode[0]
+    cell.world.handle(ev.WorkerLost(lost, "was killed"))
+    cell.beat(3)
+    for to in fresh:
+        cell.first_token(to)
+    for to in running:
+        assert cell.revision(to) == before[to]
+        if cell.request(to).prefill is not None and not cell.request(to).prefill_done:
+            cell.first_token(to)
+    for to in [*running, *fresh]:
+        cell.token(to, finish=STOP)
+        assert cell.world.last(to).reason == STOP
+    cell.beat(6)
+    assert {worker.revision for worker in cell.core.workers} == {stays}
+    assert not len(cell.core.rollouts.retiring)
+    assert cell.core.workers.stable == stays
+    assert cell.core.can_serve
+
+
+def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(two_revisions):
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    cell.world.handle(ev.AbortAsked("test"))
+    cell.beat(3)
+    left = {one.role for one in cell.core.workers if one.revision == "r2"}
+    assert left == {PREFILL, DECODE}
+    assert len(cell.ids()) == 6
+    cell.token(to, finish=STOP)
+    cell.beat(5)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+def test_who_comes_back_finds_the_revision_that_began(two_revisions):
+    """A broken connection takes its requests along, and they are back a moment later."""
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    known = list(cell.request(to).token_ids)
+    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.SessionLost(to.session))
+    cell.beat()
+    again = cell.world.submit(session=2, known_token_ids=known, revision="r2")
+    cell.first_token(again)
+    cell.token(again, finish=STOP)
+    assert cell.world.last(again).reason == STOP
+    cell.beat(5)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+def test_what_does_not_end_in_time_fails_and_says_why(two_revisions):
+    cell = two_revisions(1.0)
+    to = cell.begin()
+    cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
+    cell.beat(18)
+    assert not cell.request(to).ended
+    cell.beat(5)
+    assert cell.world.last(to).error.reason == "REVISION_GONE"
+    cell.beat(3)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two_revisions, fails):
+    cell = two_revisions(None)
+    cell.world.handle(ev.RolloutAsked(Revision("r2"), 0.5, {}, abort_if_worse=True))
+    for number in range(120):
+        to = cell.world.submit(session_id=f"s{number}", num_prompt=8)
+        request = cell.request(to)
+        if fails and request.revision == "r2":
+            wrong = cluster_pb2.RequestOutput(request_id=request.id, attempt=1)
+            wrong.failed.code, wrong.failed.message = 3, "no such argument"
+            cell.world.step(request.prefill[0], wrong)
+        else:
+            cell.first_token(to)
+            cell.token(to, finish=STOP)
+    cell.beat(2)
+    rollouts = cell.core.rollouts
+    assert (rollouts.rollout is None) == fails
+    if fails:
+        assert "the canary is worse" in rollouts.outcome
+        assert "requests failed" in rollouts.outcome
+        cell.beat(3)
+        assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+def test_wrong_calls_are_refused_by_name(two_revisions):
+    cell = two_revisions(None)
+    rollouts = cell.core.rollouts
+
+    def refusal(name="r2", share=0.1, sizes=None, **fields):
+        return rollouts.start_error(Revision(name, **fields), share, sizes or {})
+
+    assert "stable" in str(refusal("1"))
+    assert isinstance(refusal("a b"), errors.InvalidArgument)
+    assert "share is 1.5" in str(refusal(share=1.5))
+    assert "starts no workers" in str(refusal(model="/models/new"))
+    assert "no prefill and no decode worker of revision 'r9'" in str(refusal("r9"))
+    for refused in (rollouts.promote_error(), rollouts.abort_error(), rollouts.share_error(0.5)):
+        assert isinstance(refused, errors.FailedPrecondition)
+    cell.start(0.1)
+    assert "a rollout of 'r2' runs" in str(refusal("r3"))
+    for name in ("cp2", "cd"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    # As many as the stable revision has, where nothing can start them.
+    assert "has 1 prefill workers that serve, revision '1' 2" in str(rollouts.promote_error())
+    cell.world.handle(ev.WorkerLost("cd2", "was killed"))
+    cell.world.attach("cp2", PREFILL, incarnation=2, revision="r2")
+    assert "no decode worker that serves" in str(rollouts.promote_error())

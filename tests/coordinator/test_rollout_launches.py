@@ -1,0 +1,193 @@
+"""Rollouts where the coordinator starts workers: theirs come up, take over, and leave nothing."""
+
+from __future__ import annotations
+
+import pytest
+from launched_world import Launched
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.routing.load_index import Pool
+from baton.runtime import errors
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+@pytest.fixture
+def launched(new_world):
+    def make(prefill=2, decode=2, **options):
+        made = Launched(new_world, prefill, decode, **options)
+        made.come_up()
+        made.wait(11)
+        return made
+
+    return make
+
+
+def of_revision(made, revision):
+    return {one.id for one in made.core.workers if one.revision == revision}
+
+
+def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
+    made = launched()
+    change = Revision("r2", "/models/new", {"max_num_seqs": 8})
+    made.world.handle(ev.RolloutAsked(change, 0.1, {}))
+    assert made.started[4:] == ["prefill-r2-0", "decode-r2-0"]
+    (event,) = [
+        one
+        for one in made.world.membership
+        if isinstance(one, ev.StartWorker) and one.worker_id == "decode-r2-0"
+    ]
+    assert event.revision == change
+    assert not made.core.rollouts.traffic.open
+    assert "no prefill worker that serves" in str(made.core.rollouts.promote_error())
+    made.come_up()
+    assert made.core.rollouts.traffic.open
+    # The canary's are beside the pools, which keep their sizes.
+    made.wait(20)
+    assert len(made.started) == 6
+    assert made.ids(Pool.PREFILL) == {"prefill-0", "prefill-1", "prefill-r2-0"}
+    made.world.handle(ev.PromotionAsked())
+    assert made.started[6:] == ["prefill-r2-1", "decode-r2-1"]
+    assert made.core.workers.stable == "1"
+    made.come_up()
+    assert made.core.workers.stable == "r2"
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+    assert len(of_revision(made, "r2")) == 4
+    assert len(made.started) == 8
+    # What takes the place of one that dies is of the new one.
+    made.world.handle(ev.WorkerExited("decode-r2-0", "was killed by SIGKILL"))
+    made.world.after(0.5)
+    assert made.revision_of(made.started[-1]) == "r2"
+
+
+def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, say_hello):
+    world = new_world()
+    hello = say_hello("p9", PREFILL, revision="r2", generation=77)
+    hello.rollout.MergeFrom(
+        cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2", retiring=["1"])
+    )
+    world.handle(ev.WorkerAttached(hello, returns=True))
+    assert world.core.workers.stable == "r2"
+    world.handle(ev.LauncherReady({Pool.PREFILL: 1, Pool.DECODE: 1}))
+    started = [one for one in world.membership if isinstance(one, ev.StartWorker)]
+    assert {one.revision.name for one in started} == {world.core.workers.stable} == {"1"}
+    assert world.commands["p9"][-1].stable == "1"
+
+
+def test_an_aborted_rollout_leaves_nothing(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 3}))
+    assert len(made.started) == 4 + 4
+    made.world.handle(ev.AbortAsked("test"))
+    assert set(made.ended) == set(made.started[4:])
+    made.wait(5)
+    assert len(made.started) == 8
+    assert len(made.core.workers) == 4
+    assert made.core.rollouts.start_error(Revision("r2"), 0.1, {}) is None
+
+
+def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    for _ in range(4):
+        made.world.handle(ev.WorkerExited(made.started[-1], "exited with code 1", "no such model"))
+        made.wait(3)
+    assert "no such model" in made.core.scaler.launches.problem(Pool.DECODE, "r2")
+    assert made.core.scaler.launches.problem(Pool.DECODE) == ""
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.world.after(0.5)
+    assert made.revision_of(made.started[-1]) == "1"
+    # One that hangs is given up like any other.
+    hangs = [one for one in made.started if one.startswith("prefill-r2")]
+    made.wait(35)
+    assert set(hangs) <= set(made.ended)
+
+
+def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
+    launches, told = made.core.scaler.launches, "worker prefill-r2-0 waits for 1 GPU"
+    assert launches.waiting(Pool.PREFILL, "r2") == told
+    assert launches.waiting(Pool.PREFILL) == ""
+    assert told in str(made.core.rollouts.promote_error())
+
+
+def test_there_must_be_gpus_for_both(launched):
+    made = launched(max_gpus=5)
+    refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {})
+    assert "scaling.max_gpus is 5; 4 are the stable revision's" in str(refused)
+
+
+def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
+    made = launched(1, 1, max_gpus=4)
+    to = made.world.submit()
+    request = made.core.request("r1")
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(request.prefill[0], output)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.PromotionAsked())
+    assert made.core.workers.stable == "r2"
+    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.wait(5)
+    # A worker of each pool is there until the request has ended.
+    assert of_revision(made, "1") == {"prefill-0", "decode-0"}
+    assert "decode-r2-1" not in made.started
+    refused = made.core.rollouts.start_error(Revision("r3"), 0.1, {})
+    assert "2 are those of revisions that are to leave" in str(refused)
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+    assert "decode-r2-1" in made.started
+
+
+def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(launched):
+    """It was given up with its revision, and the output failed when its own worker had to leave."""
+    made = launched(1, 1)
+    to = made.world.submit()
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(made.core.request("r1").prefill[0], output)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.come_up()
+    made.world.handle(ev.DrainAsked("decode-0", 20.0, "test"))
+    made.wait(2)
+    assert made.started[-1] == "decode-1"
+    made.world.handle(ev.PromotionAsked())
+    made.wait(5)
+    assert made.core.workers.stable == "1"
+    assert made.core.request("r1").decode[0] == "decode-0"
+    made.come_up()
+    made.wait(2)
+    assert made.core.workers.stable == "r2"
+    assert "decode-1" not in made.ended
+    made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
+    made.world.after(0.5)
+    assert made.core.request("r1").revision == "1"
+    assert made.core.request("r1").decode[0] == "decode-1"
+    # It does not wait for a worker that nobody needs any more.
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "1") == set()
+
+
+def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
+    made = launched()
+    refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})
+    assert isinstance(refused, errors.InvalidArgument)
+    assert "at most 4, which is scaling.decode.max_workers" in str(refused)
+
+
+def test_only_stable_workers_change_their_role(launched):
+    made = launched()
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 2}))
+    made.come_up()
+    refused = made.core.flip_error(made.core.workers.by_id("decode-r2-0"), PREFILL)
+    assert "only workers of the stable one, '1'" in str(refused)

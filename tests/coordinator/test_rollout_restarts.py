@@ -1,0 +1,130 @@
+"""A rollout outlives its coordinator: what was begun goes on with the revision that began it."""
+
+from __future__ import annotations
+
+from two_revisions import revision_of_session
+
+from baton.coordinator.core import events as ev
+from baton.runtime.request_digest import request_digest
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP = common_pb2.FINISH_REASON_STOP
+SERVING, DRAINING = cluster_pb2.WORKER_STATE_SERVING, cluster_pb2.WORKER_STATE_DRAINING
+
+
+def test_known_tokens_go_on_with_the_revision_that_made_them(two_revisions):
+    """After a restart there is no rollout: workers of it get what they began, and nothing new."""
+    cell = two_revisions(None)
+    to = cell.world.submit(known_token_ids=[7, 8], revision="r2")
+    assert cell.revision(to) == "r2"
+    cell.first_token(to)
+    cell.token(to, finish=STOP)
+    assert cell.world.last(to).reason == STOP
+    assert cell.revision(cell.world.submit()) == "1"
+    # Once nobody may come back any more who goes on with it.
+    cell.beat(3)
+    gone = cell.world.submit(known_token_ids=[7, 8], revision="r0")
+    assert cell.world.last(gone).error.reason == "REVISION_GONE"
+
+
+def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello):
+    """Workers keep what they were told last, and the next coordinator takes the newest."""
+    cell = two_revisions(0.4)
+    cell.world.handle(ev.ShareAsked(0.25))
+    record = latest_record(cell.world, "d")
+    after = new_world()
+
+    def back(name, role, revision, record, incarnation=1):
+        hello = say_hello(name, role, incarnation, revision=revision, generation=77)
+        hello.rollout.CopyFrom(record)
+        after.handle(ev.WorkerAttached(hello, returns=True))
+
+    stale = cluster_pb2.RolloutRecord(version=1, configured="1", stable="1", canary="r0")
+    for name, role, revision, told in (
+        ("p", PREFILL, "1", stale),
+        ("cp", PREFILL, "r2", record),
+        ("d", DECODE, "1", record),
+        ("cd", DECODE, "r2", record),
+    ):
+        back(name, role, revision, told)
+    rollouts = after.core.rollouts
+    assert (rollouts.traffic.canary, rollouts.traffic.share) == ("r2", 0.25)
+    assert rollouts.traffic.open
+    # The same sessions as before.
+    for number in range(40):
+        assert revision_of_session(cell.world, number) == revision_of_session(after, number)
+    after.handle(ev.PromotionAsked())
+    assert after.core.workers.stable == "r2"
+    promoted = latest_record(after, "cd")
+    # After a promotion too; unless the configuration has been changed since.
+    for configured, stable in (("1", "r2"), ("r9", "r9")):
+        third = new_world(revision=configured)
+        hello = say_hello("cd", DECODE, revision="r2", generation=78)
+        hello.rollout.CopyFrom(promoted)
+        third.handle(ev.WorkerAttached(hello, returns=True))
+        assert third.core.workers.stable == stable
+
+
+def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world, say_hello):
+    """The coordinator does not know yet which revision is the stable one."""
+    world = new_world()
+    early = world.submit()
+    record = cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        hello = say_hello(name, role, revision="r2", generation=77)
+        hello.rollout.CopyFrom(record)
+        world.handle(ev.WorkerAttached(hello, returns=True))
+    for _ in range(3):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert world.kinds(early) == ["Accepted"]
+    request = world.core.request("r1")
+    assert (request.revision, request.prefill[0]) == ("r2", "cp")
+
+
+def latest_record(world, worker):
+    records = (one for one in world.commands[worker] if isinstance(one, cluster_pb2.RolloutRecord))
+    return list(records)[-1]
+
+
+def _running():
+    """The first request that is submitted, as the worker says that goes on with it."""
+    sampling = common_pb2.SamplingParams(max_tokens=8)
+    return cluster_pb2.RunningRequest(
+        request_id="r1",
+        attempt=3,
+        role=DECODE,
+        next_offset=2,
+        token_ids=[7, 8],
+        decoding=True,
+        tenant="default",
+        digest=request_digest(list(range(20)), sampling),
+    )
+
+
+def test_a_request_that_is_adopted_is_on_its_workers_revision(two_revisions, say_hello):
+    cell = two_revisions(None)
+    hello = say_hello("cd9", DECODE, revision="r2", generation=77)
+    hello.running.append(_running())
+    cell.world.handle(ev.WorkerAttached(hello, returns=True))
+    to = cell.world.submit(known_token_ids=[7])
+    request = cell.request(to)
+    assert (request.revision, request.decode[0]) == ("r2", "cd9")
+    cell.world.handle(ev.WorkerLost("cd9", "was killed"))
+    assert cell.core.workers.get(request.decode).revision == "r2"
+
+
+def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(
+    two_revisions, say_hello
+):
+    cell = two_revisions(None)
+    # The last of its revision, which the coordinator before this one had told to leave.
+    hello = say_hello("d9", DECODE, revision="r0", generation=77, state=DRAINING)
+    hello.running.append(_running())
+    cell.world.handle(ev.WorkerAttached(hello, returns=True))
+    cell.world.after(1.0)
+    to = cell.world.submit(known_token_ids=[7], revision="r0")
+    assert cell.request(to).decode[0] == "d9"
+    assert cell.world.tokens(to) == [8]

@@ -1,0 +1,154 @@
+"""Which requests a canary gets, and which stay with the stable revision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from two_revisions import revision_of_session
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.rollouts.revision import Revision
+from baton.runtime import errors
+from baton.v1 import common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_the_canary_gets_its_share_and_sessions_stick(two_revisions, share):
+    cell = two_revisions(share)
+    number = 600
+    found = {}
+    for session in range(number):
+        to = cell.world.submit(session_id=f"s{session}", num_prompt=8)
+        found[session] = cell.revision(to)
+        cell.world.handle(ev.RequestCancelled(f"r{to.stream}"))
+    count = sum(one == "r2" for one in found.values())
+    # Five standard deviations.
+    assert abs(count - number * share) < 5 * math.sqrt(number * share * (1 - share))
+    for session in range(0, number, 7):
+        to = cell.world.submit(session_id=f"s{session}", num_prompt=8)
+        assert cell.revision(to) == found[session]
+        cell.world.handle(ev.RequestCancelled(f"r{to.stream}"))
+
+
+def test_a_share_that_grows_takes_along_who_was_in_it(two_revisions):
+    cell = two_revisions(0.1)
+    before = {name for name in range(200) if revision_of_session(cell.world, name) == "r2"}
+    cell.world.handle(ev.ShareAsked(0.4))
+    after = {name for name in range(200) if revision_of_session(cell.world, name) == "r2"}
+    assert before < after
+
+
+def test_a_revision_that_nobody_rolls_out_gets_nothing(two_revisions):
+    cell = two_revisions(None)
+    for _ in range(20):
+        assert cell.revision(cell.world.submit()) == "1"
+    assert not any(worker.assigned for worker in cell.core.workers if worker.revision == "r2")
+
+
+def test_it_is_said_where_only_another_revision_is_attached(new_world):
+    world = new_world()
+    world.attach("p", PREFILL, revision="v7")
+    world.attach("d", DECODE, revision="v7")
+    assert not world.core.can_serve
+    to = world.submit()
+    for _ in range(70):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
+
+
+def test_who_is_busy_is_not_said_to_be_missing(new_world):
+    world = new_world(max_prefill_requests=1, max_decode_requests=1).pair()
+    world.attach("p7", PREFILL, revision="v7")
+    world.submit()
+    to = world.submit()
+    for _ in range(70):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert str(world.last(to).error).startswith("every worker is busy: waited")
+
+
+def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
+    world = new_world()
+    for number in range(20):
+        to = world.submit(known_token_ids=[1], revision=f"none-{number}")
+        world.handle(ev.StreamCancelled(to))
+    # The stable one's, and the last.
+    assert len(world.core.placers) <= 2
+
+
+def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two_revisions):
+    cell = two_revisions(None)
+    for name in ("cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    refused = cell.core.rollouts.start_error(Revision("r2"), 1.0, {})
+    assert isinstance(refused, errors.FailedPrecondition)
+    assert "no decode worker of revision 'r2'" in str(refused)
+    cell.world.attach("cd", DECODE, incarnation=2, revision="r2")
+    cell.start(1.0)
+    assert cell.revision(cell.world.submit()) == "r2"
+    cell.world.handle(ev.WorkerLost("cd", "was killed"))
+    assert cell.revision(cell.world.submit()) == "1"
+
+
+def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two_revisions, say_hello):
+    cell = two_revisions(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.max_model_len, model.revision = 64, "other weights"
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    assert cell.revision(cell.world.submit(num_prompt=20)) == "r2"
+    assert cell.revision(cell.world.submit(num_prompt=80)) == "1"
+
+
+def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two_revisions, say_hello):
+    cell = two_revisions(None)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.adapters.add(name="law")
+    for name, role in (("cp", PREFILL), ("cd", DECODE)):
+        cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
+    cell.start(1.0)
+    assert cell.revision(cell.world.submit(adapter="law")) == "r2"
+    assert cell.revision(cell.world.submit(adapter="poetry")) == "1"
+
+
+def test_workers_of_one_revision_must_be_alike_those_of_two_need_not(world, say_hello):
+    fingerprint = say_hello("x", PREFILL).fingerprint
+    fingerprint.num_layers = 8
+    world.attach("c", PREFILL, revision="r2", fingerprint=fingerprint)
+    assert {one.id for one in world.core.workers} == {"p", "d", "c"}
+    (refusal,) = world.attach("c2", DECODE, revision="r2")
+    assert "fingerprint.num_layers is 4, here 8" in str(refusal.error)
+    model = say_hello("x", PREFILL).model
+    model.vocab_size = 600
+    (refusal,) = world.attach("c3", DECODE, revision="r3", model=model)
+    assert "model.vocab_size is 600, here 512" in str(refusal.error)
+    (refusal,) = world.attach("c4", DECODE, revision="a b")
+    assert isinstance(refusal.error, errors.InvalidArgument)
+
+
+def test_a_full_canary_holds_up_nobody_else(two_revisions):
+    cell = two_revisions(0.5, max_prefill_requests=2, max_decode_requests=2)
+    waiting = []
+    for number in range(40):
+        to = cell.world.submit(session_id=f"s{number}")
+        request = cell.request(to)
+        if request is None or request.ended:
+            continue
+        if request.waits:
+            waiting.append(request)
+        elif request.revision == "1":
+            cell.world.handle(ev.RequestCancelled(request.id))
+    # Those of the canary wait for it; no stable one waits behind them.
+    assert waiting
+    assert {one.revision for one in waiting} == {"r2"}

@@ -1,0 +1,122 @@
+"""A request that kills workers is found out at the expense of no other."""
+
+from __future__ import annotations
+
+import pytest
+from two_pairs import crash, latest, pairs, prefills, silent_but
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.request import RequestState
+from baton.runtime import errors
+from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig
+from baton.v1 import common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+def test_a_request_that_kills_workers_is_failed_after_two(two_pairs, out):
+    innocent = two_pairs.submit(num_prompt=20)
+    poison = two_pairs.submit(num_prompt=30)
+    (first,) = {name for name, one in prefills(two_pairs) if one.spec.request_id == "r2"}
+    crash(two_pairs, first, 1)
+    two_pairs.attach(first, PREFILL, incarnation=2)
+    name, again = latest([one for one in prefills(two_pairs) if one[1].spec.request_id == "r2"])
+    assert again.spec.attempt == 2
+    # Nothing else is sent to where it runs until it has answered.
+    for _ in range(2):
+        two_pairs.submit()
+    assert {n for n, one in prefills(two_pairs) if one.spec.request_id in ("r3", "r4")} == {
+        "p" if name == "p2" else "p2"
+    }
+    crash(two_pairs, name, two_pairs.core.workers.by_id(name).hello.incarnation)
+    assert isinstance(two_pairs.last(poison).error, errors.Internal)
+    assert "two workers" in str(two_pairs.last(poison).error)
+    assert two_pairs.kinds(innocent) == ["Accepted"]
+
+
+def test_a_worker_that_was_to_leave_is_no_death_of_its_requests_doing(two_pairs):
+    """Another came under its id before anybody had heard of its end."""
+    to = two_pairs.submit()
+    ((first, _),) = prefills(two_pairs)
+    crash(two_pairs, first, 1)
+    ((name, _),) = [one for one in prefills(two_pairs) if one[1].spec.attempt == 2]
+    two_pairs.handle(ev.DrainAsked(name, 30.0, "test"))
+    two_pairs.attach(name, PREFILL, incarnation=9)
+    assert two_pairs.kinds(to) == ["Accepted"]
+    assert max(one.spec.attempt for _, one in prefills(two_pairs)) == 3
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_worker_that_had_a_suspect_by_itself_is_given_others_when_that_is_gone(two_pairs, how):
+    poison = two_pairs.submit(timeout_s=5.0)
+    ((first, _),) = prefills(two_pairs)
+    crash(two_pairs, first, 1)
+    ((alone, _),) = [one for one in prefills(two_pairs) if one[1].spec.attempt == 2]
+    to = two_pairs.submit()
+    assert two_pairs.core.request("r2").state is RequestState.QUEUED
+    if how == "cancelled":
+        two_pairs.handle(ev.StreamCancelled(poison))
+    else:
+        for _ in range(10):
+            two_pairs.after(0.5)
+            silent_but(two_pairs)
+    silent_but(two_pairs)
+    assert two_pairs.core.request("r2").prefill[0] == alone
+    assert two_pairs.kinds(to) == ["Accepted"]
+
+
+@pytest.mark.parametrize("lane", [common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH])
+def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, out, lane):
+    """A worker that is always given more has never answered everything."""
+    lanes = LanesConfig(
+        interactive=InteractiveLaneConfig(max_queued=99),
+        batch=BatchLaneConfig(max_queued=99, share=0.5),
+    )
+    world = pairs(new_world(lanes=lanes, max_running_requests=99))
+    other = common_pb2.LANE_INTERACTIVE
+    if lane == other:
+        other = common_pb2.LANE_BATCH
+
+    def submit():
+        world.submit(lane=other, sampling={"max_tokens": 1})
+
+    def answer(worker, key):
+        request = world.core.request(key)
+        ended = out(key, [7], finish=LENGTH, attempt=request.attempt_number)
+        world.step(worker.id, ended, incarnation=worker.hello.incarnation)
+
+    world.submit(lane=lane)
+    suspect = world.core.request("r1")
+    first = world.core.workers.get(suspect.prefill)
+    for _ in range(4):
+        submit()
+    for key in [one for one in first.unanswered if one != "r1"]:
+        answer(first, key)
+    crash(world, first.id, 1)
+    assert suspect.suspect
+    assert suspect.state is RequestState.RECOVERING
+    for _ in range(30):
+        submit()
+    for _ in range(15):
+        if suspect.state is RequestState.PREFILLING:
+            break
+        worker = next(one for one in world.core.workers if one.unanswered)
+        answer(worker, next(iter(worker.unanswered)))
+    assert suspect.state is RequestState.PREFILLING
+    assert world.core.num_queued(other) > 0
+
+
+def test_a_stream_that_was_answered_is_no_suspect(two_pairs, out):
+    to = two_pairs.submit()
+    for attempt in range(1, 4):
+        name, prefill = latest(prefills(two_pairs))
+        two_pairs.step(name, out("r1", [7], finish=0, attempt=attempt))
+        decoder = prefill.handoff.target.split(".")[0]
+        incarnation = two_pairs.core.workers.by_id(decoder).hello.incarnation
+        token = out("r1", [10 + attempt], offset=attempt, attempt=attempt)
+        two_pairs.step(decoder, token, incarnation=incarnation)
+        crash(two_pairs, decoder, incarnation)
+        two_pairs.attach(decoder, DECODE, incarnation=incarnation + 1)
+    assert two_pairs.tokens(to) == [7, 11, 12, 13]
+    assert two_pairs.core.request("r1").state is RequestState.PREFILLING

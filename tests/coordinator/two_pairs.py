@@ -1,0 +1,55 @@
+"""Two workers in each pool, and what they were told."""
+
+from __future__ import annotations
+
+from baton.coordinator.core import events as ev
+from baton.v1 import cluster_pb2, common_pb2
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+def pairs(world):
+    """Attaches two workers to each pool."""
+    for name in ("p", "p2"):
+        world.attach(name, PREFILL)
+    for name in ("d", "d2"):
+        world.attach(name, DECODE)
+    return world
+
+
+def commands(world, kind):
+    """Commands of a kind that workers were sent: (worker, command), in no order between workers."""
+    return [
+        (name, command)
+        for name, sent in world.commands.items()
+        for command in sent
+        if isinstance(command, kind)
+    ]
+
+
+def prefills(world):
+    return commands(world, cluster_pb2.PrefillCommand)
+
+
+def decodes(world):
+    return commands(world, cluster_pb2.DecodeCommand)
+
+
+def latest(found):
+    """The command of the highest attempt."""
+    return max(found, key=lambda one: one[1].spec.attempt)
+
+
+def silent_but(world, *names):
+    """Every worker is heard but these: a moment passes for them."""
+    for worker in world.core.workers:
+        if worker.id not in names:
+            world.handle(ev.WorkerHeard(worker.key))
+
+
+def crash(world, name, incarnation, *, failed=True):
+    """A worker stops by itself; `failed`: its engine died."""
+    change = cluster_pb2.WorkerStateChanged(
+        state=cluster_pb2.WORKER_STATE_STOPPED, reason="engine: died", failed=failed
+    )
+    world.handle(ev.WorkerChanged((name, incarnation), change))

@@ -1,0 +1,510 @@
+"""An engine with early loads, as random steps drive it and as tests do step by step."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from small_engine import (
+    LAYERS,
+    LAYOUT,
+    NUM_BLOCKS,
+    POISON,
+    REPLICAS,
+    SHARDS,
+    SIZE,
+    TOKEN_BYTES,
+    Notes,
+    Pool,
+    Request,
+    Service,
+    block_content,
+    content,
+    flipped,
+    messages_of,
+)
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
+from baton.kvtransfer.connector.handoff_step import LoadReport
+from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.v1 import kv_transfer_pb2 as pb
+
+NUM_OUTPUTS = 6
+# Of a first epoch that only its commit shows to be wrong.
+FAULTS = ("foreign bytes", "corrupted commit")
+
+
+@dataclass(eq=False)
+class Coming:
+    """A handoff on its way: what of it has not been delivered, by the stream that carries it."""
+
+    handoff_id: bytes
+    messages: list[tuple[int, bytes]]
+    request: Request
+    token: int | None
+
+
+def as_scheduled(requests, *, preempted=(), most_tokens=1000):
+    """vLLM's SchedulerOutput.
+
+    Args:
+        requests: that run in the step.
+        preempted: ids of those who no longer do.
+        most_tokens: of each that are computed.
+    """
+    return SimpleNamespace(
+        preempted_req_ids=set(preempted),
+        num_scheduled_tokens={
+            one.request_id: max(1, min(most_tokens, one.num_tokens - one.num_computed))
+            for one in requests
+        },
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], resumed_req_ids=()
+        ),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=one.request_id, num_computed_tokens=one.num_computed)
+            for one in requests
+        ],
+        scheduled_spec_decode_tokens={},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids={
+                one.request_id: ([block.block_id for block in one.blocks],) for one in requests
+            }.__getitem__
+        ),
+    )
+
+
+class EarlyEngine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.service, self.notes, self.pool = Service(), Notes(), Pool()
+        self.half = SchedulerHalf(self.service, self.notes, LAYOUT)
+        self.half.bind(self.pool)
+        self.caches = []
+        self.ranks = []
+        for number in range(LAYOUT.tp_size):
+            rank = RankHalf("", self.service, number, LAYOUT)
+            shape = (NUM_BLOCKS, 1, SIZE, TOKEN_BYTES)
+            cache = {f"{layer}": torch.zeros(shape, dtype=torch.uint8) for layer in range(LAYERS)}
+            rank.register(cache)
+            self.caches.append([cache[f"{layer}"] for layer in range(LAYERS)])
+            self.ranks.append(rank)
+        self.coming: list[Coming] = []
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        # By request.
+        self.early_tokens: dict[str, int] = {}
+        self.num_handoffs = self.num_streams = 0
+
+    @initialize(is_calm=st.booleans(), verifies_late=st.booleans(), first_yields=st.booleans())
+    def starts(self, is_calm, *, verifies_late=False, first_yields=False):
+        """How it goes.
+
+        Args:
+            is_calm: no bytes are altered, and no lease runs out.
+            verifies_late: as on GPUs: the model is launched on what is verified meanwhile.
+            first_yields: where blocks run short, to those behind it: with priorities the victim may
+                have been given some in the same schedule.
+        """
+        self.is_calm, self.first_yields = is_calm, first_yields
+        for rank in self.ranks:
+            rank._copies.finishes_at_once = not verifies_late
+
+    # ---- What comes.
+
+    @rule(
+        length=st.integers(1, 26),
+        family=st.integers(1, 2),
+        skip=st.integers(0, 3),
+        announced=st.sampled_from([True, True, True, False]),
+        fault=st.sampled_from([None, None, *FAULTS]),
+    )
+    def submit(self, length, family, skip, announced, fault):
+        # One that is not announced is claimed by its ranks, each when it loads.
+        self.submit_one(length, family, skip, announced=announced or self.is_calm, fault=fault)
+
+    def submit_one(self, length, family, skip, *, announced, fault=None):
+        while len(self.coming) >= 5:
+            self.end(self.coming[0].request)
+        self.num_handoffs += 1
+        number = self.num_handoffs
+        handoff_id = number.to_bytes(16, "big")
+        # The first tokens are many prompts', the last are its own.
+        prompt = [family] * (length - length // 3) + [number] * (length // 3)
+        skip_blocks = min(skip, (length - 1) // SIZE)
+        token = 100 + number % 100
+        receive = {
+            "handoff_id": handoff_id.hex(), "num_tokens": length, "timeout_s": 1e9,
+            "skip_tokens": skip_blocks * SIZE, "num_coming": 1 if announced else None,
+        }  # fmt: skip
+        known = prompt if announced else [*prompt, token]
+        request = Request(f"r{number}", known, {"baton_receive": receive})
+        messages = self.sent(handoff_id, prompt, skip_blocks, fault)
+        coming = Coming(handoff_id, messages, request, token if announced else None)
+        self.coming.append(coming)
+        self.waiting.append(request)
+        self.half.add(request)
+
+    def sent(self, handoff_id, prompt, skip_blocks, fault):
+        """What comes of a prompt: with a fault as an epoch that is not committed, and the next."""
+        attempts = []
+        if fault == "foreign bytes":
+            attempts.append(
+                messages_of(handoff_id, prompt, skip_blocks, alter=lambda _: SIZE * POISON)
+            )
+        elif fault == "corrupted commit":
+            *first, last = messages_of(handoff_id, prompt, skip_blocks)
+            attempts.append([*first, flipped(last)])
+        epoch = 1 + len(attempts)
+        # In other chunks: other frames come first.
+        again = messages_of(handoff_id, prompt, skip_blocks, epoch=epoch, at_once=1 + epoch)
+        messages = []
+        for attempt in [*attempts, again]:
+            self.num_streams += 1
+            messages += [(self.num_streams, message) for message in attempt]
+        return messages
+
+    def submit_plain(self, tokens):
+        """A request that awaits nothing."""
+        request = Request(f"plain{tokens[-1]}", tokens, {})
+        self.waiting.append(request)
+        self.half.add(request)
+        return request
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data(), count=st.sampled_from([1, 5, 10, 30, 1000]))
+    def arrives(self, data, count):
+        self.deliver(data.draw(st.sampled_from(self.coming)), count)
+
+    def deliver(self, coming, count):
+        now, messages = coming.messages[:count], coming.messages[count:]
+        coming.messages = messages
+        for stream, message in now:
+            for frame in frames.decode(message):
+                effects = self.service.receiver.handle_frame(stream, frame, self.service.now)
+                self.service.told(effects)
+
+    @precondition(lambda self: self.coming)
+    @rule(
+        length=st.integers(5, 26),
+        family=st.integers(1, 2),
+        before=st.integers(4, 20),
+        told=st.sampled_from(["with the commit", "later", "a step later"]),
+        num_free=st.integers(0, NUM_BLOCKS),
+        fault=st.sampled_from([None, *FAULTS]),
+    )
+    def is_decoded(self, length, family, before, told, num_free, fault):
+        """As most are: begun early, and the rest comes while a step runs."""
+        self.submit_one(length, family, 0, announced=True, fault=fault)
+        coming = self.coming[-1]
+        self.deliver(coming, before)
+        self.run_step()
+        later = [("deliver", coming)]
+        self.run_step(later=later + ([("tell", coming)] if told == "with the commit" else []))
+        if told == "a step later":
+            self.run_step(num_free=num_free)
+        if coming in self.coming and coming.token:
+            self.tell(coming)
+        # Its worker cancels it when the ranks are about to load the rest.
+        self.run_step([("drop", coming)], num_free=num_free)
+
+    @precondition(lambda self: any(one.token for one in self.coming))
+    @rule(data=st.data())
+    def first_token_is_known(self, data):
+        self.tell(data.draw(st.sampled_from([one for one in self.coming if one.token])))
+
+    def tell(self, coming):
+        self.notes.notes.append(
+            pb.LocalNote(handoff_id=coming.handoff_id, token_ids=[coming.token])
+        )
+        coming.token = None
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def is_cancelled_by_the_worker(self, data):
+        """Before the engine has heard of it."""
+        self.drop(data.draw(st.sampled_from(self.coming)))
+
+    def drop(self, coming):
+        self.service.told(self.service.receiver.drop(coming.handoff_id, self.service.now))
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def is_aborted(self, data):
+        self.abort(data.draw(st.sampled_from(self.coming)))
+
+    def abort(self, coming):
+        self.drop(coming)
+        self.end(coming.request)
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(seconds=st.sampled_from([5.0, 40.0]))
+    def time_passes(self, seconds):
+        self.service.now += seconds
+        self.service.told(self.service.receiver.expire(self.service.now))
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(at=st.integers(0, LAYOUT.handoff_bytes(8) // TOKEN_BYTES - 1))
+    def staging_is_altered(self, at):
+        """The keys and values of one token."""
+        self.service.buffer[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] = POISON
+
+    # ---- The engine.
+
+    def end(self, request):
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+        else:
+            return
+        self.half.finished(request, [block.block_id for block in request.blocks])
+        self.pool.free_blocks(reversed(request.blocks))
+        self.coming = [one for one in self.coming if one.request is not request]
+
+    @rule(
+        data=st.data(),
+        meanwhile=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
+        later=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
+        num_free=st.integers(0, NUM_BLOCKS),
+        num_aborted=st.sampled_from([0, 0, 1, 2]),
+        ahead=st.booleans(),
+    )
+    def step(self, data, meanwhile, later, num_free, num_aborted, ahead):
+        def events(kinds):
+            return [
+                (kind, data.draw(st.sampled_from(self.coming)))
+                for kind in (kinds if self.coming else ())
+            ]
+
+        self.run_step(events(meanwhile), events(later), num_free, num_aborted, ahead=ahead)
+
+    def run_step(self, meanwhile=(), later=(), num_free=NUM_BLOCKS, num_aborted=0, *, ahead=False):
+        """As vLLM makes one.
+
+        Args:
+            meanwhile: what happens when it is scheduled and the ranks have not begun.
+            later: what happens when they have done their work.
+            num_free: blocks that those leave who run beside it.
+            num_aborted: of those who run in it, the latest, before its output is looked at.
+            ahead: another one is made before its output is looked at.
+        """
+        others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
+        scheduled = self.schedule()
+        steps = [(scheduled, self.half.step(as_scheduled(scheduled, preempted=self.preempted)))]
+        self.happen(meanwhile)
+        if ahead:
+            scheduled_next = self.schedule(only_waiting=True)
+            steps.append((scheduled_next, self.half.step(as_scheduled(scheduled_next))))
+        done = [self.work(one, work, others) for one, work in steps]
+        for request in scheduled[len(scheduled) - num_aborted :]:
+            self.end(request)
+        for (one, _), (invalid, report) in zip(steps, done, strict=True):
+            self.take_output(one, invalid, report)
+        self.happen(later)
+        self.pool.free_blocks(others)
+
+    def work(self, scheduled, work, others):
+        """What the ranks do in a step, and say of it: blocks that are wrong, early loads."""
+        invalid, report = set(), LoadReport()
+        for number, rank in enumerate(self.ranks):
+            rank.begin_step(work)
+            if work.loads:
+                rank.load(work)
+            for block in others:
+                for cache in self.caches[number]:
+                    cache[block.block_id] = 0x77
+            self.compute(scheduled, number)
+            if not work.loads:
+                rank.load(work)
+            rank.end_step()
+            invalid |= rank.take_invalid_block_ids()
+            report.add(rank.take_report())
+        assert not (self.is_calm and invalid), "a load has failed"
+        return invalid, report
+
+    def take_output(self, scheduled, invalid, report):
+        self.fail_what_has(invalid)
+        self.half.reported(report)
+        for block_id in self.half.distrust(invalid):
+            self.pool.evict(self.pool.blocks[block_id])
+        # What a step made ahead has filled is known to be right with its own output.
+        following = [one for step in list(self.half._unfinished)[1:] for one in step.loading]
+        unknown = set[int]().union(*(one.affected for one in following))
+        for name, block in self.pool.cached.items():
+            if block.block_id not in unknown:
+                self.check_block(name, len(name) // SIZE - 1, block)
+        self.sample(scheduled)
+        told = self.half.finish_step()
+        self.early_tokens |= told.get(EARLY_TOKENS, {})
+        for request in [one for one in self.waiting if one.request_id in told.get(PREFIX_GONE, ())]:
+            self.end(request)
+
+    def happen(self, events):
+        for what, coming in events:
+            if what == "drop":
+                self.drop(coming)
+            elif what == "deliver":
+                self.deliver(coming, 1000)
+            elif coming.token:
+                self.tell(coming)
+
+    def schedule(self, *, only_waiting=False):
+        """Returns who runs in the next step; who no longer does is in `preempted`."""
+        scheduled, self.preempted = [], []
+        for request in [] if only_waiting else list(self.running):
+            needed = LAYOUT.num_blocks(request.num_tokens) - len(request.blocks)
+            while request in self.running and needed > len(self.pool.free):
+                victim = self.running[0 if self.first_yields else -1]
+                self.preempt(victim)
+                scheduled = [one for one in scheduled if one is not victim]
+                self.preempted.append(victim.request_id)
+            if request in self.running:
+                request.blocks += self.pool.get_new_blocks(needed)
+                self.allocated(request)
+                scheduled.append(request)
+        if not self.preempted:
+            self.schedule_waiting(scheduled)
+        return scheduled
+
+    def preempt(self, request):
+        """It has no blocks any more, and begins anew when there is room."""
+        self.running.remove(request)
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks, request.num_computed = [], 0
+        self.waiting.insert(0, request)
+
+    def schedule_waiting(self, scheduled):
+        for request in list(self.waiting):
+            found = []
+            for name in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
+                if (blocks := self.pool.get_cached_block(name, [0])) is None:
+                    break
+                found += blocks
+            num_loaded = self.half.num_loadable_tokens(request, len(found) * SIZE)
+            if num_loaded is None:
+                continue
+            held = sum(block.ref_cnt == 0 for block in found)
+            needed = LAYOUT.num_blocks(request.num_tokens) - len(found)
+            if needed + held > len(self.pool.free):
+                break
+            self.pool.touch(found)
+            request.blocks = found + self.pool.get_new_blocks(needed)
+            request.num_computed = len(found) * SIZE + num_loaded
+            self.allocated(request)
+            ids = [block.block_id for block in request.blocks]
+            self.half.allocated(request, ids, num_loaded)
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.coming = [one for one in self.coming if one.request is not request]
+            scheduled.append(request)
+
+    def allocated(self, request):
+        """vLLM names what is full with this step before it is."""
+        num_full = request.num_tokens // SIZE
+        self.pool.cache_full_blocks(request, request.blocks, 0, num_full, SIZE, 0)
+
+    def compute(self, scheduled, rank):
+        """What follows wrong keys and values is wrong."""
+        for request in scheduled:
+            self.write(request, rank, content)
+            is_right = all(
+                self.is_right(request.tokens, index, block, rank)
+                for index, block in enumerate(request.blocks)
+            )
+            if any(self.is_poisoned(block, rank) for block in request.blocks):
+                self.write(request, rank, lambda *_: POISON)
+            elif not is_right:
+                self.write(request, rank, lambda *made: content(*made)[::-1])
+
+    def write(self, request, rank, made):
+        """Keys and values of the tokens that a request computes."""
+        for at in range(request.num_computed, request.num_tokens):
+            block = request.blocks[at // SIZE].block_id
+            for layer in range(LAYERS):
+                data = bytearray(made(request.tokens[: at + 1], rank // REPLICAS, layer))
+                row = torch.frombuffer(data, dtype=torch.uint8)
+                self.caches[rank][layer][block, 0, at % SIZE] = row
+
+    def fail_what_has(self, invalid):
+        for request in list(self.running):
+            ids = [block.block_id for block in request.blocks]
+            wrong = [at for at, block_id in enumerate(ids) if block_id in invalid]
+            if wrong and wrong[0] * SIZE < request.num_computed:
+                for block in request.blocks[wrong[0] :]:
+                    self.pool.evict(block)
+                self.end(request)
+
+    def sample(self, scheduled):
+        for request in scheduled:
+            if request not in self.running:
+                continue
+            for index, block in enumerate(request.blocks):
+                self.check_block(request.tokens, index, block)
+            request.num_computed = request.num_tokens
+            request.num_outputs += 1
+            if request.num_outputs == NUM_OUTPUTS:
+                self.end(request)
+                continue
+            request.tokens.append(200 + request.num_outputs)
+            request.update_block_hashes()
+
+    def check_block(self, tokens, index, block):
+        for rank in range(LAYOUT.tp_size):
+            assert self.is_right(tokens, index, block, rank), (block, index, rank)
+
+    def is_right(self, tokens, index, block, rank):
+        for layer in range(LAYERS):
+            expected = block_content(tokens, index, rank // REPLICAS, layer)
+            if self.data(block, rank, layer)[: len(expected)] != expected:
+                return False
+        return not self.is_poisoned(block, rank)
+
+    def is_poisoned(self, block, rank):
+        return any(POISON in self.data(block, rank, layer) for layer in range(LAYERS))
+
+    def data(self, block, rank, layer):
+        return bytes(self.caches[rank][layer][block.block_id].flatten().tolist())
+
+    @invariant()
+    def intact(self):
+        self.service.receiver.check_integrity()
+        for block in self.pool.blocks[1:]:
+            assert (block.ref_cnt == 0) == (block in self.pool.free), block
+
+    def teardown(self):
+        if not hasattr(self, "is_calm"):
+            return
+        for coming in list(self.coming):
+            self.deliver(coming, 1000)
+            if coming.token:
+                self.tell(coming)
+        for _ in range(4 * NUM_OUTPUTS):
+            self.run_step()
+        for request in [*self.waiting, *self.running]:
+            # Its handoff waits for more, or for room.
+            assert not self.is_calm or request.num_computed == 0
+            self.end(request)
+        self.run_step()
+        self.run_step()
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks)
+        for stream in range(1, self.num_streams + 1):
+            self.service.receiver.handle_stream_lost(stream, self.service.now)
+        self.service.receiver.check_integrity()
+        assert self.service.receiver.arena_statistics().used_bytes == 0
+
+
+def engine_with(*args, is_calm=True, verifies_late=False, **options):
+    """An engine with a request that was announced to it, and what comes of its handoff."""
+    engine = EarlyEngine()
+    engine.starts(is_calm=is_calm, verifies_late=verifies_late)
+    engine.submit_one(*args, announced=True, **options)
+    return engine, engine.coming[0]
+
+
+def num_uncommitted(coming):
+    """Messages of its first epoch, but for the commits."""
+    return sum(stream == 1 for stream, _ in coming.messages) - SHARDS
