@@ -36,6 +36,8 @@ def certs(
     try:
         files = dev_certs.make(directory, hosts=host or [], days=days)
     except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        # A disk that is full has no file's name.
+        file = error.filename or directory
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
     for file in files:
         typer.echo(str(file))

@@ -17,11 +17,13 @@ import typer
 from baton.cli import options
 
 if TYPE_CHECKING:
-    from baton.gateway.app import ParsersFactory
-    from baton.runtime.config import BatonConfig
+    from baton.gateway.cell import ParsersFactory
+    from baton.runtime.config import BatonConfig, CellConfig
 
 _log = logging.getLogger(__name__)
 
+# Keys that say how outputs of a cell's model are read.
+_PARSERS = ("tool_call_parser", "reasoning_parser")
 _NEEDED = ("uvicorn", "starlette", "httptools")
 # vLLM's parsers take half a minute to import on a busy machine.
 _START_TIMEOUT_S = 180.0
@@ -31,13 +33,16 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
 def gateway(
-    coordinator: Annotated[
-        str,
-        typer.Option(
-            "--coordinator", metavar="HOST:PORT,...", help="Where requests go; one, or several."
-        ),
-    ],
     config: options.ConfigFile = None,
+    coordinator: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--coordinator",
+            metavar="HOST:PORT,...",
+            help="Where requests go: a cell's coordinator, or several of which one serves; "
+            "once per cell.  [default: http.cells]",
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
         typer.Option("--listen", metavar="HOST:PORT", help="HTTP; port 0 picks a free one."),
@@ -47,7 +52,10 @@ def gateway(
     log_level: options.Level = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
-    """Run the OpenAI-compatible HTTP gateway alone, in front of a coordinator.
+    """Run the OpenAI-compatible HTTP gateway alone, in front of one cell or several.
+
+    A cell is a coordinator with its workers. Of several, requests go to one that serves their
+    model, a session's to the same one; another takes over while that cannot be reached.
 
     Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
     """
@@ -61,13 +69,13 @@ def gateway(
         log_level=log_level,
         http_listen=listen,
     )
-    coordinators = options.resolve_addresses(coordinator, "--coordinator")
+    cells = configured_cells(effective, coordinator or [])
     require()
     from baton.gateway import server
 
     logs.setup(effective.log_level, "gateway")
     server.setup_logs()
-    parsers = output_parsers(effective)
+    places = [server.CellPlace(one.coordinators.split(","), output_parsers(one)) for one in cells]
     if fd is not None:
         listener = socket.socket(fileno=fd)
         url = f"http://{effective.http.listen}"
@@ -80,14 +88,13 @@ def gateway(
     code = lifecycle.run(
         server.serve(
             effective.http,
-            coordinators,
+            places,
             listener,
             ready=lambda: print(f"ready http={url}", flush=True),
             security=effective.security,
-            parsers=parsers,
         )
     )
-    if parsers is not None:
+    if any(place.parsers is not None for place in places):
         quick_exit.skip_cleanup(code)
     raise typer.Exit(code)
 
@@ -104,7 +111,37 @@ def require() -> None:
         )
 
 
-def output_parsers(config: BatonConfig) -> ParsersFactory | None:
+def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellConfig]:
+    """The cells that a gateway stands before; at least one, their addresses without blanks.
+
+    Args:
+        config: says what the command line does not.
+        coordinators: of the command line, one entry per cell.
+
+    Raises:
+        ConfigError: there is none, one is there twice, or an address is not host:port.
+    """
+    from baton.runtime.config import CellConfig
+    from baton.runtime.config_error import ConfigError
+
+    names = {key: getattr(config, key) for key in _PARSERS}
+    cells = [CellConfig(coordinators=one, **names) for one in coordinators if one]
+    keys = ["--coordinator"] * len(cells)
+    if not coordinators:
+        cells = config.http.cells
+        keys = [f"http.cells[{index}].coordinators" for index in range(len(cells))]
+    if not cells:
+        raise ConfigError("--coordinator: is not there; must be HOST:PORT, or in http.cells")
+    found: dict[str, CellConfig] = {}
+    for key, cell in zip(keys, cells, strict=True):
+        place = ",".join(options.resolve_addresses(cell.coordinators, key))
+        if place in found:
+            raise ConfigError(f"{key}: is {place!r} twice; each cell must be another")
+        found[place] = cell.model_copy(update={"coordinators": place})
+    return list(found.values())
+
+
+def output_parsers(cell: CellConfig) -> ParsersFactory | None:
     """What finds calls of tools in outputs, and what was reasoned; None where none is configured.
 
     Raises:
@@ -114,8 +151,7 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
     from baton.runtime import lifecycle, logs, quick_exit
     from baton.runtime.config_error import ConfigError
 
-    keys = ("tool_call_parser", "reasoning_parser")
-    given = {key: getattr(config, key) for key in keys if getattr(config, key)}
+    given = {key: getattr(cell, key) for key in _PARSERS if getattr(cell, key)}
     if not given:
         return None
     # Its own handler writes to standard output; its lines are to go where Baton's go.
@@ -131,7 +167,7 @@ def output_parsers(config: BatonConfig) -> ParsersFactory | None:
         ) from error
     logs.adopt("vllm", logging.WARNING)
     try:
-        names = vllm_parsers.ParserNames(config.tool_call_parser, config.reasoning_parser)
+        names = vllm_parsers.ParserNames(cell.tool_call_parser, cell.reasoning_parser)
     except ConfigError:
         quick_exit.skip_cleanup(failures.USAGE)
         raise

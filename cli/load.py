@@ -189,10 +189,6 @@ def _print(result: Result, out: Path | None, as_json: bool) -> None:
 
     from baton.cli.output import print_json, print_table
 
-    if out is not None:
-        out.write_text(
-            json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
     if as_json:
         print_json(result.as_json())
     else:
@@ -204,3 +200,8 @@ def _print(result: Result, out: Path | None, as_json: bool) -> None:
             print_table(["failed", "reason", ">requests", "first message"], rows, "")
     if result.warning:
         typer.echo(f"baton: {result.warning}", err=True)
+    if out is not None:
+        # Last: a disk that is full takes nothing else away.
+        out.write_text(
+            json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )

@@ -6,6 +6,7 @@ there, or none that can serve); 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -111,11 +112,7 @@ def main() -> None:
     quick_exit.skip_last_collection()
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Closed by whoever started it: what is printed goes nowhere, as it would from a shell.
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a terminal's encoding lacks is shown as ?, and ends nothing.
         sys.stdout.reconfigure(errors="replace")
@@ -126,6 +123,8 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
             # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
@@ -138,6 +137,24 @@ def main() -> None:
         for line in failures.message(error).splitlines():
             print(f"baton: {line}", file=sys.stderr)
         sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Those closed by whoever started this: what is printed goes nowhere, as it would from a shell.
+
+    Left closed, a socket would get the descriptor of one: libuv aborts when it is to close that.
+    """
+    for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)
+            os.set_inheritable(descriptor, True)
+            if null != descriptor:
+                os.close(null)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, Unpack
 
 import grpc
@@ -48,6 +48,9 @@ class BatonClient(AsyncClosing):
         tls: None: without.
         api_key: of requests that bring no `authorization` of their own: an API key, a JWT, or what
             gives one; empty: none.
+        elsewhere: asked for an open client of another cell that serves a model, when a request of
+            that model has been without a session for 5 s: it goes on there with the tokens it has,
+            within resume_timeout_s. None, or an answer of None: it waits for this client's own.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class BatonClient(AsyncClosing):
         tenant: str = "",
         tls: Tls | None = None,
         api_key: ApiKey = "",
+        elsewhere: Callable[[str], BatonClient | None] | None = None,
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
@@ -72,6 +76,7 @@ class BatonClient(AsyncClosing):
         self._resume_timeout_s, self._retry_timeout_s = resume_timeout_s, retry_timeout_s
         self._tenant = tenant
         self._dial = dial(tls, api_key)
+        self._elsewhere = elsewhere
         self._connector: Connector | None = None
         self._channels = SharedChannels(self._dial)
 
@@ -81,17 +86,18 @@ class BatonClient(AsyncClosing):
             max_requests=self._max_requests,
             resume_timeout_s=self._resume_timeout_s,
             dial=self._dial,
+            elsewhere=self._other_connector if self._elsewhere is not None else None,
         )
         return self
 
-    async def aclose(self) -> None:
-        """Cancels what runs and closes the connection; idempotent."""
+    async def aclose(self, why: str = "the client was closed") -> None:
+        """Cancels what runs, which says why, and closes the connection; idempotent."""
         connector, self._connector = self._connector, None
         try:
             await self._channels.aclose()
         finally:
             if connector is not None:
-                await connector.aclose()
+                await connector.aclose(why)
 
     @property
     def address(self) -> str | None:
@@ -196,6 +202,12 @@ class BatonClient(AsyncClosing):
                     break
                 await self._channels.leave(address, channel)
         raise errors.of_all(failures)
+
+    def _other_connector(self, state: RequestState) -> Connector | None:
+        """Of a client that can go on with a request."""
+        assert self._elsewhere is not None
+        other = self._elsewhere(state.model)
+        return other._connector if other is not None else None
 
     def _open(self) -> Connector:
         if self._connector is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from google.rpc import code_pb2
 
@@ -18,6 +18,8 @@ from baton.runtime.errors import RemoteError, ResourceExhausted
 
 # A coordinator that hangs is given up after their sum at most; a reader waits for that long.
 _PING_INTERVAL_S, _PING_TIMEOUT_S = 3.0, 3.0
+# Longer than a coordinator takes to start again, when its workers still have what it lost.
+MOVES_AFTER_S = 5.0
 
 
 class Connector:
@@ -34,6 +36,8 @@ class Connector:
         resume_timeout_s: in which a request that lost its session must be accepted again; 0: it
             fails instead.
         dial: how; each session reads the files again.
+        elsewhere: says which other connector may go on with a request that has been without a
+            session for MOVES_AFTER_S; None: such a request waits here.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Connector:
         max_requests: int,
         resume_timeout_s: float,
         dial: Dial = PLAIN,
+        elsewhere: Callable[[RequestState], Connector | None] | None = None,
     ) -> None:
         self._addresses, self._dial = tuple(addresses), dial
         self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
@@ -50,6 +55,9 @@ class Connector:
         self._session: Session | None = None
         self._waiting: dict[RequestState, None] = {}
         self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
+        self._elsewhere = elsewhere
+        # Of requests that lost their session: when to look for another place.
+        self._moving: dict[RequestState, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
         # With coordinators that stop: at most one for each address but the current one's.
         self._leaving: dict[Session, asyncio.Task[None]] = {}
@@ -90,12 +98,13 @@ class Connector:
         check_size(state.message())
         self._place(state)
 
-    async def aclose(self) -> None:
-        """Ends the session and every request; returns when the tasks are gone."""
+    async def aclose(self, why: str) -> None:
+        """Ends the session and every request, which say why; returns when the tasks are gone."""
         task, self._task = self._task, None
         # Or one of these would open a session that nobody ends.
-        for timer in self._delayed.values():
+        for timer in (*self._delayed.values(), *self._moving.values()):
             timer.cancel()
+        self._moving.clear()
         tasks = [*self._leaving.values(), *([task] if task is not None else [])]
         for one in tasks:
             one.cancel()
@@ -103,7 +112,7 @@ class Connector:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             # Also when nobody waits for it any more: others may read what it held.
-            self._fail_all(errors.make(code_pb2.CANCELLED, "the client was closed"))
+            self._fail_all(errors.make(code_pb2.CANCELLED, why))
 
     def _place(self, state: RequestState) -> None:
         """Submits a request, now or when there is a session."""
@@ -217,6 +226,31 @@ class Connector:
             self._wait(state)
         elif not state.ended:
             self._place(state)
+            if state.resuming and self._elsewhere is not None and state not in self._moving:
+                self._move_later(state)
+
+    def _move_later(self, state: RequestState) -> None:
+        self._moving[state] = asyncio.get_running_loop().call_later(
+            MOVES_AFTER_S, self._move, state
+        )
+
+    def _move(self, state: RequestState) -> None:
+        """Gives a request that still waits to another connector, or looks for one again later."""
+        del self._moving[state]
+        if not state.resuming or state.ended or state.cancel_asked:
+            return
+        assert self._elsewhere is not None
+        other = self._elsewhere(state) if state in self._waiting or state in self._delayed else None
+        if other is None or other.num_requests >= other._max_requests:
+            self._move_later(state)
+            return
+        self._waiting.pop(state, None)
+        timer = self._delayed.pop(state, None)
+        if timer is not None:
+            timer.cancel()
+        other._place(state)
+        if other._elsewhere is not None:
+            other._move_later(state)
 
     def _leave(self) -> bool:
         """Lets the session go on by itself, for what it has; False with nowhere else to go."""

@@ -155,10 +155,8 @@ def from_message(message: common_pb2.RequestError) -> RemoteError:
 def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     """Of a whole call to the coordinator at an address."""
     found = errors.from_rpc_error(error)
-    if found.code == code_pb2.UNAVAILABLE and str(found).startswith(
-        ("failed to connect", "errors resolving")
-    ):
-        return _unreachable(address, _reason(str(found)))
+    if found.code == code_pb2.UNAVAILABLE and (reason := errors.why_not_connected(str(found))):
+        return _unreachable(address, reason)
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")
     if found.code == code_pb2.RESOURCE_EXHAUSTED and str(found).startswith(_FULL):
@@ -220,19 +218,6 @@ def of_change(error: RemoteError) -> RemoteError:
         return error
     message = f"{error}; what was asked for may have been done: look before you ask again"
     return make(error.code, message, error.details())
-
-
-def _reason(words: str) -> str:
-    """Why a connection did not come about, of all that gRPC says."""
-    if "WRONG_VERSION_NUMBER" in words:
-        return "it does not speak TLS"
-    if "http1.x server" in words:
-        return "it speaks HTTP/1, as a gateway does"
-    # What a check of certificates found comes before what became of the next one.
-    reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
-    if reason == "Socket closed":
-        return "Socket closed; it may want TLS, or a certificate of this client"
-    return reason
 
 
 def _unreachable(address: str, reason: str) -> UnreachableError:

@@ -89,6 +89,11 @@ class RequestState:
         return self.accepted.request_id if self.accepted else self._request.request_id
 
     @property
+    def model(self) -> str:
+        """As submitted, or as the coordinator said; empty: the base model, until it did."""
+        return self.accepted.model if self.accepted else self._request.model
+
+    @property
     def num_buffered(self) -> int:
         """Events that wait for the reader."""
         return len(self._buffer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -16,37 +16,29 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from baton import __version__
-from baton.client import BatonClient
 from baton.client.errors import NotFoundError
-from baton.client.watcher import Watcher
 from baton.gateway import dashboard, incoming, problems
+from baton.gateway.cell import Cell
+from baton.gateway.cells import Cells
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as described
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.operators import shown_by
-from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
-from baton.gateway.questions import Answer, PerCaller, Turns, credential
+from baton.gateway.questions import PerCaller, Turns, credential
 from baton.gateway.scrapers import Scrapers
-from baton.gateway.tokenize_routes import TokenizeRoutes, check_served
-from baton.gateway.tokens import model_tokenizer
+from baton.gateway.tokenize_routes import TokenizeRoutes
 from baton.runtime.config import HttpConfig
-from baton.runtime.errors import RemoteError
+from baton.runtime.errors import RemoteError, shown
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
 
-if TYPE_CHECKING:
-    from baton.gateway.vllm_parsers import ModelParsers
-
-ParsersFactory: TypeAlias = "Callable[[PerCaller[common_pb2.ModelDescription]], ModelParsers]"
-
 _log = logging.getLogger(__name__)
 
-# Longest wait for the coordinator's answer to a question about itself, and how long it holds.
-_ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
-_MODELS_HOLD_S = 10.0
+# How long what the dashboard shows holds.
+_HOLDS_S = 1.0
 _DASHBOARD, _MAX_LISTED = "/dashboard", 25
 _DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 # The page needs nothing but itself, and nothing else may frame it.
@@ -62,11 +54,10 @@ class Gateway:
     """What is behind the routes, as an ASGI application.
 
     Args:
-        client: open; its requests are the gateway's.
-        watcher: open; what the dashboard shows.
+        cells: what answers.
+        turns: of questions that strangers may ask.
         config: limits.
         security: who may read metrics.
-        parsers: makes those of chats' outputs; None: there are none.
 
     Attributes:
         refusals: of this process.
@@ -74,45 +65,25 @@ class Gateway:
 
     def __init__(
         self,
-        client: BatonClient,
-        watcher: Watcher,
+        cells: Cells,
+        turns: Turns,
         config: HttpConfig,
         security: SecurityConfig | None = None,
-        parsers: ParsersFactory | None = None,
     ) -> None:
-        self.stats, self.refusals = GatewayStats((COMPLETIONS, CHAT)), Refusals()
+        self.stats = GatewayStats((COMPLETIONS, CHAT), cells.failovers)
+        self.refusals = Refusals()
         self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
         self._config = config
-
-        outage = Outage()
-
-        async def ready() -> bool:
-            try:
-                await client.wait_ready(_ASK_TIMEOUT_S)
-            except RemoteError as error:
-                outage.failed(error)
-                raise
-            outage.served()
-            return True
-
-        self._ready = Answer(ready, _HOLDS_S)
-        self._turns = Turns()
-        self._model = PerCaller(
-            lambda authorization: client.model(_ASK_TIMEOUT_S, authorization=authorization),
-            _MODELS_HOLD_S,
-            self._turns,
-        )
-        tokenizer = model_tokenizer(self._model)
-        parsed = parsers(self._model) if parsers is not None else None
-        tokenizing = TokenizeRoutes(self._model, tokenizer)
-        self._watcher = watcher
-        self._overview = PerCaller(self._look, _HOLDS_S, self._turns)
+        self._cells, self._turns = cells, turns
+        self._overviews = {
+            cell.name: PerCaller(partial(_look, cell), _HOLDS_S, turns) for cell in cells
+        }
+        tokenizing = TokenizeRoutes(cells)
         self._generations = {
-            route: Generation(route, client, config, self.stats, outage, tokenizer, parsed)
-            for route in (COMPLETIONS, CHAT)
+            route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
         self._others = Starlette(
             routes=[
@@ -169,18 +140,19 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        model = await self._model.get(credential(request.headers))
-        return JSONResponse({"object": "list", "data": self._described(model)})
+        models = await self._cells.models(credential(request.headers))
+        return JSONResponse({"object": "list", "data": self._described(models)})
 
     async def _one_model(self, request: Request) -> Response:
-        model = await self._model.get(credential(request.headers))
+        found = self._described(await self._cells.models(credential(request.headers)))
         name = request.path_params["name"]
-        found = self._described(model)
-        check_served(name, model)
-        return JSONResponse(next(one for one in found if one["id"] == name))
+        for one in found:
+            if one["id"] == name:
+                return JSONResponse(one)
+        raise problems.no_such_model(name, [str(one["id"]) for one in found])
 
-    def _described(self, model: common_pb2.ModelDescription) -> list[dict[str, object]]:
-        """The base model, then its adapters, as vLLM lists them."""
+    def _described(self, models: Iterable[common_pb2.ModelDescription]) -> list[dict[str, object]]:
+        """Each base model, then its adapters, as vLLM lists them."""
         return [
             {
                 "id": name,
@@ -191,6 +163,7 @@ class Gateway:
                 "parent": parent,
                 "max_model_len": model.max_model_len or None,
             }
+            for model in models
             for name, parent in (
                 (model.name, None),
                 *((adapter.name, model.name) for adapter in model.adapters),
@@ -198,7 +171,7 @@ class Gateway:
         ]
 
     async def _health(self, request: Request) -> Response:
-        await self._ready.get()
+        await self._cells.ready()
         return Response(status_code=200)
 
     async def _version(self, request: Request) -> Response:
@@ -247,23 +220,35 @@ class Gateway:
             ),
         ]
 
-    async def _look(self, authorization: str) -> dict[str, object]:
-        with shown_by(authorization):
-            view = await self._watcher.look(include_history=True)
-            return overview(view, await self._watcher.requests(_MAX_LISTED))
+    def _shown(self, request: Request) -> Cell:
+        """The cell that is looked at: unless told, the first that is not away.
+
+        Raises Problem when there is none of that name.
+        """
+        name = request.query_params.get("cell")
+        if name is None:
+            return min(self._cells, key=self._cells.is_away)
+        for cell in self._cells:
+            if cell.name == name:
+                return cell
+        known = " or ".join(repr(cell.name) for cell in self._cells)
+        message = f"cell is {shown(name)}; must be {known}"
+        raise Problem(404, message, kind=_KINDS[404], param="cell", code="no_such_cell")
 
     async def _data(self, request: Request) -> Response:
         # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
-        return JSONResponse(
-            await self._overview.get(credential(request.headers)), headers=_DATA_HEADERS
-        )
+        name = self._shown(request).name
+        found = await self._overviews[name].get(credential(request.headers))
+        found = {**found, "cell": name, "cells": [cell.name for cell in self._cells]}
+        return JSONResponse(found, headers=_DATA_HEADERS)
 
     async def _waterfall(self, request: Request) -> Response:
+        watcher = self._shown(request).watcher
         with shown_by(credential(request.headers)):
             try:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
-                found = await self._turns.take(lambda: self._watcher.request(request_id, tenant))
+                found = await self._turns.take(lambda: watcher.request(request_id, tenant))
             except NotFoundError as error:
                 kind = _KINDS[404]
                 raise Problem(404, str(error), kind=kind, code="request_not_found") from None
@@ -278,6 +263,13 @@ class Gateway:
         kind = _KINDS.get(error.status_code, problems.INVALID)
         problem = Problem(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
+
+
+async def _look(cell: Cell, authorization: str) -> dict[str, object]:
+    """What the dashboard shows of a cell to whom the credential belongs."""
+    with shown_by(authorization):
+        view = await cell.watcher.look(include_history=True)
+        return overview(view, await cell.watcher.requests(_MAX_LISTED))
 
 
 class _Unread(Response):

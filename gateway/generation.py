@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from baton.client import (
     Accepted,
-    BatonClient,
     Completion,
     Event,
     Finished,
@@ -27,16 +26,17 @@ from baton.client import (
 from baton.gateway import answers, asks, bodies, incoming, parsing, problems
 from baton.gateway.asks import Ask
 from baton.gateway.bodies import ChatBody, GenerationBody
+from baton.gateway.cell import Cell
+from baton.gateway.cells import Cells
 from baton.gateway.metrics import GatewayStats, RouteStats
-from baton.gateway.outage import Outage
 from baton.gateway.problems import CLIENT_LEFT, Problem
 from baton.gateway.questions import credential
-from baton.gateway.tokens import ModelTokenizer, ShownPrompt, shown_prompts
+from baton.gateway.tokens import ShownPrompt, shown_prompts
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 
 if TYPE_CHECKING:
-    from baton.gateway.vllm_parsers import ModelParsers, ParsedChat, ParsedChoice
+    from baton.gateway.vllm_parsers import ParsedChat, ParsedChoice
     from baton.runtime.tokenization import Tokenizer
 
 T = TypeVar("T")
@@ -55,19 +55,12 @@ _SSE = [
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A route's endpoint, as an ASGI application.
-
-    Attributes:
-        parsers: of chats; None: this gateway has none.
-    """
+    """A route's endpoint, as an ASGI application."""
 
     route: str
-    client: BatonClient
+    cells: Cells
     config: HttpConfig
     stats: GatewayStats
-    outage: Outage
-    tokenizer: ModelTokenizer
-    parsers: ModelParsers | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self, scope, receive, send).run()
@@ -83,6 +76,8 @@ class Exchange:
         chat = to.route == CHAT
         self._id = self._headers.get("x-request-id") or asks.new_id(chat=chat)
         self._streams: list[TokenStream] = []
+        # That was asked last.
+        self._cell: Cell | None = None
         self._left = self._started = False
 
     async def run(self) -> None:
@@ -96,20 +91,19 @@ class Exchange:
                 raise self._too_many()
             stats.num_running += 1
             running = True
-            ask, parsed = await self._ask(body)
-            tokenizer = await self._tokenizer(ask, parsed)
+            ask, chat = self._ask(body)
+            session = ask.options.get("session_id") or ask.id
+            cells = await self._to.cells.of(
+                ask.options.get("model"), session, credential(self._headers)
+            )
             watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
-            for prompt, options in ask.requests():
-                self._streams.append(self._to.client.generate(prompt, **options))
-            await (self._stream if ask.stream else self._complete)(ask, tokenizer, parsed)
+            await self._try(cells, ask, chat)
             self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
         except incoming.ClientLeft:
             status = CLIENT_LEFT
         except (Problem, RemoteError) as error:
             names = ask.names if ask is not None else {}
             problem = error if isinstance(error, Problem) else problems.of(error, names)
-            if isinstance(error, RemoteError):
-                self._to.outage.failed(error)
             status = CLIENT_LEFT if self._left else problem.status
             if not self._left:
                 await self._fail(problem)
@@ -126,17 +120,51 @@ class Exchange:
             stats.requests[self._to.route, status] += 1
             if watch is not None:
                 watch.cancel()
-            for stream in self._streams:
-                await stream.aclose()
+            await self._close_streams()
 
-    async def _ask(self, body: bytes) -> tuple[Ask, ParsedChat | None]:
-        parsed: ParsedChat | None = None
+    async def _try(self, cells: Sequence[Cell], ask: Ask, chat: ChatBody | None) -> None:
+        """Has the first cell that can be reached answer."""
+        for number, cell in enumerate(cells, start=1):
+            try:
+                await self._answer_from(cell, self._in_time(ask), chat)
+                return
+            except RemoteError as error:
+                self._to.cells.failed(cell, error)
+                is_away = error.code == code_pb2.UNAVAILABLE
+                # What the client has been told of an answer is that cell's to finish.
+                if self._started or self._left or not is_away or number == len(cells):
+                    raise
+                self._to.cells.failovers[cell.name] += 1
+                await self._close_streams()
+
+    async def _answer_from(self, cell: Cell, ask: Ask, chat: ChatBody | None) -> None:
+        parsed = await self._parsed(cell, chat) if chat is not None else None
+        if parsed is not None:
+            ask = parsed.ask(ask)
+        tokenizer = await self._tokenizer(cell, ask, parsed)
+        for prompt, options in ask.requests():
+            self._streams.append(cell.client.generate(prompt, **options))
+        self._cell = cell
+        await (self._stream if ask.stream else self._complete)(ask, tokenizer, parsed)
+
+    def _in_time(self, ask: Ask) -> Ask:
+        """The request with what is left of its time; all of it where no cell was tried yet."""
+        timeout_s = ask.options.get("timeout_s")
+        if timeout_s is None or self._cell is None:
+            return ask
+        left_s = max(0.001, timeout_s - (time.monotonic() - self._began_at))
+        return replace(ask, options={**ask.options, "timeout_s": left_s})
+
+    async def _close_streams(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            await stream.aclose()
+
+    def _ask(self, body: bytes) -> tuple[Ask, ChatBody | None]:
+        chat: ChatBody | None = None
         if self._to.route == CHAT:
             chat = parsing.parse(body, bodies.ChatBody)
             ask = asks.of_chat(chat, self._named(chat), self._headers)
-            parsed = await self._parsed(chat)
-            if parsed is not None:
-                ask = parsed.ask(ask)
         else:
             completion = parsing.parse(body, bodies.CompletionBody)
             ask = asks.of_completion(completion, self._named(completion), self._headers)
@@ -144,11 +172,11 @@ class Exchange:
         if ask.num_choices > limit:
             allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
             raise problems.wrong("n", ask.n, allowed)
-        return ask, parsed
+        return ask, chat
 
-    async def _parsed(self, chat: ChatBody) -> ParsedChat | None:
-        if self._to.parsers is not None:
-            return await self._to.parsers.chat(chat, credential(self._headers))
+    async def _parsed(self, cell: Cell, chat: ChatBody) -> ParsedChat | None:
+        if cell.parsers is not None:
+            return await cell.parsers.chat(chat, credential(self._headers))
         if chat.may_call:
             raise problems.no_tools()
         return None
@@ -159,11 +187,11 @@ class Exchange:
             self._id = body.request_id
         return self._id
 
-    async def _tokenizer(self, ask: Ask, parsed: ParsedChat | None) -> Tokenizer | None:
+    async def _tokenizer(self, cell: Cell, ask: Ask, parsed: ParsedChat | None) -> Tokenizer | None:
         field = ask.needs_tokenizer
         if field is None and (parsed is None or not parsed.needs_prompt):
             return None
-        return await self._to.tokenizer.get(credential(self._headers), field)
+        return await cell.tokenizer.get(credential(self._headers), field)
 
     async def _watch(self) -> None:
         """Ends everything when the client is gone: its reader then sees the streams closed."""
@@ -278,8 +306,8 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        if status == 200:
-            self._to.outage.served()
+        if status == 200 and self._cell is not None:
+            self._cell.outage.served()
         own = (b"x-request-id", self._id.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}

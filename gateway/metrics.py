@@ -38,14 +38,16 @@ class GatewayStats:
         num_running: generations that have not ended.
         num_connections: open now.
         refused_connections: by reason.
+        failovers: as Cells.failovers.
     """
 
-    def __init__(self, routes: tuple[str, ...]) -> None:
+    def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.latencies = {(route, lane): RouteStats() for route in routes for lane in _LANES}
         self.num_running = 0
         self.num_connections = 0
         self.refused_connections: Counter[str] = Counter()
+        self.failovers = failovers
 
 
 class GatewayCollector(Collector):
@@ -91,3 +93,11 @@ class GatewayCollector(Collector):
         for reason, count in tuple(stats.refused_connections.items()):
             refused.add_metric([reason], count)
         yield refused
+        failovers = CounterMetricFamily(
+            "baton_http_failovers",
+            "Requests that went on to another cell since this one was away.",
+            labels=["coordinator"],
+        )
+        for name, count in tuple(stats.failovers.items()):
+            failovers.add_metric([name], count)
+        yield failovers

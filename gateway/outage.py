@@ -30,10 +30,15 @@ class Outage:
 
     def failed(self, error: RemoteError) -> None:
         """The coordinator was asked for something, in vain."""
+        if error.code == code_pb2.UNAVAILABLE:
+            self.began(error)
+
+    def began(self, why: object) -> None:
+        """Whatever is asked of the coordinator would be in vain."""
         now = self._clock()
-        if error.code == code_pb2.UNAVAILABLE and self._since is None and now >= self._quiet_until:
+        if self._since is None and now >= self._quiet_until:
             self._since = now
-            _log.warning("the coordinator does not serve: %s", error)
+            _log.warning("the coordinator does not serve: %s", why)
 
     def served(self) -> None:
         """The coordinator has answered, or is ready to."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from google.rpc import code_pb2
 
@@ -110,6 +110,20 @@ def no_tools() -> Problem:
     """Tools may be called, and nobody here would find the calls in what the model writes."""
     message = "tools: this gateway has no tool_call_parser; tool_choice must be 'none' beside them"
     return Problem(400, message, param="tools", code="unsupported_parameter")
+
+
+def no_such_model(name: str, served: Iterable[str]) -> Problem:
+    """No cell behind this gateway serves it."""
+    message = f"model is {name!r}; this gateway serves {' and '.join(map(repr, served))}"
+    kind = "not_found_error"
+    return Problem(404, message, kind=kind, param="model", code="model_not_found")
+
+
+def cannot_reach(cell: str) -> Problem:
+    """Nobody knows what a cell serves."""
+    message = f"the coordinator at {cell} cannot be reached"
+    kind = "service_unavailable_error"
+    return Problem(503, message, kind=kind, code="unavailable", retry_after_s=_RETRY_S)
 
 
 def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:

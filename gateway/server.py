@@ -1,13 +1,15 @@
-"""The gateway's process: one session with a coordinator, one HTTP server."""
+"""The gateway's process: a session with each cell's coordinator, one HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import uvicorn
@@ -15,8 +17,11 @@ import uvicorn
 from baton.client import BatonClient, Tls
 from baton.client.watcher import Watcher
 from baton.gateway import operators
-from baton.gateway.app import Gateway, ParsersFactory
+from baton.gateway.app import Gateway
+from baton.gateway.cell import Cell, ParsersFactory
+from baton.gateway.cells import Cells
 from baton.gateway.connections import protocol_factory
+from baton.gateway.questions import Turns
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import settled_heap, stop_requested
@@ -95,26 +100,37 @@ def setup_logs() -> None:
     logs.adopt("uvicorn", logging.ERROR)
 
 
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """Where a cell is.
+
+    Attributes:
+        coordinators: host:port of each; one of them serves at a time.
+        parsers: makes those of its chats' outputs; None: there are none.
+    """
+
+    coordinators: Sequence[str]
+    parsers: ParsersFactory | None = None
+
+
 async def serve(
     config: HttpConfig,
-    coordinators: Sequence[str],
+    places: Sequence[CellPlace],
     listener: socket.socket,
     *,
     ready: Callable[[], None],
     stop: asyncio.Event | None = None,
     security: SecurityConfig | None = None,
-    parsers: ParsersFactory | None = None,
 ) -> int:
     """Serves until asked to stop; then drains, for a bounded time.
 
     Args:
         config: limits.
-        coordinators: host:port of each; one of them serves at a time.
+        places: of the cells; at least one.
         listener: bound.
         ready: called once when connections are accepted.
         stop: set to stop it; None for SIGINT and SIGTERM.
         security: TLS on both sides, and who may read metrics; None: as by default.
-        parsers: makes those of chats' outputs; None: there are none.
 
     Returns:
         The exit code: 0 after a stop that was asked for.
@@ -133,12 +149,13 @@ async def serve(
             client_auth=security.http_client_auth == "require", handshakes=handshakes
         )
     stop = stop if stop is not None else stop_requested()
-    async with (
-        settled_heap(),
-        BatonClient(coordinators, max_requests=_MAX_STREAMS, tls=tls) as client,
-        Watcher(coordinators, tls=tls, api_key=operators.credential) as watcher,
-    ):
-        gateway = Gateway(client, watcher, config, security, parsers)
+    turns = Turns()
+    async with settled_heap(), contextlib.AsyncExitStack() as stack:
+        cells = Cells()
+        for place in places:
+            cells.add(await _open(place, cells, len(places) > 1, tls, turns, stack))
+        await stack.enter_async_context(cells)
+        gateway = Gateway(cells, turns, config, security)
         gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(
@@ -157,7 +174,7 @@ async def serve(
             context,
             security.handshake_timeout_s,
         )
-        ending = asyncio.create_task(_end_in_time(stop, client, config.drain_timeout_s))
+        ending = asyncio.create_task(_end_in_time(stop, cells, config.drain_timeout_s))
         try:
             # 1. Nothing more is accepted, idle connections close. 2. What runs ends, or is ended
             # by _end_in_time. 3. The session closes.
@@ -168,10 +185,39 @@ async def serve(
     return 0
 
 
-async def _end_in_time(stop: asyncio.Event, client: BatonClient, drain_timeout_s: float) -> None:
+async def _open(
+    place: CellPlace,
+    cells: Cells,
+    has_others: bool,
+    tls: Tls | None,
+    turns: Turns,
+    stack: contextlib.AsyncExitStack,
+) -> Cell:
+    """A cell, which is to be one of `cells`; the stack closes what it needs."""
+
+    def elsewhere(model: str) -> BatonClient | None:
+        return cells.elsewhere(cell, model)
+
+    client = BatonClient(
+        place.coordinators,
+        max_requests=_MAX_STREAMS,
+        tls=tls,
+        elsewhere=elsewhere if has_others else None,
+    )
+    watcher = Watcher(place.coordinators, tls=tls, api_key=operators.credential)
+    cell = Cell(
+        await stack.enter_async_context(client),
+        await stack.enter_async_context(watcher),
+        turns,
+        place.parsers,
+    )
+    return cell
+
+
+async def _end_in_time(stop: asyncio.Event, cells: Cells, drain_timeout_s: float) -> None:
     """Ends what does not end in time after a stop."""
     await stop.wait()
     await asyncio.sleep(drain_timeout_s)
     _log.warning("requests did not end within %g s", drain_timeout_s)
-    # Their answers end with an error.
-    await client.aclose()
+    why = f"the gateway stopped after {drain_timeout_s:g} s"
+    await asyncio.gather(*(cell.client.aclose(why) for cell in cells))

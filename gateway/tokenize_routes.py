@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from baton.client.request import build
 from baton.gateway import bodies, parsing, problems
-from baton.gateway.problems import Problem, wrong
-from baton.gateway.questions import PerCaller, credential
-from baton.gateway.tokens import ModelTokenizer
+from baton.gateway.cells import Cells
+from baton.gateway.problems import Problem, no_such_model, wrong
+from baton.gateway.questions import credential
 from baton.runtime.errors import InvalidArgument, RemoteError
 from baton.v1 import common_pb2
 
@@ -53,14 +53,11 @@ class TokenizeRoutes:
     """What answers both.
 
     Args:
-        model: asked with each caller's credential.
-        tokenizer: of that model.
+        cells: whose models' tokenizers these are.
     """
 
-    def __init__(
-        self, model: PerCaller[common_pb2.ModelDescription], tokenizer: ModelTokenizer
-    ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
         self._free = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
@@ -93,9 +90,10 @@ class TokenizeRoutes:
         self, name: str | None, headers: Mapping[str, str]
     ) -> tuple[common_pb2.ModelDescription, Tokenizer]:
         shown = credential(headers)
-        model = await self._model.get(shown)
+        cell = (await self._cells.of(name, "", shown))[0]
+        model = await cell.model.get(shown)
         check_served(name, model)
-        return model, await self._tokenizer.get(shown)
+        return model, await cell.tokenizer.get(shown)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         async with self._free:
@@ -106,10 +104,7 @@ def check_served(name: str | None, model: common_pb2.ModelDescription) -> None:
     """Raises Problem when there is no model of that name; None is the base model."""
     names = [model.name, *(adapter.name for adapter in model.adapters)]
     if name is not None and name not in names:
-        served = " and ".join(map(repr, names))
-        message = f"model is {name!r}; this gateway serves {served}"
-        kind = "not_found_error"
-        raise Problem(404, message, kind=kind, param="model", code="model_not_found")
+        raise no_such_model(name, names)
 
 
 def _tokens(tokenizer: Tokenizer, asked: TokenizeBody) -> dict[str, object]:

@@ -210,6 +210,10 @@ def _write(file: Path, data: bytes, *, secret: bool = False) -> None:
     beside = file.with_name(f"{file.name}.new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
-    with os.fdopen(descriptor, "wb") as out:
-        out.write(data)
-    beside.replace(file)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(data)
+        beside.replace(file)
+    finally:
+        # Of a disk that is full.
+        beside.unlink(missing_ok=True)

@@ -228,6 +228,21 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  
     await context.abort(status_code(error), str(error), metadata)
 
 
+def why_not_connected(words: str) -> str:
+    """Why a connection did not come about, of all that gRPC says; empty: it is not about that."""
+    if not words.startswith(("failed to connect", "errors resolving")):
+        return ""
+    if "WRONG_VERSION_NUMBER" in words:
+        return "it does not speak TLS"
+    if "http1.x server" in words:
+        return "it speaks HTTP/1, as a gateway does"
+    # What a check of certificates found comes before what became of the next one.
+    reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
+    if reason == "Socket closed":
+        return "Socket closed; it may want TLS, or a certificate of this client"
+    return reason
+
+
 def from_rpc_error(error: grpc.RpcError) -> RemoteError:
     """The error that ended a call, with its details when the server sent any."""
     code, message, details = error.code(), error.details() or "", list[any_pb2.Any]()

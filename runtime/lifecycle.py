@@ -64,9 +64,12 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
         last_words: called before a second signal ends it; must be quick.
     """
     loop, event = asyncio.get_running_loop(), asyncio.Event()
+    came = False
 
     def on_signal(number: signal.Signals) -> None:
-        if event.is_set():
+        nonlocal came
+        # Others may have set the event: that is not a first signal.
+        if came:
             loop.remove_signal_handler(number)
             last_words()
             # The kernel's own way: of Python's, SIGINT is an exception, and everything would still
@@ -76,6 +79,7 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
             # Still here: the kernel spares the first process of a container what it has no handler
             # for.
             os._exit(128 + number)
+        came = True
         event.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -56,6 +56,8 @@ class Tokenizer:
         vocab_size: by config.json, else the tokenizer's own.
         eos_token_id: the tokenizer's end of sequence; None when it has none.
         more_eos_token_ids: others that end an output, by generation_config.json.
+        has_latent_attention: whether tokens' keys and values are kept as one latent that all ranks
+            have, by config.json; None when there is none.
 
     Raises:
         ConfigError: no such model, or no tokenizer.json in it.
@@ -77,6 +79,7 @@ class Tokenizer:
         self._template = _chat_template(directory, settings)
         config = _read_json(directory / "config.json")
         config = config.get("text_config", config)
+        self.has_latent_attention = "kv_lora_rank" in config if config else None
         self.max_model_len = _positive(config.get("max_position_embeddings"))
         self.vocab_size = _positive(config.get("vocab_size")) or int(
             self._tokenizer.get_vocab_size(with_added_tokens=True)

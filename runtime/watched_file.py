@@ -25,8 +25,8 @@ _Stamp = tuple[tuple[int, int, int], ...]
 class WatchedFiles(Generic[T]):
     """What some files say, as of at most CHECK_INTERVAL_S ago. Any thread may ask.
 
-    A file that has become unreadable or wrong is logged and changes nothing: the last good state
-    holds.
+    A file that has become unreadable or wrong is logged once and changes nothing: the last good
+    state holds.
 
     Args:
         paths: of the files that `read` reads.
@@ -49,6 +49,7 @@ class WatchedFiles(Generic[T]):
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
         self._checked_at = time.monotonic()
+        self._problem = ""
 
     def get(self) -> T:
         """The value of the moment."""
@@ -64,13 +65,16 @@ class WatchedFiles(Generic[T]):
         try:
             stamp = self._stamped()
             if stamp == self._stamp:
+                self._problem = ""
                 return
             value = self._read()
         except (OSError, ConfigError) as error:
-            _log.error("files have changed and cannot be used: %s", error)
+            if self._problem != str(error):
+                self._problem = str(error)
+                _log.error("files have changed and cannot be used, the old ones hold: %s", error)
             return
         # Taken as of before they were read: what changed meanwhile is read again.
-        self._stamp, self._value = stamp, value
+        self._stamp, self._value, self._problem = stamp, value, ""
         self.version += 1
         _log.info("files have changed and are used", extra={"files": ",".join(self._paths)})
 

@@ -29,6 +29,23 @@ _MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 1
 _VLLM = "tests/vllm/"
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test that takes a `seed` with as many as its mark says, or BATON_SEEDS does."""
+    if (mark := metafunc.definition.get_closest_marker("seeds")) is not None:
+        metafunc.parametrize("seed", range(int(os.environ.get("BATON_SEEDS", mark.args[0]))))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Says how to run a failed seed again."""
+    report = yield
+    if report.failed and "seed" in getattr(item, "callspec", item).__dict__.get("params", {}):
+        seed = item.callspec.params["seed"]
+        again = f"BATON_SEEDS={seed + 1} pytest '{item.nodeid}'"
+        report.sections.append((f"seed {seed}", f"run it again: {again}"))
+    return report
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """File by file. Those of many processes begin at once, so many at a time, and others beside."""

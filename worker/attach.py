@@ -18,6 +18,7 @@ import grpc
 
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
+from baton.runtime.errors import why_not_connected
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class Attachment:
             Fenced, Refused, CoordinatorGone.
         """
         lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
+        told = False
         while True:
             attached = asyncio.Event()
             try:
@@ -171,9 +173,16 @@ class Attachment:
                 reason = str(lost)
             if attached.is_set():
                 lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
+                told = True
                 _log.warning("coordinator lost: %s", reason)
             if self._leaving:
                 return
+            if not told:
+                told = True
+                _log.warning(
+                    "no coordinator at %s: %s; tried again for up to %g s",
+                    *(self._address, reason, self._attach_timeout_s),
+                )
             gone_s = monotonic() - lost_at
             if self._generation and not abandoned and gone_s >= self._grace_s:
                 abandoned = True
@@ -307,7 +316,7 @@ class Attachment:
             return
         if code in _FINAL:
             raise Refused(f"coordinator at {self._address} refuses this worker: {details}")
-        raise _StreamLost(f"{code.name}: {details}")
+        raise _StreamLost(why_not_connected(details) or f"{code.name}: {details}")
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -93,11 +93,13 @@ class Dispatcher:
         if request.losses:
             waited = f"{waited} after {request.losses[-1]}"
         revision, members = request.revision, self._workers.of(request.revision)
+        there = {pool.value: members.presence(role) for pool, role in ROLE_OF.items()}
         if revision != self._workers.stable:
             waited = f"revision {revision!r} began its output, and no other may go on: {waited}"
-        elif others := [one for one in self._workers.revisions if one != revision]:
+        elif not all(one.num_serving for one in there.values()) and (
+            others := [one for one in self._workers.revisions if one != revision]
+        ):
             waited = f"revision {revision!r} is the stable one, attached are {others}: {waited}"
-        there = {pool.value: members.presence(role) for pool, role in ROLE_OF.items()}
         if empty := [name for name, one in there.items() if not one.num_attached]:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
         if idle := [name for name, one in there.items() if not one.num_serving]:

@@ -113,7 +113,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _status(self) -> admin_pb2.GetStatusResponse:
         found = status(*self._now(), self._config)
-        found.uptime.CopyFrom(duration(time.time() - self._shell.started_at))
+        found.uptime.CopyFrom(duration(self._shell.now() - self._shell.started_at))
         return found
 
     def _now(
@@ -266,7 +266,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             lanes=[self._lane(lane) for lane in LANES],
             model=self._intake.model(),
             generation=self._shell.generation,
-            started_at=timestamp(self._shell.started_at),
+            started_at=timestamp(time.time() - (self._shell.now() - self._shell.started_at)),
             autoscale=self._core.scaler.active and self._core.scaler.autoscale,
             targets=self._scaling.targets(),
         )

@@ -29,7 +29,8 @@ from baton.runtime import demo_model, exposure, rpc, tracing
 from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import RESTARTING, BatonError, Unavailable
+from baton.runtime.config_error import ConfigError
+from baton.runtime.errors import RESTARTING, BatonError, Unavailable, shown
 from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
@@ -68,8 +69,9 @@ class Coordinator:
         metrics_address: host:port of the Prometheus endpoint, once entered.
 
     Raises:
-        ConfigError: on entering: no such model, an address in use, a listener that is open to
-            anybody on other hosts, files of `security` that cannot be used.
+        ConfigError: on entering: no such model, pools whose workers could not hand over to each
+            other, an address in use, a listener that is open to anybody on other hosts, files of
+            `security` that cannot be used.
     """
 
     address: str
@@ -93,6 +95,8 @@ class Coordinator:
             # A model that is not here yet is fetched: not on the event loop.
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
             half_way.callback(self._tokenizer.close)
+            if self._launched:
+                _check_ranks(self._config, self._tokenizer)
             # Whoever attaches before it is over sets its timer.
             half_way.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
@@ -206,6 +210,20 @@ class Coordinator:
             if self.shell.core.can_serve is not serving:
                 serving = not serving
                 await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
+
+
+def _check_ranks(config: BatonConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for pools whose workers would be refused once they had loaded the model.
+
+    Rank i hands over to rank i, so both pools need as many, unless all ranks hold the same.
+    """
+    sizes = config.tensor_parallel_size(config.prefill), config.tensor_parallel_size(config.decode)
+    if config.engine == "vllm" and sizes[0] != sizes[1] and tokenizer.has_latent_attention is False:
+        raise ConfigError(
+            f"decode.engine_args.tensor_parallel_size: is {shown(sizes[1])}; must be "
+            f"{shown(sizes[0])}, as of prefill workers: KV caches are handed over from rank to "
+            "rank (only models with latent attention may have different sizes)"
+        )
 
 
 async def _sample(admin: AdminService) -> None:

@@ -80,7 +80,7 @@ class Shell:
     Attributes:
         tracing: takes the spans of requests; None: nobody does.
         generation: of this coordinator; random per start, never 0.
-        started_at: wall clock, seconds since the epoch.
+        started_at: by the core's clock.
         crew: who starts and ends workers here; None: nobody does.
         profiles: of workers, that are being recorded.
     """
@@ -91,7 +91,7 @@ class Shell:
         # Of sessions: when a write began that its client was slow to take, and when it was taken.
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
-        self.started_at = time.time()
+        self.started_at = self.now()
         self.crew: Crew | None = None
         self._sessions: dict[int, ClientSession] = {}
         self._numbers = itertools.count(1)

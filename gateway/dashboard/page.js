@@ -7,6 +7,8 @@ const percent = (share) =>
   share === null ? "-" : share === 1 ? "100 %" : `${Math.min(99.9, 100 * share).toFixed(1)} %`;
 const share = (value) => (value === null ? "-" : `${(100 * value).toFixed(0)} %`);
 let latest = null, seen = 0, chosen = null;
+// Of a gateway's cells: /dashboard?cell=ADDRESS.
+const shown = new URLSearchParams(location.search).get("cell");
 
 function ago(seconds) {
   const value = Math.max(0, seconds);
@@ -145,7 +147,7 @@ async function waterfall() {
   try {
     // Ids are a tenant's own; neither has a slash.
     const [id, tenant = ""] = asked.split("/").reverse();
-    one = await ask(`/dashboard/requests/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`);
+    one = await ask(`/dashboard/requests/${encodeURIComponent(id)}`, { tenant });
   } catch (error) {
     if (asked === chosen) empty(into, `${asked}: ${error.message}`);
     return;
@@ -164,10 +166,11 @@ async function waterfall() {
 // Of who looks; it stays in this tab and goes nowhere but to the gateway that gave the page.
 const KEY = "baton-key";
 
-async function ask(path) {
+async function ask(path, parameters = {}) {
+  const query = new URLSearchParams(shown === null ? parameters : { ...parameters, cell: shown });
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { authorization: `Bearer ${key}` } : {};
-  const answer = await fetch(path, { cache: "no-store", headers });
+  const answer = await fetch(`${path}?${query}`, { cache: "no-store", headers });
   by("key").hidden = answer.status !== 401 && answer.status !== 403;
   if (!answer.ok) {
     let words = `HTTP ${answer.status}`;
@@ -177,11 +180,19 @@ async function ask(path) {
   return answer.json();
 }
 
+function cells(cell) {
+  by("cells").hidden = cell.cells.length < 2;
+  by("cells").replaceChildren(...cell.cells.map((name) => {
+    const current = name === cell.cell ? { "aria-current": "page" } : {};
+    return make("a", { href: `?${new URLSearchParams({ cell: name })}`, ...current }, name);
+  }));
+}
+
 function draw() {
   const cell = latest;
   by("where").textContent = `${cell.model || "no model"} at ${cell.coordinator}, up ${ago(cell.uptime_s)}`;
   by("window").textContent = cell.window_s.toFixed(0);
-  for (const part of [findings, overTime, lanes, stages, decisions, workers, requests]) part(cell);
+  for (const part of [cells, findings, overTime, lanes, stages, decisions, workers, requests]) part(cell);
 }
 
 async function again() {

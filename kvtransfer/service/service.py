@@ -128,9 +128,11 @@ async def serve(arguments: ServiceArguments) -> int:
         ConfigError, TransferError: it cannot start.
     """
     stop = lifecycle.stop_requested()
-    # Ctrl-C in a terminal reaches every process: this one ends with its worker, which may drain.
+    # What a terminal sends, when it is closed too, reaches every process: this one ends with its
+    # worker, which may drain, and cleans up after it.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
     config, security = arguments.kv_transfer, arguments.security
     _run_on(config.cpus)
     refusals = Refusals()

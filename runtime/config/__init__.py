@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
-from baton.runtime.config.http import HttpConfig
+from baton.runtime.config.http import CellConfig, HttpConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
     InteractiveLaneConfig,
@@ -40,6 +40,7 @@ __all__ = [
     "CoordinatorConfig",
     "DecodePoolConfig",
     "HttpConfig",
+    "CellConfig",
     "InteractiveLaneConfig",
     "KvTransferConfig",
     "LaneConfig",

@@ -7,12 +7,26 @@ from pydantic import Field
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
 
+class CellConfig(Section):
+    """A cell behind `baton gateway`: a coordinator with its pools."""
+
+    coordinators: str = Field(
+        min_length=1, description="HOST:PORT of its coordinator; several, of which one serves"
+    )
+    tool_call_parser: str = Field("", description="as the key of this name outside")
+    reasoning_parser: str = Field("", description="as the key of this name outside")
+
+
 class HttpConfig(Section):
     """The OpenAI-compatible gateway."""
 
     listen: str = Field(
         "127.0.0.1:8000",
         description="host:port; port 0 picks a free one; empty: baton up starts no gateway",
+    )
+    cells: list[CellConfig] = Field(
+        default_factory=list,
+        description="that baton gateway stands before; empty: those of its --coordinator",
     )
     max_connections: PositiveInt = Field(
         4096,

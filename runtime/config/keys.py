@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 from baton.runtime.config.whole import BatonConfig
 from baton.runtime.section import Section
@@ -14,7 +14,7 @@ class Key(NamedTuple):
 
     Attributes:
         name: with its sections: "lanes.batch.share".
-        default: as it stands in YAML.
+        default: as it stands in YAML; None also where it must be given.
         meaning: in words.
     """
 
@@ -34,8 +34,9 @@ def _of(section: type[Section], above: str) -> Iterator[Key]:
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _of(kind, f"{above}{name}.")
             continue
-        default = field.get_default(call_default_factory=True)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         yield Key(f"{above}{name}", default, field.description or "")
         for part in get_args(kind):
             if isinstance(part, type) and issubclass(part, Section):
-                yield from _of(part, f"{above}{name}.NAME.")
+                item = "[]" if get_origin(kind) is list else ".NAME"
+                yield from _of(part, f"{above}{name}{item}.")

@@ -278,6 +278,13 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_
     assert rows["TTFT p50, ms"]["b_over_a"] > 0
 
 
+def test_a_full_disk_takes_nothing_that_is_printed_away(ask_apart):
+    load = ("--rate", "50", "--requests", "3", "--prompt-tokens", "20", "--output-tokens", "2")
+    result = ask_apart("bench", *load, "--out", "/dev/full")
+    assert (result.code, result.err) == (1, "baton: cannot write: No space left on device\n")
+    assert re.search(r"^requests +3, 0 failed$", result.out, re.MULTILINE)
+
+
 def test_ctrl_c_prints_what_bench_has_measured(ask, cluster, tmp_path):
     arguments = ("bench", "--concurrency", "2", "--prompt-tokens", "30", "--output-tokens", "4")
     process = Process(*arguments, "--tenant", "interrupted", home=tmp_path, address=cluster)

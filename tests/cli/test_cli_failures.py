@@ -197,6 +197,26 @@ def test_closed_standard_output():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_coordinator_serves_with_standard_input_closed():
+    listen = ["coordinator", "--engine", "simulated", "--listen", "127.0.0.1:0"]
+    closed = [
+        sys.executable,
+        "-c",
+        "import os, sys\n"
+        "os.close(0)\n"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', *{listen!r}])",
+    ]
+    process = subprocess.Popen(closed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith("ready ")
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_bad_key_stops_up_before_anything_starts(baton):
     result = baton("up", "--config", "-", stdin="engin: simulated\n")
     assert result.code == 2

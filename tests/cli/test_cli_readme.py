@@ -1,6 +1,7 @@
 """The README and docs/ say what the code does."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_every_metric_it_names_exists():
     registries = (
         WorkerCollector("demo", "prefill").registry(),
         registry(core, config),
-        GatewayCollector(GatewayStats(("/v1/completions",))).registry(),
+        GatewayCollector(GatewayStats(("/v1/completions",), Counter())).registry(),
         Refusals(),
     )
     shown = "".join(generate_latest(one).decode() for one in registries)

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import scripted_inference
@@ -25,7 +25,7 @@ from scripted_inference import (
     unused_address,
 )
 
-from baton.client import BatonClient, BlockingClient, Finished, Tokens
+from baton.client import BatonClient, BlockingClient, Finished, Tokens, connector
 from baton.client.errors import UnavailableError
 from baton.runtime import errors
 
@@ -402,3 +402,56 @@ async def test_who_does_not_resume_is_told(inference):
         with pytest.raises(UnavailableError) as error:
             await rest(stream)
         assert error.value.reason == errors.RESTARTING
+
+
+@pytest.fixture
+async def two_cells(inference, monkeypatch):
+    """A client of a cell, that cell's server as a stack, another cell, and which models it has."""
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    other, models = ScriptedInference(), {"scripted"}
+    async with AsyncExitStack() as stack, AsyncExitStack() as first:
+        address, _ = await first.enter_async_context(serving(inference))
+        there, _ = await stack.enter_async_context(serving(other))
+        second = await stack.enter_async_context(BatonClient(there))
+        client = await stack.enter_async_context(
+            BatonClient(address, elsewhere=lambda model: second if model in models else None)
+        )
+        yield client, first, other, models
+
+
+async def test_a_stream_goes_on_in_another_cell_when_its_own_stays_away(two_cells, inference):
+    client, cell, other, _ = two_cells
+    stream, _ = await flowing(client, inference, max_tokens=4)
+    await cell.aclose()
+    request = await finish(await other.connection(), 2, [3, 4], "de")
+    assert list(request.resume.token_ids) == [1, 2]
+    assert (request.request_id, request.model) == ("r1", "scripted")
+    assert (await rest(stream))[0] == Tokens((3, 4), "de", 2)
+    assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3, 4), 1)
+
+
+async def test_it_waits_for_its_own_where_no_other_has_its_model(two_cells, inference):
+    client, cell, other, models = two_cells
+    models.clear()
+    stream, _ = await flowing(client, inference, max_tokens=4)
+    address = client.addresses[0]
+    await cell.aclose()
+    await lost(client)
+    async with serving(inference, address):
+        await finish(await inference.connection(), 2, [3, 4], "de")
+        assert (await rest(stream))[0] == Tokens((3, 4), "de", 2)
+    assert other.connections.empty()
+
+
+async def test_a_stream_that_went_elsewhere_is_cancelled_there(two_cells, inference):
+    client, cell, other, _ = two_cells
+    stream, _ = await flowing(client, inference, max_tokens=4)
+    await cell.aclose()
+    connection = await other.connection()
+    submit = await connection.submitted()
+    # Its first client has nothing of it any more.
+    await client.aclose()
+    connection.send(accepted(submit.stream, "r1"), delta(submit.stream, 2, [3], "d"))
+    assert await anext(stream) == Tokens((3,), "d", 2)
+    await stream.aclose()
+    assert await connection.cancelled() == submit.stream

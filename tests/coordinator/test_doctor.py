@@ -11,6 +11,7 @@ from virtual_cell import WorkerShape
 from baton.client import doctor
 from baton.client.doctor import Kind
 from baton.coordinator.core import events as ev
+from baton.coordinator.server import admin
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 
@@ -238,3 +239,10 @@ def test_a_pool_at_its_ceiling_says_so():
     status.pools[0].num_starting = 1
     (finding,) = doctor.diagnose(status)
     assert "scaling lags" in " ".join(finding.evidence)
+
+
+def test_how_long_a_cell_is_up_does_not_go_by_the_wall_clock(monkeypatch):
+    cell = healthy()
+    # Somebody, or NTP, sets it.
+    monkeypatch.setattr(admin.time, "time", lambda: 0.0)
+    assert cell.status().uptime.ToNanoseconds() / 1e9 == pytest.approx(cell.now)

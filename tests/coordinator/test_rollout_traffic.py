@@ -61,6 +61,18 @@ def test_it_is_said_where_only_another_revision_is_attached(new_world):
     assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
 
 
+def test_who_is_busy_is_not_said_to_be_missing(new_world):
+    world = new_world(max_prefill_requests=1, max_decode_requests=1).pair()
+    world.attach("p7", PREFILL, revision="v7")
+    world.submit()
+    to = world.submit()
+    for _ in range(70):
+        world.after(1.0)
+        for worker in world.core.workers:
+            world.handle(ev.WorkerHeard(worker.key))
+    assert str(world.last(to).error).startswith("every worker is busy: waited")
+
+
 def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
     world = new_world()
     for number in range(20):

@@ -40,7 +40,11 @@ def options(arguments: list[str]) -> tuple[str, dict]:
     """The command and its options, as `baton` itself reads an argument list."""
     name, *rest = arguments
     context = COMMANDS.commands[name].make_context(name, list(rest))
-    return name, {key: value for key, value in context.params.items() if value is not None}
+    given = {key: value for key, value in context.params.items() if value is not None}
+    if name == "gateway":
+        # In front of one cell here.
+        (given["coordinator"],) = given["coordinator"]
+    return name, given
 
 
 def drain_s(command: str, config: BatonConfig) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fake_nvml import FakeNvml
 from prometheus_client.registry import Collector
 
@@ -35,7 +37,7 @@ def collectors() -> list[Collector]:
     )
     return [
         CoreCollector(Core(CoreConfig.of(config)), config),
-        GatewayCollector(GatewayStats(("/v1/completions",))),
+        GatewayCollector(GatewayStats(("/v1/completions",), Counter())),
         of_worker,
         of_gpus,
     ]

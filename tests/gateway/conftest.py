@@ -52,7 +52,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(address: str, **limits) -> AsyncIterator[Running]:
+async def running(*addresses: str, **limits) -> AsyncIterator[Running]:
+    """One in front of as many cells as there are addresses."""
     accepted: list[connections.Connection] = []
 
     class Seen(connections.Connection):
@@ -67,8 +68,9 @@ async def running(address: str, **limits) -> AsyncIterator[Running]:
         # The heap is that of all tests: to look through it takes longer than most of them.
         patch.setattr(server, "settled_heap", nullcontext)
         config = HttpConfig(**{"drain_timeout_s": 5.0, **limits})
+        places = [server.CellPlace([address]) for address in addresses]
         task = asyncio.create_task(
-            server.serve(config, [address], listener, ready=ready.set, stop=stop)
+            server.serve(config, places, listener, ready=ready.set, stop=stop)
         )
         await asyncio.wait_for(ready.wait(), WAIT_S)
         try:

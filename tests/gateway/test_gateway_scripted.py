@@ -460,5 +460,7 @@ async def test_stopping_lets_requests_end_for_a_while(inference, coordinator, st
         if ends:
             assert json.loads(said[-2])["choices"][0]["finish_reason"] == "length"
         else:
-            assert json.loads(said[-2])["error"]["type"] == "service_unavailable_error"
+            error = json.loads(said[-2])["error"]
+            assert error["type"] == "service_unavailable_error"
+            assert error["message"] == "the gateway stopped after 0.2 s"
         assert await gateway.serving == 0

@@ -47,11 +47,20 @@ class Coming:
     token: int | None
 
 
-def as_scheduled(requests, *, preempted=()):
-    """vLLM's SchedulerOutput."""
+def as_scheduled(requests, *, preempted=(), most_tokens=1000):
+    """vLLM's SchedulerOutput.
+
+    Args:
+        requests: that run in the step.
+        preempted: ids of those who no longer do.
+        most_tokens: of each that are computed.
+    """
     return SimpleNamespace(
         preempted_req_ids=set(preempted),
-        num_scheduled_tokens={one.request_id: 1 for one in requests},
+        num_scheduled_tokens={
+            one.request_id: max(1, min(most_tokens, one.num_tokens - one.num_computed))
+            for one in requests
+        },
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], num_computed_tokens=[], resumed_req_ids=()
         ),
@@ -90,15 +99,17 @@ class EarlyEngine(RuleBasedStateMachine):
         self.early_tokens: dict[str, int] = {}
         self.num_handoffs = self.num_streams = 0
 
-    @initialize(is_calm=st.booleans(), verifies_late=st.booleans())
-    def starts(self, is_calm, *, verifies_late=False):
+    @initialize(is_calm=st.booleans(), verifies_late=st.booleans(), first_yields=st.booleans())
+    def starts(self, is_calm, *, verifies_late=False, first_yields=False):
         """How it goes.
 
         Args:
             is_calm: no bytes are altered, and no lease runs out.
             verifies_late: as on GPUs: the model is launched on what is verified meanwhile.
+            first_yields: where blocks run short, to those behind it: with priorities the victim may
+                have been given some in the same schedule.
         """
-        self.is_calm = is_calm
+        self.is_calm, self.first_yields = is_calm, first_yields
         for rank in self.ranks:
             rank._copies.finishes_at_once = not verifies_late
 
@@ -283,7 +294,7 @@ class EarlyEngine(RuleBasedStateMachine):
         """
         others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
         scheduled = self.schedule()
-        steps = [(scheduled, self.half.step(as_scheduled(scheduled)))]
+        steps = [(scheduled, self.half.step(as_scheduled(scheduled, preempted=self.preempted)))]
         self.happen(meanwhile)
         if ahead:
             scheduled_next = self.schedule(only_waiting=True)
@@ -320,8 +331,12 @@ class EarlyEngine(RuleBasedStateMachine):
         self.half.reported(report)
         for block_id in self.half.distrust(invalid):
             self.pool.evict(self.pool.blocks[block_id])
+        # What a step made ahead has filled is known to be right with its own output.
+        following = [one for step in list(self.half._unfinished)[1:] for one in step.loading]
+        unknown = set[int]().union(*(one.affected for one in following))
         for name, block in self.pool.cached.items():
-            self.check_block(name, len(name) // SIZE - 1, block)
+            if block.block_id not in unknown:
+                self.check_block(name, len(name) // SIZE - 1, block)
         self.sample(scheduled)
         told = self.half.finish_step()
         self.early_tokens |= told.get(EARLY_TOKENS, {})
@@ -338,15 +353,31 @@ class EarlyEngine(RuleBasedStateMachine):
                 self.tell(coming)
 
     def schedule(self, *, only_waiting=False):
-        scheduled = []
+        """Returns who runs in the next step; who no longer does is in `preempted`."""
+        scheduled, self.preempted = [], []
         for request in [] if only_waiting else list(self.running):
             needed = LAYOUT.num_blocks(request.num_tokens) - len(request.blocks)
-            if needed > len(self.pool.free):
-                self.end(request)
-                continue
-            request.blocks += self.pool.get_new_blocks(needed)
-            self.allocated(request)
-            scheduled.append(request)
+            while request in self.running and needed > len(self.pool.free):
+                victim = self.running[0 if self.first_yields else -1]
+                self.preempt(victim)
+                scheduled = [one for one in scheduled if one is not victim]
+                self.preempted.append(victim.request_id)
+            if request in self.running:
+                request.blocks += self.pool.get_new_blocks(needed)
+                self.allocated(request)
+                scheduled.append(request)
+        if not self.preempted:
+            self.schedule_waiting(scheduled)
+        return scheduled
+
+    def preempt(self, request):
+        """It has no blocks any more, and begins anew when there is room."""
+        self.running.remove(request)
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks, request.num_computed = [], 0
+        self.waiting.insert(0, request)
+
+    def schedule_waiting(self, scheduled):
         for request in list(self.waiting):
             found = []
             for name in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
@@ -370,7 +401,6 @@ class EarlyEngine(RuleBasedStateMachine):
             self.running.append(request)
             self.coming = [one for one in self.coming if one.request is not request]
             scheduled.append(request)
-        return scheduled
 
     def allocated(self, request):
         """vLLM names what is full with this step before it is."""

@@ -2,10 +2,13 @@
 
 Handoffs arrive, are sent again as another epoch, commit, are cancelled and expire at any point,
 also between the schedule of a step and its work in the ranks; steps are made while others run;
-requests share prefixes and run short of blocks. Whatever runs has the right keys and values in
-every block, what the prefix cache names is right, and at the end nothing is held. Where nobody
-alters staging and no lease runs out, no load ever fails: a late cancel takes nothing from under it.
+requests share prefixes, run short of blocks and are preempted. Whatever runs has the right keys and
+values in every block, what the prefix cache names is right, and at the end nothing is held. Where
+nobody alters staging and no lease runs out, no load ever fails: a late cancel takes nothing from
+under it.
 """
+
+import os
 
 import pytest
 from early_engine import FAULTS, EarlyEngine, as_scheduled, engine_with, num_uncommitted
@@ -17,7 +20,9 @@ from baton.kvtransfer.connector.scheduler_half import CUT_OFF
 from baton.v1 import kv_transfer_pb2 as pb
 
 TestEarlyEngine = EarlyEngine.TestCase
-TestEarlyEngine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestEarlyEngine.settings = settings(
+    max_examples=int(os.environ.get("BATON_SEEDS", 60)), stateful_step_count=25, deadline=None
+)
 
 
 @pytest.mark.parametrize("length", [3, 20, 23])

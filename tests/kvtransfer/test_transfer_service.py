@@ -429,6 +429,14 @@ async def test_a_service_ends_on_sigterm_and_cleans_up(start):
     assert "exit code 0" in worker.client.gone_reason
 
 
+async def test_a_service_outlives_a_closed_terminal_to_clean_up_after_its_worker(start):
+    worker = await start()
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.client.pid, number)
+    await asyncio.wait_for(worker.client.gone.wait(), 20)
+    assert "exit code 0" in worker.client.gone_reason
+
+
 def test_block_runs_are_split_into_frames_of_bounded_size():
     assert list(split_blocks(3, 10, 1024, 4096)) == [(3, 4), (7, 4), (11, 2)]
     assert list(split_blocks(0, 2, 10_000, 4096)) == [(0, 1), (1, 1)]

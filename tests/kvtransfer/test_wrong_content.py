@@ -109,7 +109,7 @@ def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
         engine.take_output(scheduled, *engine.work(scheduled, steps[0], []))
     engine.waiting.append(sending)
     engine.half.add(sending)
-    steps.append(engine.half.step(as_scheduled(engine.schedule())))
+    steps.append(engine.half.step(as_scheduled(engine.schedule(), most_tokens=1)))
     assert sending.num_computed == 3 * SIZE
     pushed = [block for push in steps[-1].pushes for block in push.block_ids]
     if when == "after it":
@@ -120,3 +120,13 @@ def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
         assert steps[-1].ended == engine.service.given_up == [handoff_id]
     engine.end(sending)
     assert len(engine.service.given_up) == 1
+
+
+def test_what_a_step_made_ahead_has_loaded_wrong_is_found_with_its_output():
+    engine, coming = engine_with(20, 1, 0, is_calm=False)
+    engine.deliver(coming, 1000)
+    engine.staging_is_altered(0)
+    engine.submit_plain([9] * SIZE)
+    engine.run_step([("tell", coming)], ahead=True)
+    assert coming.request not in engine.running
+    engine.teardown()

@@ -48,3 +48,27 @@ def test_a_second_signal_ends_the_process_at_once(number, is_first):
     finally:
         process.kill()
         process.communicate()
+
+
+# What stops by itself when the signal comes, as a transfer service whose worker has just died.
+STOPPING = """
+import asyncio, os, signal
+from baton.runtime import lifecycle
+
+async def main():
+    stop = lifecycle.stop_requested()
+    stop.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    print("cleaned up", flush=True)
+    return 0
+
+lifecycle.run(main())
+"""
+
+
+def test_a_first_signal_lets_a_process_clean_up_that_stops_already():
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPING], capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")

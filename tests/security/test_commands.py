@@ -121,6 +121,20 @@ def coordinator_process(baton, tmp_path, model):
         process.stdout.close()
 
 
+def test_certificates_that_find_no_room_leave_nothing(tmp_path):
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
+        + [sys.executable, "-m", "baton.cli", "certs", "certs"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "baton: certs: cannot be written: File too large\n"
+    assert list((tmp_path / "certs").iterdir()) == []
+
+
 def test_certs_renews_and_keeps_its_ca(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 
 import grpc
 import psutil
@@ -8,6 +9,7 @@ from prometheus_client import generate_latest
 from scripted_coordinator import ScriptedCoordinator, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
+from baton.runtime import dev_certs
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.metrics import Snapshot, WorkerCollector
 
@@ -157,7 +159,23 @@ async def test_a_refused_worker_says_why(coordinator, start_worker, capsys):
 async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys):
     worker = start_worker(worker={"attach_timeout_s": 0.3}, address="127.0.0.1:9")
     assert await worker.exit_code() == 3
-    assert "no coordinator at 127.0.0.1:9" in capsys.readouterr().err.splitlines()[-1]
+    assert re.search(
+        r"no coordinator at 127.0.0.1:9 for 0 s: Connection refused( \(111\))?$",
+        capsys.readouterr().err,
+    )
+
+
+async def test_a_worker_says_at_once_why_it_does_not_attach(
+    coordinator, start_worker, tmp_path, caplog
+):
+    dev_certs.make(str(tmp_path))
+    start_worker(
+        worker={"attach_timeout_s": 600},
+        security={"ca_file": str(tmp_path / "ca.pem"), "server_name": "baton"},
+    )
+    async with asyncio.timeout(30):
+        while "it does not speak TLS; tried again for up to 600 s" not in caplog.text:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_coordinator_gone_for_longer_than_the_grace_ends_the_requests(

@@ -1,0 +1,204 @@
+"""The cells behind one gateway, and which of them a request goes to.
+
+A cell serves one base model and its adapters, and shares nothing with other cells. A gateway in
+front of several puts many models behind one address, and lets a model grow beyond what one
+coordinator carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import xxhash
+from google.rpc import code_pb2
+
+from baton.client import BatonClient
+from baton.gateway.cell import Cell
+from baton.gateway.problems import Problem, cannot_reach, no_such_model
+from baton.runtime.closing import AsyncClosing
+from baton.runtime.errors import RemoteError
+from baton.v1 import common_pb2
+
+# Statuses of a cell that gives no answer.
+_NO_ANSWER = (503, 504)
+# How long one wait for a cell to serve lasts, and the pause after one that failed.
+_WAIT_S, _PAUSE_S = 60.0, 1.0
+
+
+class Cells(AsyncClosing):
+    """One cell or several. A gateway in front of a single one asks it nothing before a request.
+
+    Of several cells that serve a model, rendezvous hashing says which one a session's requests go
+    to, so that they find their KV cache again; a cell that comes or goes moves no sessions but
+    those that it takes or leaves. One that cannot be reached is tried last until it serves again.
+
+    Their clients are opened and closed by whoever adds them.
+
+    Attributes:
+        failovers: requests that went on to another cell, by the name of the one that was away.
+    """
+
+    def __init__(self) -> None:
+        self.failovers: Counter[str] = Counter()
+        self._cells: list[Cell] = []
+        # What each cell served when it last said so, whoever had asked.
+        self._served: dict[str, list[str]] = {}
+        # Of cells that are away: what waits for them.
+        self._returning: dict[str, asyncio.Task[None]] = {}
+
+    def __iter__(self) -> Iterator[Cell]:
+        return iter(self._cells)
+
+    def add(self, cell: Cell) -> None:
+        """One more, of a name that the others do not have."""
+        self._cells.append(cell)
+
+    async def aclose(self) -> None:
+        """Waits for no cell any more; idempotent."""
+        returning, self._returning = self._returning, {}
+        for task in returning.values():
+            task.cancel()
+        await asyncio.gather(*returning.values(), return_exceptions=True)
+
+    def is_away(self, cell: Cell) -> bool:
+        """Whether it could not be reached, and has not served since."""
+        return cell.name in self._returning
+
+    async def of(self, model: str | None, session: str, authorization: str) -> Sequence[Cell]:
+        """The cells to try for a request, in order; at least one.
+
+        Args:
+            model: that the request names; None: the first cell's base model.
+            session: what keeps requests together: a conversation's id, or the request's own.
+            authorization: of who asks; each cell is asked for its model with it.
+
+        Raises:
+            Problem: no cell serves that model, lets the caller in or can be reached.
+        """
+        if len(self._cells) == 1:
+            return self._cells
+        served, refusal = await self._ask_all(authorization)
+        if refusal is not None and not served:
+            raise refusal
+        wanted = model if model is not None else next(iter(served.values()))[0]
+        found = [cell for cell in self._cells if wanted in served.get(cell.name, ())]
+        if not found:
+            # Of a cell that has never answered nobody knows what it serves.
+            names = dict.fromkeys(name for names in served.values() for name in names)
+            raise refusal or no_such_model(wanted, names)
+        return sorted(found, key=lambda cell: (self.is_away(cell), _weight(cell, session)))
+
+    async def models(self, authorization: str) -> list[common_pb2.ModelDescription]:
+        """What the cells that answer serve, in their order; each base model once.
+
+        Raises:
+            Problem: none answers.
+        """
+        asked = [cell for cell in self._cells if not self.is_away(cell)] or self._cells
+        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
+        found = [one for one in answers if isinstance(one, common_pb2.ModelDescription)]
+        if not found:
+            raise next(one for one in answers if isinstance(one, Problem))
+        return list({one.name: one for one in reversed(found)}.values())[::-1]
+
+    async def ready(self) -> None:
+        """Returns when one of the cells can serve. Raises Problem when none can."""
+        first, *others = sorted(self._cells, key=self.is_away)
+        try:
+            await first.ready()
+        except Problem:
+            for cell in others:
+                try:
+                    await cell.ready()
+                except Problem:
+                    continue
+                return
+            raise
+
+    def elsewhere(self, away: Cell, model: str) -> BatonClient | None:
+        """Of a cell that can go on with a request of another one, which does not come back.
+
+        Args:
+            away: where the request was.
+            model: that it needs; empty: the base model there.
+        """
+        away.outage.began(f"streams have waited for {away.name} in vain")
+        self._leave(away)
+        wanted = model or next(iter(self._served.get(away.name, ())), None)
+        found = [
+            cell
+            for cell in self._cells
+            if not self.is_away(cell) and wanted in self._served.get(cell.name, ())
+        ]
+        if not found:
+            return None
+        self.failovers[away.name] += 1
+        return random.choice(found).client
+
+    def failed(self, cell: Cell, error: RemoteError) -> None:
+        """A request failed there, for that."""
+        cell.outage.failed(error)
+        if error.code == code_pb2.UNAVAILABLE:
+            self._leave(cell)
+
+    async def _ask_all(self, authorization: str) -> tuple[dict[str, list[str]], Problem | None]:
+        """What the cells serve.
+
+        A cell that is away is not asked: what it served before is what it will serve again.
+
+        Returns:
+            The models of the cells that are known and let the caller in, by cell and in order. And
+            why others are not among them: that one cannot be reached, sooner than that the caller
+            may not use it.
+        """
+        asked = [cell for cell in self._cells if not self.is_away(cell)]
+        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
+        problems = {
+            cell.name: answer
+            for cell, answer in zip(asked, answers, strict=True)
+            if isinstance(answer, Problem)
+        }
+        served, refusal, unknown = dict[str, list[str]](), None, None
+        for cell in self._cells:
+            problem = problems.get(cell.name)
+            if problem is not None and problem.status not in _NO_ANSWER:
+                refusal = refusal or problem
+            elif cell.name in self._served:
+                served[cell.name] = self._served[cell.name]
+            else:
+                unknown = unknown or problem or cannot_reach(cell.name)
+        return served, unknown or refusal
+
+    async def _model(self, cell: Cell, authorization: str) -> common_pb2.ModelDescription | Problem:
+        try:
+            model = await cell.model.get(authorization)
+        except Problem as problem:
+            if problem.status in _NO_ANSWER:
+                self._leave(cell)
+            return problem
+        self._served[cell.name] = [model.name, *(one.name for one in model.adapters)]
+        return model
+
+    def _leave(self, cell: Cell) -> None:
+        """The cell is tried last until it serves again."""
+        if len(self._cells) > 1 and not self.is_away(cell):
+            task = asyncio.create_task(self._await_return(cell), name=f"return of {cell.name}")
+            self._returning[cell.name] = task
+
+    async def _await_return(self, cell: Cell) -> None:
+        while True:
+            try:
+                await cell.client.wait_ready(_WAIT_S)
+                break
+            except RemoteError:
+                await asyncio.sleep(_PAUSE_S)
+        cell.outage.served()
+        del self._returning[cell.name]
+
+
+def _weight(cell: Cell, session: str) -> int:
+    """Rendezvous hashing: the cell with the least one has the session."""
+    return xxhash.xxh3_64_intdigest(f"{cell.name} {session}".encode())

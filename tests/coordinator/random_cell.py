@@ -1,0 +1,359 @@
+"""A coordinator's core with workers and clients to whom anything may happen, from one seed.
+
+The core, its links and the workers' outboxes are the production ones; engines, processes and
+connections are simulated under a virtual clock (random_worker.py, random_network.py), and so are
+clients that know what they are to get (random_clients.py). What happens is chosen at random
+(random_events.py) under conditions that are drawn first (random_conditions.py). Whatever does not
+fit fails at once; `come_to_rest` says what must hold in the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from random_clients import RandomClients
+from random_conditions import draw
+from random_network import RandomNetwork
+from random_worker import DECODE, PREFILL, RandomWorker
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.routing.load_index import ROLE_OF, Pool
+from baton.coordinator.server.link import WorkerLink
+from baton.runtime.errors import BatonError
+from baton.v1 import cluster_pb2, common_pb2
+
+# Looking at everything costs more than an event.
+_EVENTS_BETWEEN_CHECKS = 9
+# A timer that goes off again and again without a second passing.
+_MOST_TICKS_AT_ONCE = 50
+_MOST_REMEMBERED = 400
+_PROMPTS = re.compile(r"(prompt_token_ids: \d+ ?)+|prompt(_token_ids)?=\[[^]]*\]")
+# Of workers whose starts have failed before.
+_LONGEST_START_S = 120.0
+# Of whatever no request is waited for with: outputs that no client comes back for, drains.
+_REST_S = 40.0
+
+
+class RandomCoordinator:
+    """One coordinator process: a core, and the shell around it as far as the core can tell.
+
+    Attributes:
+        generation: never used twice.
+        is_up: whether it runs. frozen_until: it stands still until then, by the cell's clock.
+        links: of attached workers.
+        processes: ids of workers that it wants to run.
+    """
+
+    def __init__(self, cell: RandomCell, generation: int) -> None:
+        numbers = itertools.count(generation * 10**6)
+        self.generation, self.is_up, self.frozen_until = generation, True, -math.inf
+        self.core = Core(cell.conditions.config, lambda count: next(numbers).to_bytes(count))
+        self.links: dict[WorkerKey, WorkerLink] = {}
+        self.processes: set[str] = set()
+        self._cell, self._refusal, self._num_events = cell, None, 0
+
+    @property
+    def listens(self) -> bool:
+        """Whether what is said to it is heard at once."""
+        return self.is_up and self.frozen_until <= self._cell.now
+
+    def attach(self, said: cluster_pb2.Hello, *, returns: bool) -> BatonError | None:
+        """A worker says Hello; returns why it is not let in."""
+        self._refusal: BatonError | None = None
+        self.post(ev.WorkerAttached(said, returns))
+        return self._refusal
+
+    def post(self, event: ev.Event) -> None:
+        """Something happens, once this process no longer stands still, unless it is no more."""
+        if not self.is_up:
+            return
+        if not self.listens:
+            self._cell.at(self.frozen_until, lambda: self.post(event))
+            return
+        if not isinstance(event, ev.WorkerLoad | ev.Tick):
+            self._cell.say("  ", event)
+        for effect in self.core.handle(event, self._cell.now):
+            self._carry_out(effect)
+        self._num_events += 1
+        if self._num_events % _EVENTS_BETWEEN_CHECKS == 0:
+            self.core.check_integrity()
+        for link in list(self.links.values()):
+            self._cell.network.send_down(link)
+
+    def check_deadlines(self) -> None:
+        """No request outlives its own."""
+        now = self._cell.now
+        for request in self.core.running():
+            assert now <= request.deadline, (request.key, request.state, now - request.deadline)
+
+    def _carry_out(self, effect: ev.Effect) -> None:
+        cell, clients = self._cell, self._cell.clients
+        match effect:
+            case ev.SendDeltas(deltas):
+                for to, encoded in deltas:
+                    clients.take_delta(to, common_pb2.TokenDelta.FromString(encoded))
+            case ev.SendAccepted(to):
+                clients.take_accepted(to)
+            case ev.SendFinished():
+                clients.take_finished(effect)
+            case ev.SendFailed(to, error):
+                clients.take_failed(to, error)
+            case ev.SendCommand(worker, command):
+                assert worker in self.links, f"a command to {worker}, which has no link: {command}"
+                self.links[worker].send(command)
+            case ev.WelcomeWorker(worker, role, adopted):
+                link = self.links.setdefault(worker, WorkerLink(worker))
+                link.role, link.adopted = role, adopted
+            case ev.RefuseWorker(_, error):
+                self._refusal = error
+            case ev.FenceWorker(worker, error):
+                if (link := self.links.pop(worker, None)) is not None:
+                    link.end(error)
+                if error is not None:
+                    cell.after(cell.conditions.delay_s, lambda: cell.fence(worker, error))
+            case ev.StartWorker(worker_id, pool, revision):
+                cell.say("  starts", worker_id)
+                cell.launch(self, worker_id, ROLE_OF[pool], revision.name)
+            case ev.EndWorker(worker_id):
+                cell.say("  ends", worker_id)
+                cell.end_launched(self, worker_id)
+
+
+class RandomCell:
+    """A coordinator, its workers and its clients; everything random comes from one seed.
+
+    Attributes:
+        now: seconds.
+        chance: all that is random.
+        conditions: of this run.
+        workers: processes that live, in the order in which they came.
+        num_losses: how often the coordinator may have lost one by what befell it.
+    """
+
+    def __init__(self, seed: int, *, faults: bool) -> None:
+        self.now, self.chance = 1000.0, random.Random(seed)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._generations, self._incarnations = itertools.count(1), itertools.count(1)
+        self._num_ticks = 0
+        self.conditions = draw(self.chance, faults=faults)
+        self._log: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_MOST_REMEMBERED)
+        self.workers: list[RandomWorker] = []
+        self.num_losses, self._starts_fail = 0, faults
+        breaks = faults and self.chance.random() < 0.3
+        self.network = RandomNetwork(self, self.conditions.delay_s, breaks=breaks)
+        self.clients = RandomClients(self)
+        self.coordinator = RandomCoordinator(self, next(self._generations))
+        if self.conditions.launched:
+            self._begin_launching()
+        else:
+            for name, role in (("p1", PREFILL), ("d1", DECODE), ("p2", PREFILL), ("d2", DECODE)):
+                self.spawn(name, role, "1")
+
+    def say(self, *words: object) -> None:
+        """Notes what happens, for whoever looks into a failure."""
+        self._log.append((self.now, words))
+
+    def story(self) -> str:
+        """What happened last."""
+        return "\n".join(
+            " ".join([f"{when:.3f}", *map(_in_short, words)]) for when, words in self._log
+        )
+
+    # ---- Time.
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (when, next(self._order), action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now + seconds, action)
+
+    def run(self, seconds: float) -> None:
+        """Lets time pass."""
+        until = self.now + seconds
+        while True:
+            coordinator = self.coordinator
+            due = coordinator.core.next_deadline() if coordinator.is_up else None
+            tick_at = math.inf if due is None else max(due, coordinator.frozen_until)
+            when = self._agenda[0][0] if self._agenda else math.inf
+            if min(when, tick_at) > until:
+                break
+            if tick_at < when:
+                self._num_ticks = self._num_ticks + 1 if tick_at <= self.now else 0
+                assert self._num_ticks < _MOST_TICKS_AT_ONCE, "a timer goes off without end"
+                self.now = max(self.now, tick_at)
+                coordinator.post(ev.Tick())
+                coordinator.check_deadlines()
+            else:
+                when, _, action = heapq.heappop(self._agenda)
+                self.now = max(self.now, when)
+                action()
+        self.now = until
+
+    # ---- Processes.
+
+    def spawn(self, worker_id: str, role: int, revision: str, launched_by: int = 0) -> RandomWorker:
+        """A worker process begins, and looks for the coordinator."""
+        key = (worker_id, next(self._incarnations))
+        self.say("worker", key, revision, "begins")
+        worker = RandomWorker(self, key, role, revision, launched_by)
+        self.workers.append(worker)
+        self.network.connect(worker)
+        return worker
+
+    def exit(self, worker: RandomWorker, reason: str) -> None:
+        """A process ends; whoever started it hears of that."""
+        if worker.dead:
+            return
+        self.say("worker", worker.key, reason)
+        worker.dead = True
+        self.workers.remove(worker)
+        self.network.ended(worker)
+        coordinator = self.coordinator
+        if worker.launched_by == coordinator.generation:
+            exited = ev.WorkerExited(worker.id, reason)
+            seconds = self.chance.choice([0.001, 0.05, 0.3])
+            self.after(seconds, lambda: coordinator.post(exited))
+
+    def fence(self, key: WorkerKey, error: BatonError) -> None:
+        """A worker reads that it is out."""
+        for worker in self.workers:
+            if worker.key == key:
+                self._exit_later(worker, 0.0, f"was told: {error}")
+
+    def worker_at(self, address: str) -> RandomWorker | None:
+        """Who listens for handoffs there; nobody does who is dead or stands still."""
+        for worker in self.workers:
+            if worker.address == address and worker.frozen_until <= self.now:
+                return worker
+        return None
+
+    def launch(
+        self, coordinator: RandomCoordinator, worker_id: str, role: int, revision: str
+    ) -> None:
+        """A process is to begin: it takes a while, waits for a GPU, or cannot be started."""
+        chance = self.chance
+        coordinator.processes.add(worker_id)
+        if self._starts_fail and chance.random() < 0.1:
+            failed = ev.WorkerExited(worker_id, "could not be started")
+            self.after(0.5, lambda: coordinator.post(failed))
+            return
+
+        def begin() -> None:
+            if coordinator.is_up and worker_id in coordinator.processes:
+                self.spawn(worker_id, role, revision, coordinator.generation)
+
+        seconds = chance.choice([0.5, 2.0, 5.0, 8.0])
+        if self._starts_fail and chance.random() < 0.1:
+            seconds = 30.0
+            waits = ev.WorkerWaits(worker_id, "waits for a GPU")
+            self.after(1.0, lambda: coordinator.post(waits))
+            self.after(20.0, lambda: coordinator.post(ev.WorkerWaits(worker_id, "")))
+        self.after(seconds, begin)
+
+    def end_launched(self, coordinator: RandomCoordinator, worker_id: str) -> None:
+        """Nothing of a process is to be left."""
+
+        def end() -> None:
+            if not coordinator.is_up:
+                return
+            coordinator.processes.discard(worker_id)
+            for worker in list(self.workers):
+                if worker.id == worker_id and worker.launched_by == coordinator.generation:
+                    self.exit(worker, "was ended")
+            coordinator.post(ev.WorkerExited(worker_id, "was ended", gone=True))
+
+        self.after(self.chance.choice([0.01, 0.2, 2.0]), end)
+
+    def lose_coordinator(self) -> None:
+        """It dies; after a while there is another one, to which everybody comes."""
+        self.say("the coordinator dies")
+        self.coordinator.is_up = False
+        for worker in list(self.workers):
+            if worker.is_launched:
+                # Whom it started ends with it, having noticed.
+                self._exit_later(worker, self.chance.uniform(0, 1.5), "is alone")
+            self.network.lost_coordinator(worker)
+        self.clients.lost_coordinator()
+        self.after(self.chance.choice([0.2, 1.0, 3.0]), self._begin_coordinator)
+
+    def _exit_later(self, worker: RandomWorker, seconds: float, reason: str) -> None:
+        worker.after(seconds, lambda: self.exit(worker, reason))
+
+    def _begin_coordinator(self) -> None:
+        self.say("another coordinator")
+        self.coordinator = RandomCoordinator(self, next(self._generations))
+        if self.conditions.launched:
+            self._begin_launching()
+
+    def _begin_launching(self) -> None:
+        sizes: Mapping[Pool, int] = {pool: self.chance.choice([1, 2]) for pool in Pool}
+        self.coordinator.post(ev.LauncherReady(sizes))
+
+    # ---- The end.
+
+    def come_to_rest(self) -> None:
+        """Nothing more happens to it: everything ends, nothing is left, and it serves."""
+        self.say("from here on nothing happens to the cell")
+        self.network.breaks, self._starts_fail = False, False
+        if not self.coordinator.listens:
+            self.run(15.0)
+        coordinator, core = self.coordinator, self.coordinator.core
+        if self.conditions.launched:
+            coordinator.post(ev.AutoscaleAsked(False))
+            for pool in Pool:
+                coordinator.post(ev.ScaleAsked(pool, 1))
+        else:
+            # Whoever runs it sees to it that there is somebody.
+            for name, role in (("last-p", PREFILL), ("last-d", DECODE)):
+                self.spawn(name, role, core.rollouts.traffic.stable)
+        # Until whoever stands still goes on.
+        for worker in list(self.workers):
+            self.run(max(0.0, worker.frozen_until - self.now, worker.wedged_until - self.now))
+        until = self.now + max(self.conditions.config.max_request_s, _LONGEST_START_S)
+        while (core.num_requests or not core.can_serve) and self.now < until:
+            self.run(1.0)
+        self.run(_REST_S)
+        self._check_nothing_is_left(core)
+        assert core.can_serve, [(one.id, one.role, one.state) for one in core.workers]
+        clients = [self.clients.submit(plain=True) for _ in range(4)]
+        self.run(30.0)
+        for client in clients:
+            assert client.outcome == "finished", client
+        self._check_nothing_is_left(core)
+
+    def _check_nothing_is_left(self, core: Core) -> None:
+        core.check_integrity()
+        assert not [each for each in self.clients.everyone if not each.outcome]
+        assert core.num_requests == 0, core.running()
+        for lane, stats in core.stats.lanes.items():
+            assert stats.num_running == 0
+            assert core.num_queued(lane) == 0
+            for revision in (*core.workers.revisions, core.workers.stable):
+                assert core._book.lanes.waiting_s(lane, revision) == 0
+        assert not core._adoption._orphans
+        for worker in core.workers:
+            assert worker.flip is None, worker
+            for account in (worker.assigned, worker.unanswered, worker.local, worker.sending):
+                assert not account, worker
+            load = core.placers.load(worker)
+            assert load is not None
+            assert (load.num_prefills, load.num_decodes, load.queued_tokens) == (0, 0, 0), load
+            assert load.free_tokens == self.conditions.kv_tokens, load
+        for process in self.workers:
+            for account in (process.held, process.expected, process.sends):
+                assert not account, (process.key, account)
+            assert process.stream is None or not len(process.outbox), process.key
+
+
+def _in_short(word: object) -> str:
+    text = " ".join(str(word).split())
+    return _PROMPTS.sub("prompt", text)[:300]

@@ -1,0 +1,250 @@
+"""What happens to a random cell: its clients, its operator, and what befalls its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from random_cell import RandomCell
+from random_clients import Client
+from random_conditions import REVISIONS
+from random_worker import DECODE, PREFILL, SERVING, RandomWorker
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.core.core import Core
+from baton.coordinator.core.workers import Worker
+from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.types import Targets
+from baton.runtime.errors import ResourceExhausted
+
+_MOST_WORKERS = 8
+
+
+class RandomEvents:
+    """Lets one thing after another happen to a cell.
+
+    An operator asks for nothing that would be refused. In a cell without faults nobody does what
+    may cost a request its answer, such as draining the last worker of a kind.
+    """
+
+    def __init__(self, cell: RandomCell) -> None:
+        self._cell, self._chance = cell, cell.chance
+        self._faults, self._launched = cell.conditions.faults, cell.conditions.launched
+        clients = cell.clients
+        peaceful: list[Callable[[], None]] = [
+            *[self._submit] * 6, self._submit_some, clients.lose_session, clients.submit_twice,
+            self._cancel, self._cancel_by_hand, self._flip, self._drain, self._scale,
+            self._autoscale, self._set_targets, self._roll_out, self._share, self._promote,
+            self._abort, self._stop_worker,
+        ]  # fmt: skip
+        faulty: list[Callable[[], None]] = [
+            self._kill, self._freeze, self._wedge, self._cut, self._replace, self._declare_lost,
+            self._read_too_slowly, self._lose_coordinator, self._stall,
+        ]  # fmt: skip
+        if not self._faults:
+            faulty = [self._cut] if self._chance.random() < 0.5 else []
+        self._all = peaceful + faulty
+
+    def happen(self, seconds: float) -> None:
+        """For so long, one after the other, at any moment."""
+        cell, chance = self._cell, self._chance
+        cell.run(3.0)
+        until = cell.now + seconds
+        while cell.now < until:
+            cell.run(chance.choice([0.001, 0.01, 0.1, 0.1, 0.5, 2.0]))
+            if cell.coordinator.listens:
+                chance.choice(self._all)()
+
+    @property
+    def _core(self) -> Core:
+        return self._cell.coordinator.core
+
+    def _post(self, event: ev.Event) -> None:
+        self._cell.coordinator.post(event)
+
+    # ---- Clients.
+
+    def _submit(self) -> None:
+        self._cell.clients.submit()
+
+    def _submit_some(self) -> None:
+        for _ in range(self._chance.randrange(3, 12)):
+            self._submit()
+
+    def _cancel(self) -> None:
+        self._cell.clients.cancel(lambda client: self._post(ev.StreamCancelled(client.to)))
+
+    def _cancel_by_hand(self) -> None:
+        def cancel(client: Client) -> None:
+            request = self._core.running_request(client.request_id, client.tenant)
+            if request is not None:
+                self._post(ev.RequestCancelled(request.key))
+
+        self._cell.clients.cancel(cancel)
+
+    def _read_too_slowly(self) -> None:
+        slow = ResourceExhausted("reads too slowly", reason="SLOW_READER", retry_after_s=1.0)
+        self._cell.clients.cancel(lambda client: self._post(ev.StreamFailed(client.to, slow)))
+
+    # ---- An operator.
+
+    def _any_attached(self) -> Worker | None:
+        attached = list(self._core.workers)
+        return self._chance.choice(attached) if attached else None
+
+    def _is_leaving(self, worker: Worker | RandomWorker) -> bool:
+        """Whether its revision gets nothing new, and no other workers: it needs those it has."""
+        return not self._core.rollouts.traffic.gets_new(worker.revision)
+
+    def _flip(self) -> None:
+        if worker := self._any_attached():
+            role = PREFILL if worker.role == DECODE else DECODE
+            if self._core.flip_error(worker, role) is None:
+                self._post(ev.FlipAsked(worker.id, role))
+
+    def _drain(self) -> None:
+        worker = self._any_attached()
+        if worker is None:
+            return
+        is_last = self._core.workers.peers(worker) in ([], [worker])
+        if not self._faults and ((is_last and not self._launched) or self._is_leaving(worker)):
+            return
+        timeout_s = self._chance.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
+        self._post(ev.DrainAsked(worker.id, timeout_s, "test"))
+        if not self._launched:
+            self._begin_later(5.0, f"{worker.id}x", worker.role, worker.revision)
+
+    def _scale(self) -> None:
+        pool = self._chance.choice(list(Pool))
+        size = self._chance.randrange(0 if self._faults else 1, 4)
+        if self._core.scaler.scale_error(pool, size) is None:
+            self._post(ev.ScaleAsked(pool, size))
+
+    def _autoscale(self) -> None:
+        self._post(ev.AutoscaleAsked(self._chance.random() < 0.7))
+
+    def _set_targets(self) -> None:
+        targets = Targets(
+            ttft_s=self._chance.choice([None, 0.1, 1.0]), itl_s=self._chance.choice([None, 0.02])
+        )
+        self._post(ev.TargetsAsked({"interactive": targets}))
+
+    def _roll_out(self) -> None:
+        rollouts, chance = self._core.rollouts, self._chance
+        name = chance.choice([one for one in REVISIONS if one != rollouts.traffic.stable])
+        revision, share = Revision(name), chance.choice([0.0, 0.3, 1.0])
+        sizes = {pool: chance.choice([1, 2]) for pool in Pool if chance.random() < 0.5}
+        if rollouts.start_error(revision, share, sizes) is not None:
+            return
+        self._post(ev.RolloutAsked(revision, share, sizes, chance.random() < 0.3))
+        if not self._launched:
+            for role in (PREFILL, DECODE):
+                self._begin_later(0.0, f"{name}-{role}-{chance.randrange(100)}", role, name)
+
+    def _share(self) -> None:
+        if self._core.rollouts.share_error(0.5) is None:
+            self._post(ev.ShareAsked(self._chance.choice([0.0, 0.5, 1.0])))
+
+    def _promote(self) -> None:
+        if self._core.rollouts.promote_error() is None:
+            drain_s = self._chance.choice([None, None, 1.0, 20.0]) if self._faults else None
+            self._post(ev.PromotionAsked(drain_s))
+
+    def _abort(self) -> None:
+        if self._core.rollouts.abort_error() is None:
+            drain_s = self._chance.choice([None, 1.0]) if self._faults else None
+            self._post(ev.AbortAsked("test", drain_s))
+
+    # ---- Workers.
+
+    def _any_worker(self) -> RandomWorker | None:
+        workers = self._cell.workers
+        return self._chance.choice(workers) if workers else None
+
+    def _begin_later(self, seconds: float, worker_id: str, role: int, revision: str) -> None:
+        """Somebody starts another one, unless there are enough."""
+
+        def begin() -> None:
+            if len(self._cell.workers) < _MOST_WORKERS:
+                self._cell.spawn(worker_id, role, revision)
+
+        self._cell.after(seconds, begin)
+
+    def _stop_worker(self) -> None:
+        """SIGTERM: it drains by itself."""
+        worker = self._any_worker()
+        if worker is None or worker.state != SERVING:
+            return
+        alike = [
+            one
+            for one in self._cell.workers
+            if (one.role, one.revision, one.state) == (worker.role, worker.revision, SERVING)
+        ]
+        if self._faults or (len(alike) > 1 and not self._is_leaving(worker)):
+            worker.drain(5.0)
+            if not self._launched:
+                name = worker.id if self._faults else f"{worker.id}n"
+                self._begin_later(3.0, name, worker.role, worker.revision)
+
+    def _kill(self) -> None:
+        if worker := self._any_worker():
+            self._cell.num_losses += 1
+            self._cell.exit(worker, "was killed")
+            if not worker.is_launched:
+                role = worker.role if self._chance.random() < 0.7 else self._chance.choice([1, 2])
+                self._begin_later(
+                    self._chance.choice([0.05, 1.0, 8.0]), worker.id, role, self._near(worker)
+                )
+
+    def _freeze(self) -> None:
+        """SIGSTOP, and SIGCONT."""
+        if worker := self._any_worker():
+            self._cell.num_losses += 1
+            seconds = self._chance.choice([0.5, 1.5, 4.0, 12.0, 30.0])
+            worker.frozen_until = max(worker.frozen_until, self._cell.now + seconds)
+            self._cell.say("worker", worker.key, "stands still for", seconds)
+
+    def _wedge(self) -> None:
+        """Its engine makes no step, and its process goes on saying so."""
+        if worker := self._any_worker():
+            self._cell.num_losses += 1
+            seconds = self._chance.choice([1.0, 10.0, 30.0, 90.0])
+            worker.wedged_until = max(worker.wedged_until, self._cell.now + seconds)
+            self._cell.say("worker", worker.key, "makes no step for", seconds)
+
+    def _stall(self) -> None:
+        """The coordinator stands still; whatever reaches it waits."""
+        if self._chance.random() < 0.4:
+            seconds = self._chance.choice([0.5, 2.0, 12.0])
+            self._cell.coordinator.frozen_until = self._cell.now + seconds
+            self._cell.say("the coordinator stands still for", seconds)
+
+    def _cut(self) -> None:
+        if worker := self._any_worker():
+            self._cell.network.cut(worker)
+
+    def _replace(self) -> None:
+        """Another process comes under the id of one that lives."""
+        worker = self._any_worker()
+        if worker is not None and not worker.is_launched:
+            self._cell.num_losses += 1
+            self._cell.spawn(worker.id, self._chance.choice([PREFILL, DECODE]), self._near(worker))
+
+    def _declare_lost(self) -> None:
+        """It takes no commands any more."""
+        worker = self._any_worker()
+        if worker is not None and not self._launched:
+            self._cell.num_losses += 1
+            self._post(ev.WorkerLost(worker.id, "does not keep up", worker.key[1]))
+            self._begin_later(1.0, worker.id, worker.role, worker.revision)
+
+    def _near(self, worker: RandomWorker) -> str:
+        """Mostly its revision."""
+        return self._chance.choice([worker.revision, worker.revision, "1", "v2"])
+
+    def _lose_coordinator(self) -> None:
+        """Seldom; it may have time to say so."""
+        if self._chance.random() < 0.4:
+            if self._chance.random() < 0.4:
+                self._post(ev.AdmissionClosed(True))
+            self._cell.lose_coordinator()

@@ -1,0 +1,232 @@
+"""The streams between the workers of a random cell and its coordinator: all that Attach carries.
+
+The numbering, the replay and the acknowledgements are the real ones' (server/link.py,
+worker/outbox.py); every message takes the same time, and a stream breaks as a connection does: each
+end finds out by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from random_worker import RandomWorker
+
+from baton.coordinator.core import events as ev
+from baton.coordinator.server.link import WorkerLink
+from baton.v1 import cluster_pb2
+
+if TYPE_CHECKING:
+    from random_cell import RandomCell, RandomCoordinator
+
+# Between two tries to reach a coordinator.
+_RETRY_S = (0.05, 0.3)
+
+
+class Stream:
+    """One call of Attach: what is on its way in either direction."""
+
+    def __init__(self, worker: RandomWorker, coordinator: RandomCoordinator) -> None:
+        self.worker, self.coordinator = worker, coordinator
+        self.up: deque[bytes] = deque()
+        self.down: deque[bytes] = deque()
+
+    @property
+    def link(self) -> WorkerLink | None:
+        """The coordinator's end; None once that has another stream, or nothing to do with it."""
+        link = self.coordinator.links.get(self.worker.key)
+        is_open = link is not None and link.stream is self and not link.ended
+        return link if is_open and self.coordinator.is_up else None
+
+
+class RandomNetwork:
+    """Carries messages, and loses streams with everything that is on its way over them.
+
+    Attributes:
+        breaks: streams may also break while a worker is welcomed.
+    """
+
+    def __init__(self, cell: RandomCell, delay_s: float, *, breaks: bool) -> None:
+        self._cell, self._delay_s, self.breaks = cell, delay_s, breaks
+
+    # ---- A stream's beginning and end.
+
+    def connect(self, worker: RandomWorker) -> None:
+        """Tries until somebody answers."""
+        coordinator = self._cell.coordinator
+        if worker.stream is not None:
+            return
+        if not coordinator.is_up:
+            self._retry(worker)
+            return
+        said = worker.hello()
+        worker.outbox.mark_hello()
+        stream = worker.pending = Stream(worker, coordinator)
+        self._cell.after(self._delay_s, functools.partial(self._attach, stream, said))
+
+    def cut(self, worker: RandomWorker) -> None:
+        """The connection breaks: both ends find out, in any order, and the worker comes again."""
+        stream, chance = worker.stream, self._cell.chance
+        if isinstance(stream, Stream):
+            worker.lost_stream()
+            self._cell.after(chance.choice([0, 0.01, 0.5, 3.0]), lambda: self.detach(stream))
+            worker.after(chance.choice([0.01, 0.05, 0.5, 2.0]), lambda: self.connect(worker))
+
+    def lost_coordinator(self, worker: RandomWorker) -> None:
+        """It is gone, and with it its end of the stream."""
+        worker.pending = None
+        worker.lost_stream()
+        self._retry(worker)
+
+    def ended(self, worker: RandomWorker) -> None:
+        """The process has ended: the coordinator sees the connection close."""
+        if isinstance(stream := worker.stream, Stream):
+            worker.stream = None
+            self._cell.after(2 * self._delay_s, lambda: self.detach(stream))
+
+    def detach(self, stream: Stream) -> None:
+        """The coordinator sees that a stream has ended."""
+        if not stream.coordinator.listens and stream.coordinator.is_up:
+            self._cell.at(stream.coordinator.frozen_until, lambda: self.detach(stream))
+        elif (link := stream.link) is not None:
+            link.stream = None
+            stream.coordinator.post(ev.WorkerDetached(link.key))
+
+    def _retry(self, worker: RandomWorker) -> None:
+        worker.after(self._cell.chance.uniform(*_RETRY_S), lambda: self.connect(worker))
+
+    def _attach(self, stream: Stream, said: cluster_pb2.Hello) -> None:
+        """A Hello arrives."""
+        worker, coordinator = stream.worker, stream.coordinator
+        if worker.dead:
+            return
+        if not coordinator.is_up:
+            self._retry(worker)
+            return
+        if not coordinator.listens:
+            self._cell.at(coordinator.frozen_until, lambda: self._attach(stream, said))
+            return
+        link = coordinator.links.get(worker.key)
+        if link is not None and said.generation == coordinator.generation:
+            link.acknowledge(said.ack)
+        returns = said.generation not in (0, coordinator.generation)
+        refusal = coordinator.attach(said, returns=returns)
+        if refusal is not None:
+            worker.after(self._delay_s, lambda: self._cell.exit(worker, f"was refused: {refusal}"))
+            return
+        link = coordinator.links[worker.key]
+        link.takes_batches = True
+        link.open(stream)
+        adopted = frozenset((one.request_id, one.attempt) for one in link.adopted)
+        welcome = functools.partial(self._welcome, stream, link.received, link.role, adopted)
+        worker.after(self._delay_s, welcome)
+        self.send_down(link)
+
+    def _welcome(
+        self, stream: Stream, ack: int, role: int, adopted: frozenset[tuple[str, int]]
+    ) -> None:
+        """A worker hears that it is attached."""
+        worker = stream.worker
+        if worker.pending is not stream:
+            return
+        if self.breaks and self._cell.chance.random() < 0.1:
+            # It never hears it.
+            self._cell.after(0.2, lambda: self.detach(stream))
+            worker.after(0.1, lambda: self.connect(worker))
+            return
+        worker.stream = stream
+        worker.welcomed(stream.coordinator.generation, ack, role, adopted)
+        self.send_up(worker)
+
+    # ---- What a stream carries.
+
+    def send_down(self, link: WorkerLink) -> None:
+        """Everything that a coordinator has for a worker goes out."""
+        if not isinstance(stream := link.stream, Stream):
+            return
+        while (message := link.next_to_send()) is not None:
+            stream.down.append(message)
+            stream.worker.after(self._delay_s, functools.partial(self._down, stream))
+
+    def send_up(self, worker: RandomWorker) -> None:
+        """Everything that a worker has to say goes out."""
+        if isinstance(stream := worker.stream, Stream) and not worker.dead:
+            while (message := worker.outbox.next_batch()) is not None:
+                self._send_up(stream, message)
+
+    def send_load(self, worker: RandomWorker, load: cluster_pb2.LoadReport) -> None:
+        """A load report is not kept for another stream."""
+        if isinstance(stream := worker.stream, Stream):
+            self._send_up(stream, cluster_pb2.WorkerMessage(load=load))
+
+    def _send_up(self, stream: Stream, message: cluster_pb2.WorkerMessage) -> None:
+        stream.up.append(message.SerializeToString())
+        self._unless_frozen(stream.worker, functools.partial(self._up, stream))
+
+    def _unless_frozen(self, worker: RandomWorker, action: Callable[[], None]) -> None:
+        """What a process has written arrives after its death, but not while it stands still."""
+
+        def act() -> None:
+            if worker.frozen_until > self._cell.now and not worker.dead:
+                self._cell.at(worker.frozen_until, act)
+            else:
+                action()
+
+        self._cell.after(self._delay_s, act)
+
+    def _down(self, stream: Stream) -> None:
+        worker = stream.worker
+        message = cluster_pb2.CoordinatorMessage.FromString(stream.down.popleft())
+        if worker.stream is not stream:
+            return
+        worker.outbox.acknowledge(message.ack)
+        for one in message.batch or (message,):
+            if worker.stream is not stream or one.seq <= worker.received:
+                continue
+            assert one.seq == worker.received + 1, (one.seq, worker.received)
+            own = cluster_pb2.CoordinatorMessage()
+            own.CopyFrom(one)
+            self._cell.say(worker.key, "is told", own)
+            worker.take(own)
+            worker.received = one.seq
+
+    def _up(self, stream: Stream) -> None:
+        if (link := stream.link) is None:
+            return
+        if not stream.coordinator.listens:
+            self._cell.at(stream.coordinator.frozen_until, lambda: self._up(stream))
+            return
+        message = cluster_pb2.WorkerMessage.FromString(stream.up.popleft())
+        for one in message.batch or (message,):
+            if stream.link is not link:
+                return
+            if one.seq and one.seq <= link.received:
+                continue
+            assert not one.seq or one.seq == link.received + 1, (one.seq, link.received)
+            stream.coordinator.post(_event(link.key, one))
+            if one.seq:
+                link.processed(one.seq)
+        received = link.received
+        stream.worker.after(self._delay_s, functools.partial(self._acknowledge, stream, received))
+
+    @staticmethod
+    def _acknowledge(stream: Stream, received: int) -> None:
+        if stream.worker.stream is stream:
+            stream.worker.outbox.acknowledge(received)
+
+
+def _event(worker: tuple[str, int], message: cluster_pb2.WorkerMessage) -> ev.Event:
+    kind = message.WhichOneof("message")
+    if kind == "step":
+        return ev.WorkerStep(worker, message.step)
+    if kind == "load":
+        return ev.WorkerLoad(worker, message.load)
+    if kind == "handoff":
+        return ev.WorkerHandoff(worker, message.handoff)
+    if kind == "cache":
+        return ev.WorkerCache(worker, message.cache)
+    if kind == "state_changed":
+        return ev.WorkerChanged(worker, message.state_changed)
+    return ev.WorkerHeard(worker)

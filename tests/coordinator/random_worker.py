@@ -1,0 +1,495 @@
+"""A worker process of a random cell: it does what it is told, and its engine computes hashes.
+
+Its messages are kept and numbered by the real Outbox, and its attempts are real ones. What may go
+wrong in it does so at random, as often as the conditions of the run say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from google.rpc import code_pb2
+from hashed_output import HashedOutput, is_last, text_of
+from random_conditions import SHAPE
+
+from baton.bench.simulate.hello import hello
+from baton.engine.attempts import Attempt
+from baton.engine.base import EngineOutput, Finish
+from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Internal,
+    RemoteError,
+    ResourceExhausted,
+    Unavailable,
+)
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker.outbox import Outbox
+
+if TYPE_CHECKING:
+    from random_cell import RandomCell
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+SERVING = cluster_pb2.WORKER_STATE_SERVING
+DRAINING = cluster_pb2.WORKER_STATE_DRAINING
+STOPPED = cluster_pb2.WORKER_STATE_STOPPED
+COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
+# Why a handoff fails.
+_REASONS = (1, 2, 3, kv_transfer_pb2.REFUSAL_REASON_CANCELLED)
+_HEARTBEAT_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """An attempt in this worker.
+
+    Attributes:
+        runs: a decode has its prompt's KV cache, or computes it.
+        ready_at: it has computed its prompt then.
+        answered: an output of it went out.
+        gone: it has ended here.
+    """
+
+    attempt: Attempt
+    output: HashedOutput
+    runs: bool = False
+    ready_at: float = -math.inf
+    answered: bool = False
+    gone: bool = False
+
+    @property
+    def spec(self) -> cluster_pb2.RequestSpec:
+        return self.attempt.spec
+
+
+@dataclass(eq=False)
+class RandomWorker:
+    """One incarnation of a worker.
+
+    Attributes:
+        launched_by: generation of the coordinator that started it, and that it ends with; 0: none.
+        generation: of the coordinator that welcomed it last. received: of that one's commands.
+        stream: that it is attached over; None while it is not. pending: that it asked for last.
+        frozen_until: it stands still until then, by the cell's clock. wedged_until: its engine.
+        takes_columns: the coordinator knows its handles.
+        held, expected: attempts, by request.
+        sends: handoffs on their way from here. receives: what became of those to here.
+        blocks: of its prefix cache.
+    """
+
+    cell: RandomCell
+    key: tuple[str, int]
+    role: int
+    revision: str
+    launched_by: int = 0
+    state: int = SERVING
+    dead: bool = False
+    frozen_until: float = -math.inf
+    wedged_until: float = -math.inf
+    generation: int = 0
+    received: int = 0
+    stream: object | None = None
+    pending: object | None = None
+    takes_columns: bool = True
+    rollout: cluster_pb2.RolloutRecord | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+    held: dict[str, Held] = field(default_factory=dict)
+    expected: dict[str, Attempt] = field(default_factory=dict)
+    sends: dict[bytes, Attempt] = field(default_factory=dict)
+    receives: dict[bytes, int] = field(default_factory=dict)
+    blocks: dict[int, None] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
+        self._busy_until = self.cell.now
+        self._lost_at = self.cell.now
+        self._steps = self._released = self._leaves = False
+        self._beat()
+
+    @property
+    def id(self) -> str:
+        return self.key[0]
+
+    @property
+    def is_launched(self) -> bool:
+        return self.launched_by != 0
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.cell.conditions.adapters.get(self.revision, ())
+
+    @property
+    def address(self) -> str:
+        """Another incarnation listens elsewhere."""
+        return f"{self.id}.{self.key[1]}:1"
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """It does something then, or once it no longer stands still; never after its death."""
+
+        def act() -> None:
+            if self.dead:
+                return
+            if self.frozen_until > self.cell.now:
+                self.cell.at(self.frozen_until, act)
+            else:
+                action()
+
+        self.cell.after(seconds, act)
+
+    # ---- The coordinator.
+
+    def hello(self) -> cluster_pb2.Hello:
+        said = hello(self.key, self.role, SHAPE, self.cell.conditions.kv_tokens)
+        said.state, said.kv_address = self.state, self.address
+        said.generation, said.ack, said.takes_batches = self.generation, self.received, True
+        said.revision = said.model.revision = said.fingerprint.revision = self.revision
+        for name in self.adapters:
+            said.model.adapters.add(name=name, revision="x")
+        conditions, capacity = self.cell.conditions, said.capacity
+        capacity.loads_early = conditions.loads_early
+        capacity.keeps_prefixes = conditions.keeps_prefixes
+        capacity.supports_forced_tokens = conditions.forces_tokens
+        num_blocks = conditions.most_handed_tokens // SHAPE.block_size_tokens
+        capacity.max_receive_bytes = num_blocks * said.fingerprint.block_bytes
+        if self.rollout is not None:
+            said.rollout.CopyFrom(self.rollout)
+        said.running.extend(held.attempt.running() for held in self.held.values())
+        said.running.extend(one for seq, one in self._ended if self.outbox.is_kept(seq))
+        return said
+
+    def welcomed(
+        self, generation: int, ack: int, role: int, adopted: frozenset[tuple[str, int]]
+    ) -> None:
+        """By the coordinator it knows, or by another one."""
+        if generation == self.generation:
+            self.outbox.resume(ack)
+        else:
+            self.outbox.restart(adopted)
+            if self.generation:
+                self._keep_only(adopted)
+            self.generation, self.received = generation, 0
+        self.role, self.takes_columns = role, True
+
+    def lost_stream(self) -> None:
+        """What it says from now on may be for another coordinator, unless none comes in time."""
+        self.stream, self.takes_columns = None, False
+        self._lost_at = lost_at = self.cell.now
+        self.after(
+            self.cell.conditions.grace_s,
+            lambda: self._abandon() if self.stream is None and self._lost_at == lost_at else None,
+        )
+        self._leave_if_idle()
+
+    def _abandon(self) -> None:
+        for held in list(self.held.values()):
+            self._fail(held, Unavailable("no coordinator"))
+        self.expected.clear()
+        self.sends.clear()
+
+    def take(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        """Carries out one command, unless it is leaving."""
+        if self.state == STOPPED:
+            return
+        kind = message.WhichOneof("message")
+        command = getattr(message, kind)
+        if kind == "prefill":
+            self._start(Attempt(command.spec, PREFILL, _plan(command)))
+        elif kind == "expect":
+            self.expected[command.spec.request_id] = Attempt(command.spec, DECODE, _plan(command))
+        elif kind == "decode":
+            self._decode(command)
+        elif kind == "cancel":
+            self._cancel(command)
+        elif kind == "set_role":
+            self.role = command.role
+            self._tell_state()
+        elif kind == "drain":
+            self.drain(command.timeout.ToNanoseconds() / 1e9)
+        elif kind == "release":
+            self._released = True
+            self._leave_if_idle()
+        elif kind == "rollout":
+            self.rollout = command
+        else:
+            raise AssertionError(f"no worker is told this here: {message}")
+
+    def _decode(self, command: cluster_pb2.DecodeCommand) -> None:
+        spec, plan = command.spec, _plan(command)
+        if command.expected:
+            expected = self.expected.get(spec.request_id)
+            # Everything of one attempt comes in order, over one link.
+            assert expected is not None, spec
+            assert expected.spec.attempt == spec.attempt, (expected.spec, spec)
+            del self.expected[spec.request_id]
+            spec.prompt_token_ids.extend(expected.spec.prompt_token_ids)
+            plan = expected.handoff
+        self._start(Attempt(spec, DECODE, plan))
+
+    def _cancel(self, command: cluster_pb2.CancelCommand) -> None:
+        held, expected = self.held.get(command.request_id), self.expected.get(command.request_id)
+        if held is not None and held.spec.attempt == command.attempt:
+            self._drop(held)
+        if expected is not None and expected.spec.attempt == command.attempt:
+            del self.expected[command.request_id]
+        if command.handoff_id:
+            self.sends.pop(command.handoff_id, None)
+            self._receive(command.handoff_id, FAILED)
+        self._leave_if_idle()
+
+    def post(self, **message: object) -> None:
+        """Says something that is kept until it is acknowledged."""
+        self.outbox.post(cluster_pb2.WorkerMessage(**message))
+        self.cell.network.send_up(self)
+
+    def _say(self, *outputs: cluster_pb2.RequestOutput) -> None:
+        self.post(step=cluster_pb2.StepOutputs(step=self.num_steps, outputs=outputs))
+
+    def _tell_state(self, reason: str = "", *, failed: bool = False) -> None:
+        self.post(
+            state_changed=cluster_pb2.WorkerStateChanged(
+                state=self.state, role=self.role, reason=reason, failed=failed
+            )
+        )
+
+    def _beat(self) -> None:
+        load = cluster_pb2.LoadReport(
+            num_steps=self.num_steps,
+            num_running=len(self.held),
+            kv_tokens_total=self.cell.conditions.kv_tokens,
+            kv_tokens_used=sum(
+                len(one.spec.prompt_token_ids) + len(one.attempt.token_ids)
+                for one in self.held.values()
+                if one.attempt.role == DECODE
+            ),
+        )
+        self.cell.network.send_load(self, load)
+        self.after(_HEARTBEAT_S * self.cell.chance.uniform(0.95, 1.05), self._beat)
+
+    # ---- Its requests.
+
+    def _start(self, attempt: Attempt) -> None:
+        spec, chance, conditions = attempt.spec, self.cell.chance, self.cell.conditions
+        if spec.adapter and spec.adapter not in self.adapters:
+            unknown = RemoteError(code_pb2.INVALID_ARGUMENT, f"no adapter {spec.adapter}", [])
+            return self._say(attempt.failed(unknown))
+        older = self.held.get(spec.request_id)
+        if older is not None:
+            if older.spec.attempt >= spec.attempt:
+                return None
+            self._drop(older)
+        output = HashedOutput(
+            spec.prompt_token_ids, spec.adapter, self.revision, spec.known_token_ids
+        )
+        held = self.held[spec.request_id] = Held(attempt, output)
+        late = DeadlineExceeded("the request's deadline passed on the worker")
+        self._after(spec.timeout.ToNanoseconds() / 1e9, held, lambda: self._fail(held, late))
+        if chance.random() < conditions.fails:
+            refusals: list[BatonError] = [
+                Internal("the engine failed this request"),
+                Unavailable("the engine gave this request up"),
+                ResourceExhausted("full", reason="WORKER_FULL", retry_after_s=1.0),
+            ]
+            refusal = chance.choice(refusals)
+            self._after(0.003, held, lambda: self._fail(held, refusal))
+        elif attempt.role == PREFILL:
+            self._prefill(held)
+        elif attempt.handoff is None:
+            self._compute_prompt(held)
+        elif (state := self.receives.get(attempt.handoff.handoff_id)) is not None:
+            self._received(held, state)
+        else:
+            timeout_s = attempt.handoff.commit_timeout.ToNanoseconds() / 1e9
+            self._after(timeout_s, held, lambda: self._compute_prompt(held))
+        return None
+
+    def _after(self, seconds: float, held: Held, action: Callable[[], None]) -> None:
+        """Unless the attempt has ended by then."""
+        self.after(seconds, lambda: None if held.gone else action())
+
+    def _fail(self, held: Held, error: BatonError) -> None:
+        self._say(held.attempt.failed(error))
+        self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        held.gone = True
+        self.held.pop(held.spec.request_id, None)
+        self._leave_if_idle()
+
+    def _keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
+        """Another coordinator knows nothing of the rest."""
+        for held in list(self.held.values()):
+            if (held.spec.request_id, held.spec.attempt) not in adopted:
+                self._drop(held)
+            held.spec.handle = 0
+        for each in (self.expected, self.sends, self._ended):
+            each.clear()
+        if self.blocks:
+            self.post(cache=cluster_pb2.CacheEvents(reset=True, stored=list(self.blocks)))
+
+    # ---- Prefill.
+
+    def _prefill(self, held: Held) -> None:
+        """One prompt after the other."""
+        hashes = self._hashes(held)
+        num_cached = 0
+        while num_cached < len(hashes) and hashes[num_cached] in self.blocks:
+            num_cached += 1
+        num_tokens = max(1, len(held.spec.prompt_token_ids) - num_cached * SHAPE.block_size_tokens)
+        began_at = max(self._busy_until, self.cell.now)
+        self._busy_until = began_at + num_tokens * self.cell.conditions.token_s + 0.002
+        self._after(self._busy_until - self.cell.now, held, lambda: self._prefilled(held))
+
+    def _prefilled(self, held: Held) -> None:
+        if self.wedged_until > self.cell.now:
+            self._after(self.wedged_until - self.cell.now, held, lambda: self._prefilled(held))
+            return
+        self.num_steps += 1
+        new = [block for block in self._hashes(held) if block not in self.blocks]
+        self.blocks.update(dict.fromkeys(new))
+        if new:
+            self.post(cache=cluster_pb2.CacheEvents(stored=new))
+        output = self._next(held)
+        output.finish = output.finish or Finish.CUT
+        plan = held.attempt.handoff
+        if plan is not None:
+            self.sends[plan.handoff_id] = held.attempt
+            took_s = self.cell.chance.uniform(*self.cell.conditions.handoff_s)
+            self.after(took_s, lambda: self._hand_over(plan))
+        self._say(held.attempt.report(output))
+        self._drop(held)
+
+    def _hand_over(self, plan: cluster_pb2.HandoffPlan) -> None:
+        attempt = self.sends.pop(plan.handoff_id, None)
+        if attempt is None:
+            return
+        report, target = attempt.handoff_report(), self.cell.worker_at(plan.target)
+        is_lost = self.cell.chance.random() < self.cell.conditions.loses
+        if is_lost or target is None or target.receives.get(plan.handoff_id) == FAILED:
+            report.state, report.reason = FAILED, self.cell.chance.choice(_REASONS)
+            self.post(handoff=report)
+        else:
+            report.state = COMMITTED
+            self.post(handoff=report)
+            target._receive(plan.handoff_id, COMMITTED)
+        self._leave_if_idle()
+
+    def _hashes(self, held: Held) -> list[int]:
+        root = root_of(held.spec.adapter)
+        return list(block_hashes(held.spec.prompt_token_ids, SHAPE.block_size_tokens, root))
+
+    # ---- Decode.
+
+    def _receive(self, handoff_id: bytes, state: int) -> None:
+        """A handoff is there, or is known never to come."""
+        self.receives[handoff_id] = state
+        for held in list(self.held.values()):
+            plan = held.attempt.handoff
+            if held.attempt.role == DECODE and plan is not None and plan.handoff_id == handoff_id:
+                self._received(held, state)
+
+    def _received(self, held: Held, state: int) -> None:
+        if state == FAILED:
+            # By the engine, in one of its steps.
+            self._after(self.cell.conditions.step_s, held, lambda: self._compute_prompt(held))
+        elif held.runs:
+            return
+        elif (
+            held.attempt.handoff.skip_tokens
+            and self.cell.chance.random() < self.cell.conditions.forgets
+        ):
+            self._say(held.attempt.report(EngineOutput("", finish=Finish.PREFIX_GONE)))
+            self._drop(held)
+        else:
+            held.runs = True
+            self._go()
+
+    def _compute_prompt(self, held: Held) -> None:
+        """There was no handoff, or it did not come."""
+        if not held.runs:
+            held.runs = True
+            num_tokens = len(held.spec.prompt_token_ids)
+            held.ready_at = self.cell.now + num_tokens * self.cell.conditions.token_s
+            self._go()
+
+    def _go(self) -> None:
+        if not self._steps:
+            self._steps = True
+            self.after(self.cell.conditions.step_s, self._step)
+
+    def _step(self) -> None:
+        """Every running output grows by one token."""
+        if self.wedged_until > self.cell.now:
+            self.after(self.wedged_until - self.cell.now, self._step)
+            return
+        self.num_steps += 1
+        step = cluster_pb2.StepOutputs(step=self.num_steps)
+        for held in [one for one in self.held.values() if one.runs]:
+            if held.ready_at > self.cell.now:
+                continue
+            if self.cell.chance.random() < self.cell.conditions.gives_up:
+                step.outputs.append(held.attempt.failed(Unavailable("gave the request up")))
+                self._drop(held)
+                continue
+            output = self._next(held)
+            if self.takes_columns and held.attempt.report_token(output, step.tokens):
+                continue
+            message = held.attempt.report(output)
+            step.outputs.append(message)
+            if output.finish is not None:
+                ended = held.attempt.running()
+                ended.finished.CopyFrom(message.finished)
+                self._ended.append((self.outbox.next_seq, ended))
+                self._drop(held)
+        if step.outputs or step.tokens.handles:
+            self.post(step=step)
+        self._steps = any(held.runs for held in self.held.values())
+        if self._steps:
+            self.after(self.cell.conditions.step_s, self._step)
+
+    @staticmethod
+    def _next(held: Held) -> EngineOutput:
+        """One token; the first also says how long it took."""
+        token, sampling = held.output.next(), held.spec.sampling
+        output = EngineOutput("", token_ids=[token], text=text_of(token))
+        if is_last(token) and not sampling.ignore_eos:
+            output.finish = Finish.STOP
+        elif len(held.attempt.token_ids) + 1 >= sampling.max_tokens:
+            output.finish = Finish.LENGTH
+        if not held.answered:
+            held.answered, output.queue_s, output.run_s = True, 0.001, 0.002
+        return output
+
+    # ---- Its end.
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, and leaves when it is idle, or then."""
+        if self.state == SERVING:
+            self.state = DRAINING
+            self._tell_state("drain")
+            self.after(timeout_s, self._leave)
+            self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        is_told = self._released or self.stream is None
+        is_idle = not (self.held or self.sends or self.expected)
+        if self.state == DRAINING and is_told and is_idle:
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self._leaves:
+            self._leaves, self.state = True, STOPPED
+            self._tell_state("stopped")
+            self._keep_only(frozenset())
+            self.after(0.05, lambda: self.cell.exit(self, "exited"))
+
+
+def _plan(command: cluster_pb2.PrefillCommand) -> cluster_pb2.HandoffPlan | None:
+    """Of any command that may have one."""
+    return command.handoff if command.HasField("handoff") else None

@@ -1,0 +1,381 @@
+"""A gateway in front of several cells: who answers what, and what happens when one is away."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx2 as httpx
+import pytest
+from scripted_inference import (
+    ScriptedInference,
+    accepted,
+    delta,
+    failed,
+    finished,
+    serving,
+    set_serving,
+    unused_address,
+)
+
+from baton.client import connector
+from baton.runtime.errors import ResourceExhausted, Unauthenticated, Unavailable
+from baton.runtime.errors import abort as abort_call
+from baton.v1 import common_pb2
+
+WAIT_S = 30.0
+GONE = Unavailable("no decode worker is attached")
+
+
+class CellOf(ScriptedInference):
+    """A coordinator that answers every request with its own name, or refuses it.
+
+    Attributes:
+        requests: that it was asked for, in order.
+        refuses: every request, for that.
+        fails: every request once it has said something, for that.
+        hangs: with the end of every request.
+        keyholder: the only credential that it takes; None: it asks for none.
+    """
+
+    def __init__(self, name, model, *adapters):
+        super().__init__()
+        self.name, self.model, self.adapters = name, model, adapters
+        self.requests = []
+        self.refuses = self.fails = self.keyholder = None
+        self.hangs = False
+
+    async def GetModel(self, request, context):
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if self.keyholder is not None and shown != self.keyholder:
+            await abort_call(context, Unauthenticated("who are you?"))
+        return common_pb2.ModelDescription(
+            name=self.model,
+            max_model_len=8192,
+            adapters=[common_pb2.LoraAdapter(name=one) for one in self.adapters],
+        )
+
+    async def answer(self):
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._answer(await self.connections.get()))
+
+    async def _answer(self, connection):
+        while True:
+            message = await connection.received.get()
+            if message.WhichOneof("message") != "submit":
+                continue
+            submit = message.submit
+            self.requests.append(submit.request)
+            number = submit.stream
+            if self.refuses is not None:
+                connection.send(failed(number, self.refuses))
+                continue
+            begin = len(submit.request.resume.token_ids)
+            connection.send(accepted(number), delta(number, begin, [1], self.name))
+            if not self.hangs:
+                connection.send(failed(number, self.fails) if self.fails else finished(number))
+
+
+@asynccontextmanager
+async def serve(cell, address="127.0.0.1:0"):
+    """The cell's address, while it answers."""
+    async with serving(cell, address) as (bound, health):
+        await set_serving(health, True)
+        answering = asyncio.create_task(cell.answer())
+        try:
+            yield bound
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+
+@asynccontextmanager
+async def gateway_to(start_gateway, *cells):
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serve(cell)) for cell in cells]
+        gateway = await stack.enter_async_context(start_gateway(*addresses))
+        http = httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
+        yield await stack.enter_async_context(http)
+
+
+async def ask(http, headers=None, **body):
+    body = {"prompt": "a", **body}
+    return await http.post("/v1/completions", json=body, headers=headers)
+
+
+async def said(http, **body):
+    answer = await ask(http, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+async def failovers(http):
+    """By the address of the cell that was away."""
+    text = (await http.get("/metrics")).text
+    lines = [one for one in text.splitlines() if one.startswith("baton_http_failovers_total{")]
+    return {one.split('"')[1]: float(one.split()[-1]) for one in lines}
+
+
+async def test_a_request_goes_to_a_cell_that_serves_its_model(start_gateway):
+    large, small = CellOf("large", "llama-70b", "legal"), CellOf("small", "llama-8b", "support")
+    async with gateway_to(start_gateway, large, small) as http:
+        names = ("llama-8b", "llama-70b", "legal", "support")
+        answers = {model: await said(http, model=model) for model in names}
+        assert answers == {
+            "llama-8b": "small",
+            "llama-70b": "large",
+            "legal": "large",
+            "support": "small",
+        }
+        assert await said(http) == "large"
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["parent"]) for one in listed] == [
+            ("llama-70b", None),
+            ("legal", "llama-70b"),
+            ("llama-8b", None),
+            ("support", "llama-8b"),
+        ]
+        assert (await http.get("/v1/models/support")).json()["id"] == "support"
+        for answer in (await ask(http, model="gpt"), await http.get("/v1/models/gpt")):
+            assert answer.status_code == 404
+            error = answer.json()["error"]
+            served = "'llama-70b' and 'legal' and 'llama-8b' and 'support'"
+            assert error["message"] == f"model is 'gpt'; this gateway serves {served}"
+            assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+async def test_chats_go_there_too(start_gateway):
+    async with gateway_to(start_gateway, CellOf("large", "l"), CellOf("small", "s")) as http:
+        turns = [{"role": "user", "content": "hello"}]
+        body = {"model": "s", "messages": turns, "stream": True}
+        answer = await http.post("/v1/chat/completions", json=body)
+    chunks = [one.removeprefix("data: ") for one in answer.text.split("\n\n") if one]
+    deltas = [json.loads(one)["choices"][0]["delta"] for one in chunks if one != "[DONE]"]
+    assert "".join(one.get("content") or "" for one in deltas) == "small"
+
+
+async def test_a_session_stays_with_its_cell_and_sessions_are_spread(start_gateway):
+    cells = [CellOf("one", "m"), CellOf("two", "m"), CellOf("three", "m")]
+    async with gateway_to(start_gateway, *cells) as http:
+        for turn in range(3):
+            for number in range(24):
+                key = f"session {number}"
+                await said(http, model="m", prompt_cache_key=key, request_id=f"{number}-{turn}")
+    found = {cell.name: {one.session_id for one in cell.requests} for cell in cells}
+    assert sum(map(len, found.values())) == 24
+    assert all(found.values())
+
+
+async def test_requests_without_a_session_are_spread(start_gateway):
+    cells = [CellOf("one", "m"), CellOf("two", "m")]
+    async with gateway_to(start_gateway, *cells) as http:
+        for number in range(24):
+            await said(http, request_id=f"r{number}")
+    assert all(len(cell.requests) >= 4 for cell in cells)
+
+
+async def test_another_cell_answers_while_one_is_away_and_then_it_has_its_sessions_again(
+    start_gateway,
+):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    sessions = [f"session {number}" for number in range(8)]
+    async with serve(two) as there, AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        here = await first.enter_async_context(serve(one))
+        gateway = await stack.enter_async_context(start_gateway(here, there))
+        http = httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
+        await stack.enter_async_context(http)
+
+        async def answers():
+            return [await said(http, model="m", prompt_cache_key=key) for key in sessions]
+
+        before = await answers()
+        assert set(before) == {"one", "two"}
+        await first.aclose()
+        assert set(await answers()) == {"two"}
+        # Only the first that met it had to go on to the other.
+        assert await failovers(http) == {here: 1.0}
+        assert (await http.get("/health")).status_code == 200
+        async with serve(one, here):
+            async with asyncio.timeout(WAIT_S):
+                while await answers() != before:
+                    await asyncio.sleep(0.05)
+
+
+async def test_all_choices_of_a_request_go_to_one_cell_and_on_to_the_next(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    async with gateway_to(start_gateway, one, two) as http:
+        one.refuses = GONE
+        for number in range(8):
+            answer = await ask(http, n=3, request_id=f"r{number}")
+            assert [choice["text"] for choice in answer.json()["choices"]] == ["two"] * 3
+    assert one.requests
+
+
+async def test_what_a_cell_refuses_for_its_own_reasons_no_other_is_asked(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    async with gateway_to(start_gateway, one, two) as http:
+        full = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_s=3.0)
+        one.refuses = two.refuses = full
+        answer = await ask(http)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+        assert len(one.requests) + len(two.requests) == 1
+        assert await failovers(http) == {}
+
+
+async def test_an_answer_that_has_begun_is_not_begun_again_elsewhere(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    async with gateway_to(start_gateway, one, two) as http:
+        one.fails = two.fails = GONE
+        answer = await ask(http, stream=True)
+        assert answer.status_code == 200
+        assert "no decode worker" in answer.text
+        assert len(one.requests) + len(two.requests) == 1
+
+
+async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    async with gateway_to(start_gateway, one, two) as http:
+        one.fails = GONE
+        texts = {await said(http, request_id=f"r{number}") for number in range(8)}
+    assert texts == {"two"}
+    assert one.requests
+
+
+async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, monkeypatch):
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
+    for cell in cells:
+        cell.hangs = True
+    async with AsyncExitStack() as stack:
+        stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
+        addresses = [
+            await own.enter_async_context(serve(cell))
+            for own, cell in zip(stacks, cells, strict=True)
+        ]
+        gateway = await stack.enter_async_context(start_gateway(*addresses))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
+        )
+        body = {"prompt": "a", "stream": True, "max_tokens": 2}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            lost, left = (0, 1) if cells[0].requests else (1, 0)
+            assert cells[lost].name in first
+            cells[left].hangs = False
+            await stacks[lost].aclose()
+            rest = [line async for line in lines if line]
+        assert await failovers(http) == {addresses[lost]: 1.0}
+    (request,) = cells[left].requests
+    assert list(request.resume.token_ids) == [1]
+    assert cells[left].name in rest[0]
+    assert rest[-1] == "data: [DONE]"
+    assert not any("error" in line for line in rest)
+
+
+async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):
+    cells = [CellOf("one", "m"), CellOf("two", "m")]
+    async with gateway_to(start_gateway, *cells) as http:
+        for cell in cells:
+            cell.refuses = GONE
+        answer = await ask(http, headers={"x-baton-timeout-s": "20"})
+        assert answer.status_code == 503
+    (one,), (two,) = (cell.requests for cell in cells)
+    times = sorted(one.timeout.ToMicroseconds() for one in (one, two))
+    assert 0 < times[0] < times[1] <= 20e6
+
+
+async def test_all_cells_away_is_an_error_that_says_so(start_gateway):
+    addresses = unused_address(), unused_address()
+    async with (
+        start_gateway(*addresses) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+        for answer in (await ask(http, model="m"), await ask(http), await http.get("/v1/models")):
+            assert answer.status_code == 503
+            assert addresses[0] in answer.json()["error"]["message"]
+            assert "retry-after" in answer.headers
+        assert (await http.get("/health")).status_code == 503
+
+
+async def test_what_a_cell_that_was_never_there_serves_is_not_known(start_gateway):
+    away = unused_address()
+    async with (
+        serve(CellOf("one", "m")) as there,
+        start_gateway(away, there) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+        assert await said(http, model="m") == "one"
+        assert await said(http) == "one"
+        answer = await ask(http, model="other")
+        # It may be the other cell's.
+        assert answer.status_code == 503
+        assert away in answer.json()["error"]["message"]
+        async with serve(CellOf("two", "other"), away), asyncio.timeout(WAIT_S):
+            while (answer := await ask(http, model="other")).status_code == 503:
+                await asyncio.sleep(0.05)
+            assert answer.json()["choices"][0]["text"] == "two"
+
+
+async def test_a_caller_is_sent_where_they_are_let_in(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    one.keyholder, two.keyholder = "Bearer first", "Bearer second"
+    async with gateway_to(start_gateway, one, two) as http:
+        for number in range(6):
+            for key, name in (("first", "one"), ("second", "two")):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await ask(http, headers, request_id=f"{key}-{number}")
+                assert answer.json()["choices"][0]["text"] == name
+        answer = await ask(http, {"authorization": "Bearer third"})
+        assert answer.status_code == 401
+
+
+async def test_the_dashboard_is_of_one_cell(start_gateway):
+    async with gateway_to(start_gateway, CellOf("one", "m"), CellOf("two", "m")) as http:
+        for path in ("/dashboard/data", "/dashboard/requests/r1"):
+            answer = await http.get(path, params={"cell": "nowhere:1"})
+            assert answer.status_code == 404
+            assert "cell is 'nowhere:1'; must be '127.0.0.1:" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "configured", "error"),
+    [
+        ([], [], "--coordinator: is not there; must be HOST:PORT, or in http.cells"),
+        (["a:1,b:2", "a:1,b:2"], [], "--coordinator: is 'a:1,b:2' twice"),
+        (["nowhere"], [], "--coordinator: is 'nowhere'; must be host:port"),
+        ([], ["a:1", "b"], r"http.cells\[1\].coordinators: is 'b'; must be host:port"),
+    ],
+)
+def test_cells_that_cannot_be(given, configured, error):
+    from baton.cli.gateway import configured_cells
+    from baton.runtime.config import parse
+    from baton.runtime.config_error import ConfigError
+
+    cells = [{"coordinators": one} for one in configured]
+    config = parse({"http": {"cells": cells}}, "test")
+    with pytest.raises(ConfigError, match=error):
+        configured_cells(config, given)
+
+
+def test_cells_have_parsers_of_their_own():
+    from baton.cli.gateway import configured_cells
+    from baton.runtime.config import parse
+
+    config = parse(
+        {
+            "tool_call_parser": "hermes",
+            "http": {
+                "cells": [
+                    {"coordinators": "a:1, b:2", "tool_call_parser": "llama3_json"},
+                    {"coordinators": "c:3", "reasoning_parser": "qwen3"},
+                ]
+            },
+        },
+        "test",
+    )
+    found = [tuple(cell.model_dump().values()) for cell in configured_cells(config, [])]
+    assert found == [("a:1,b:2", "llama3_json", ""), ("c:3", "", "qwen3")]
+    given = configured_cells(config, ["d:4"])
+    assert [tuple(cell.model_dump().values()) for cell in given] == [("d:4", "hermes", "")]

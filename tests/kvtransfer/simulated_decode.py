@@ -1,0 +1,267 @@
+"""A simulated worker that receives: its engine, its main process and its transfer service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from simulated_streams import Link, Socket, Stream, joined, truth
+
+from baton.kvtransfer import frames, receiving
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.errors import MalformedFrame, TransferRefused
+from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.receiving import Choice, Grant, ReceiverLimits, ReceiveState
+from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.service.receiver import Receiver
+from baton.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulated_network import World
+
+RECEIVER_LIMITS = ReceiverLimits(
+    max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, retry_timeout_s=2,
+    max_queued=64, max_tombstones=256,
+)  # fmt: skip
+RECEIVE_BLOCKS = 3
+# One more than there are, which is refused.
+_MOST_RANKS = 3
+
+FrameKey = tuple[int, receiving.ReceivedFrame]
+"""An epoch, and a frame of it."""
+
+
+class Decode:
+    """A worker that receives."""
+
+    def __init__(self, world: World, transports: list[str]) -> None:
+        self.world, self.transports = world, transports
+        self.address = f"decode-{world.number()}"
+        world.addresses[self.address] = self
+        self.memory = memoryview(bytearray(world.layout.handoff_bytes(RECEIVE_BLOCKS)))
+        arena = Arena(0, len(self.memory))
+        self.receiver = Receiver(arena, self.memory, RECEIVER_LIMITS, self._choose)
+        self.receiver.configure(world.layout)
+        self.states: dict[bytes, ReceiveState] = {}
+        # Claims that are not released: (grant, rank).
+        self.grants: list[tuple[Grant, int]] = []
+        self.loaded: Counter[bytes] = Counter()
+        # By handoff and rank: frames that were copied as they came, and verified.
+        self.early: dict[tuple[bytes, int], dict[FrameKey, bytes]] = {}
+        self._done: set[tuple[bytes, int]] = set()
+        self._main, self._scheduler, self._news = Socket(world), Socket(world), Socket(world)
+        self._ranks = [Socket(world) for _ in range(_MOST_RANKS)]
+        self._answers = [Socket(world) for _ in range(_MOST_RANKS)]
+        # What its scheduler has not read: the latest of each handoff.
+        self._unread: dict[bytes, receiving.Changed] = {}
+        self.attached: dict[int, str] = {}
+        self.alive = True
+
+    # ---- The worker's engine.
+
+    def claim(self, handoff_id: bytes, rank: int) -> None:
+        self._ranks[rank].post(lambda: self._claim(handoff_id, rank))
+
+    def _claim(self, handoff_id: bytes, rank: int) -> None:
+        try:
+            grant, effects = self.receiver.claim(handoff_id, rank, self.world.now)
+        except TransferRefused:
+            return
+        self.carry_out(effects)
+        self._answers[rank].post(lambda: self._granted(grant, rank))
+
+    def _granted(self, grant: Grant, rank: int) -> None:
+        """A rank may load its part, once."""
+        is_new = (grant, rank) not in self.grants and (grant.handoff_id, rank) not in self._done
+        if is_new:
+            self.grants.append((grant, rank))
+
+    def claim_ahead(self, handoff_id: bytes) -> None:
+        self._scheduler.post(
+            lambda: self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
+        )
+
+    def peek(self, handoff_id: bytes, rank: int) -> None:
+        """A rank copies what has come, before anything says that it is right."""
+
+        def look() -> None:
+            try:
+                grant = self.receiver.peek(handoff_id, rank, 0, 0)
+            except TransferRefused:
+                return
+            self._answers[rank].post(lambda: self._load_early(grant, rank))
+
+        self._ranks[rank].post(look)
+
+    def _load_early(self, grant: Grant, rank: int) -> None:
+        part, expected = self._part(grant), self._expected(grant, rank)
+        copied = self.early.setdefault((grant.handoff_id, rank), {})
+        for frame in grant.frames:
+            at = self._place(grant, frame)
+            if frames.checksum(part[at]) == frame.checksum:
+                assert part[at] == expected[at], (grant, frame)
+                copied[grant.epoch, frame] = part[at]
+
+    def load(self, grant: Grant, rank: int) -> None:
+        """Copies a claimed rank's part; what verifies is true, however late it is copied."""
+        self.grants.remove((grant, rank))
+        part, expected = self._part(grant), self._expected(grant, rank)
+        copied, early = b"", self.early.get((grant.handoff_id, rank), {})
+        for frame in grant.frames:
+            at = self._place(grant, frame)
+            assert at.start == len(copied)
+            data = early.get((grant.epoch, frame), part[at])
+            if frames.checksum(data) != frame.checksum:
+                # Too late: it has expired, or was released by another.
+                assert self.states[grant.handoff_id] is not ReceiveState.CLAIMED
+                return
+            copied += data
+        assert copied == expected
+        self.loaded[grant.handoff_id] += 1
+        self._done.add((grant.handoff_id, rank))
+        self.release(grant.handoff_id, rank)
+
+    def release(self, handoff_id: bytes, rank: int, *, all_ranks: bool = False) -> None:
+        """By a rank, or by the scheduler for all of them."""
+        socket = self._scheduler if all_ranks else self._ranks[rank]
+        socket.post(
+            lambda: self.carry_out(
+                self.receiver.release(handoff_id, rank, self.world.now, all_ranks=all_ranks)
+            )
+        )
+
+    def drop(self, handoff_id: bytes) -> None:
+        """By the main process."""
+        self._main.post(lambda: self.carry_out(self.receiver.drop(handoff_id, self.world.now)))
+
+    def close_sockets(self) -> None:
+        """Its processes are dead."""
+        for socket in (self._main, self._scheduler, self._news, *self._ranks, *self._answers):
+            socket.close()
+
+    def load_all(self) -> bool:
+        """Every rank loads what is committed; whether there was anything."""
+        for handoff_id, state in list(self.states.items()):
+            if state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED):
+                for rank in range(self.world.layout.num_shards):
+                    if (handoff_id, rank) not in self._done:
+                        self.claim(handoff_id, rank)
+        self.world.settle()
+        grants = list(self.grants)
+        for grant, rank in grants:
+            self.load(grant, rank)
+        return bool(grants)
+
+    def check(self) -> None:
+        """What somebody is loading does not change under them."""
+        self.receiver.check_integrity()
+        for grant, rank in self.grants:
+            if self.states[grant.handoff_id] is ReceiveState.CLAIMED:
+                assert self._part(grant) == self._expected(grant, rank), grant
+
+    def _place(self, grant: Grant, frame: receiving.ReceivedFrame) -> slice:
+        """Of a frame's bytes in its rank's part."""
+        start = (frame.layer * grant.num_blocks + frame.first_block) * self._block_bytes
+        return slice(start, start + frame.num_blocks * self._block_bytes)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.world.layout.block_bytes
+
+    def _part(self, grant: Grant) -> bytes:
+        size = self.world.layout.shard_bytes(grant.num_blocks)
+        return bytes(self.memory[grant.offset : grant.offset + size])
+
+    def _expected(self, grant: Grant, rank: int) -> bytes:
+        """The bytes of the writer's epoch that went out under the grant's epoch."""
+        layout = self.world.layout
+        writer_epoch = self.world.writers[grant.handoff_id, grant.epoch]
+        whole = truth(grant.handoff_id, writer_epoch, layout.handoff_bytes(grant.num_blocks))
+        size = layout.shard_bytes(grant.num_blocks)
+        return whole[rank * size : (rank + 1) * size]
+
+    # ---- Its transfer service.
+
+    def take(self, stream: Stream, message: bytes) -> None:
+        """One message of a push."""
+        try:
+            for frame in frames.decode(message):
+                if frame.kind is FrameKind.REFERENCE:
+                    frame = self._resolved(stream.number, frame)
+                self.carry_out(self.receiver.handle_frame(stream.number, frame, self.world.now))
+        except MalformedFrame as error:
+            self.carry_out(self.receiver.handle_malformed(stream.number, error, self.world.now))
+            self._end_unless_served(stream)
+
+    def take_from(self, link: Link, batch: Sequence[Outgoing] | bytes) -> None:
+        """One batch of a link; one that carries what is no frame is of no more use."""
+        try:
+            for frame in frames.decode(joined(batch)):
+                self.carry_out(self.receiver.handle_link_frame(link.link_id, frame, self.world.now))
+        except MalformedFrame:
+            link.lose()
+
+    def lose(self, stream: Stream) -> None:
+        """The call is over."""
+        stream.receiver_over = stream.ending = True
+        self.attached.pop(stream.number, None)
+        self.carry_out(self.receiver.handle_stream_lost(stream.number, self.world.now))
+        stream.down.append(None)
+
+    def carry_out(self, effects: Iterable[receiving.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, receiving.Changed):
+                before = self.states.get(effect.handoff_id)
+                assert before is None or effect.state in receiving.TRANSITIONS[before], effect
+                self.states[effect.handoff_id] = effect.state
+                self._unread.pop(effect.handoff_id, None)
+                self._unread[effect.handoff_id] = effect
+                self._news.post(self._read)
+                if effect.state is ReceiveState.COMMITTED or effect.grants:
+                    self.world.committed.add((effect.handoff_id, effect.epoch))
+                continue
+            stream = self.world.stream(effect.stream)
+            if stream is None or stream.ending:
+                continue
+            stream.down.append(
+                pb.PushReply(
+                    kind=effect.kind, handoff_id=effect.handoff_id, epoch=effect.epoch,
+                    reason=effect.reason, detail=effect.detail, transport=effect.transport,
+                )
+            )  # fmt: skip
+            if effect.kind != pb.PushReply.KIND_OPENED:
+                self._end_unless_served(stream)
+
+    def _read(self) -> None:
+        """Its scheduler reads what has changed, and ranks hear what they may load."""
+        unread, self._unread = self._unread, {}
+        for changed in unread.values():
+            for rank, grant in enumerate(changed.grants):
+                self._granted(grant, rank)
+
+    def expire(self) -> None:
+        self.carry_out(self.receiver.expire(self.world.now))
+
+    def _end_unless_served(self, stream: Stream) -> None:
+        if not stream.ending and not self.receiver.serves(stream.number):
+            stream.ending = True
+            stream.down.append(None)
+
+    def _resolved(self, number: int, frame: frames.Frame) -> frames.Frame:
+        if number not in self.attached:
+            raise MalformedFrame("a reference on a stream that has not chosen shared memory")
+        segment = self.world.segments[self.attached[number]]
+        return frame.referenced(segment, frame.num_blocks * self._block_bytes)
+
+    def _choose(self, number: int, opened: pb.PushOpen) -> Choice:
+        self.attached.pop(number, None)
+        for offer in opened.offers:
+            if offer.name not in self.transports:
+                continue
+            if offer.name == "shm":
+                self.attached[number] = offer.shm_segment
+            elif offer.name == "link" and self.world.links[offer.link_id].is_lost:
+                continue
+            return Choice(offer.name, "", offer.link_id)
+        raise MalformedFrame("none of the offered transports", pb.REFUSAL_REASON_TRANSPORT)

@@ -1,0 +1,319 @@
+"""A simulated worker that sends: its engine, its main process and its transfer service."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from simulated_streams import Socket, Stream, joined, truth
+
+from baton.kvtransfer import frames, sending
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.sending import SenderLimits
+from baton.kvtransfer.service.sender import Sender
+from baton.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulated_decode import Decode
+    from simulated_network import World
+
+SENDER_LIMITS = SenderLimits(
+    max_wait_s=4, idle_timeout_s=5, reply_grace_s=1, linger_s=0.5, writer_timeout_s=60, max_sends=16
+)
+SEND_BLOCKS = 4
+
+
+@dataclass
+class Send:
+    """One attempt to hand over, as the sending worker's engine sees it.
+
+    Attributes:
+        epochs: that each rank writes.
+        progress: of each rank, in `runs`.
+        ended: how, as the main process was told.
+        writing: the engine may write to its staging.
+        wanted: it must arrive, in a calm world.
+    """
+
+    handoff_id: bytes
+    source: Prefill
+    target: Decode
+    num_blocks: int
+    epochs: list[int]
+    progress: list[int]
+    wanted: bool = True
+    offset: int | None = None
+    writing: bool = False
+    aborted: bool = False
+    ended: list[sending.Ended | sending.NotReserved] = field(default_factory=list)
+    ended_at: float = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """The newest that a rank writes."""
+        return max(self.epochs)
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(layer, first block, blocks) in the order of a prefill in two chunks."""
+        half = self.num_blocks // 2
+        chunks = [(0, half), (half, self.num_blocks - half)]
+        return [(layer, *chunk) for chunk in chunks if chunk[1] for layer in range(2)]
+
+    @property
+    def is_filled(self) -> bool:
+        return all(done == len(self.runs) for done in self.progress)
+
+
+class Prefill:
+    """A worker that sends; `replace` it by a new one when it restarts.
+
+    Its main process, its scheduler and each rank speak to its service by sockets of their own.
+    """
+
+    def __init__(self, world: World, transports: list[str]) -> None:
+        self.world, self.transports = world, transports
+        self._main, self._told, self._scheduler = Socket(world), Socket(world), Socket(world)
+        self._ranks = [Socket(world) for _ in range(world.layout.num_shards)]
+        layout = world.layout
+        self.memory = memoryview(bytearray(layout.handoff_bytes(SEND_BLOCKS)))
+        self.segment = f"segment-{world.number()}"
+        world.segments[self.segment] = self.memory
+        arena = Arena(0, len(self.memory))
+        self.sender = Sender(arena, self.memory, SENDER_LIMITS, self._offers)
+        self.sender.configure(layout)
+        self.sends: dict[bytes, Send] = {}
+        self.streams: dict[bytes, Stream] = {}
+        self.alive = True
+
+    # ---- The worker's main process and its engine.
+
+    def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float, epoch=1):
+        """Begins a handoff; None when it is refused at once."""
+        tokens = num_blocks * self.world.layout.block_size_tokens
+        ranks = range(self.world.layout.num_shards)
+        send = Send(
+            handoff_id, self, target, num_blocks, [epoch for _ in ranks], [0 for _ in ranks]
+        )
+        try:
+            effects = self.sender.open(
+                handoff_id, target.address, num_blocks, tokens, wait_s, epoch, self.world.now
+            )
+        except TransferRefused:
+            return None
+        self.sends[handoff_id] = send
+        self.carry_out(effects)
+        return send
+
+    def fill(self, send: Send, rank: int, count: int = 1, *, last_apart: bool = False) -> None:
+        """The engine writes its next runs of blocks and tells of them."""
+        for _ in range(count):
+            if not send.writing or send.progress[rank] == len(send.runs):
+                return
+            layer, first, blocks = send.runs[send.progress[rank]]
+            begin, data = self._run(send, rank, layer, first, blocks)
+            assert send.offset is not None
+            self.memory[send.offset + begin : send.offset + begin + len(data)] = data
+            send.progress[rank] += 1
+            last = send.progress[rank] == len(send.runs)
+            filled = pb.LocalFrame(
+                handoff_id=send.handoff_id, epoch=send.epochs[rank], rank=rank, layer=layer,
+                first_block=first, num_blocks=blocks, checksum=frames.checksum(data),
+                last=last and not last_apart,
+            )  # fmt: skip
+            self._tell_filled(rank, filled)
+            if last and last_apart:
+                self._tell_last(send, rank, send.epochs[rank])
+            self._settle_writer(send)
+
+    def fill_all(self, send: Send) -> None:
+        for rank in range(len(send.progress)):
+            self.fill(send, rank, len(send.runs))
+
+    def fill_late(self, send: Send) -> None:
+        """Of an epoch that another rank knows to be over: ignored."""
+        if not self._has(send) or not self.world.has_quick_sockets:
+            return
+        late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch - 1, num_blocks=1)
+        assert self.sender.fill(late, self.world.now) == []
+
+    def restart_writer(self, send: Send) -> None:
+        """The prefill was preempted: each rank starts over once the service has voided the rest."""
+        if send.writing:
+            epoch = send.epoch + 1
+            for rank, socket in enumerate(self._ranks):
+                socket.post(functools.partial(self._restart_rank, send, rank, epoch))
+
+    def _restart_rank(self, send: Send, rank: int, epoch: int) -> None:
+        if not send.writing or send.epochs[rank] >= epoch:
+            return
+        try:
+            effects = self.sender.restart(send.handoff_id, epoch, self.world.now)
+        except TransferRefused:
+            self._stop_writing(send)
+            return
+        send.epochs[rank], send.progress[rank] = epoch, 0
+        self.carry_out(effects)
+
+    def abort(self, send: Send) -> None:
+        """By the main process, once the engine has stopped writing."""
+        if self._has(send):
+            send.writing, send.aborted = False, True
+            self._abort(self._main, send, is_known=True)
+
+    def give_up(self, send: Send) -> None:
+        """By the engine: its scheduler says so, and each rank once it writes no more."""
+        if not send.writing or any(done == len(send.runs) for done in send.progress):
+            return
+        self._abort(self._scheduler, send, is_known=False)
+        self._stop_writing(send)
+
+    def _stop_writing(self, send: Send) -> None:
+        send.writing = False
+        for rank, socket in enumerate(self._ranks):
+            self._abort(socket, send, is_known=False)
+            self._tell_last(send, rank, send.epoch)
+
+    def _abort(self, socket: Socket, send: Send, *, is_known: bool) -> None:
+        socket.post(
+            lambda: self.carry_out(
+                self.sender.abort(send.handoff_id, self.world.now, is_known=is_known)
+            )
+        )
+
+    def _tell_filled(self, rank: int, filled: pb.LocalFrame) -> None:
+        self._ranks[rank].post(lambda: self.carry_out(self.sender.fill(filled, self.world.now)))
+
+    def _tell_last(self, send: Send, rank: int, epoch: int) -> None:
+        last = pb.LocalFrame(handoff_id=send.handoff_id, epoch=epoch, rank=rank, last=True)
+        self._tell_filled(rank, last)
+
+    def close_sockets(self) -> None:
+        """Its processes are dead."""
+        for socket in (self._main, self._told, self._scheduler, *self._ranks):
+            socket.close()
+
+    def check(self) -> None:
+        """Nothing but the engine changes what it wrote, as long as it may write there."""
+        self.sender.check_integrity()
+        for send in self.sends.values():
+            if not send.writing:
+                continue
+            assert send.offset is not None
+            for rank, done in enumerate(send.progress):
+                for run in send.runs[:done]:
+                    begin, data = self._run(send, rank, *run)
+                    begin += send.offset
+                    assert self.memory[begin : begin + len(data)] == data, (send, rank, run)
+
+    def _has(self, send: Send) -> bool:
+        """Whether the engine has not died with its worker, nor handed over the same again."""
+        return self.alive and self.sends[send.handoff_id] is send
+
+    def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
+        layout = self.world.layout
+        begin = layout.offset(rank, layer, first, send.num_blocks)
+        whole = truth(send.handoff_id, send.epochs[rank], layout.handoff_bytes(send.num_blocks))
+        return begin, whole[begin : begin + blocks * layout.block_bytes]
+
+    def _settle_writer(self, send: Send) -> None:
+        """One that failed and has no more to write is forgotten: its staging is free."""
+        if send.ended and send.is_filled:
+            send.writing = False
+
+    # ---- Its transfer service.
+
+    def write(self, stream: Stream) -> None:
+        """One batch leaves."""
+        if not stream.awake:
+            return
+        handoff_id = stream.send.handoff_id
+        try:
+            batch = self.sender.next_batch(handoff_id, self.world.batch_bytes, self.world.now)
+        except TransferRefused:
+            stream.cut()
+            return
+        if batch is None:
+            stream.awake = False
+            return
+        # Everything that leaves under one epoch is of one writer's epoch.
+        voided_before = self.sender._sends[handoff_id].writer_epoch
+        writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
+        assert writer == voided_before, (stream.send, batch.epoch, writer)
+        if not batch.link_id:
+            if not stream.is_cut:
+                stream.up.append(joined(batch.frames))
+            self.sender.handle_written(handoff_id, self.world.now)
+        elif (link := self.world.links[batch.link_id]).is_lost:
+            self.carry_out(self.sender.handle_link_lost(link.link_id, "lost", self.world.now))
+        else:
+            link.queue.append(batch.frames)
+            self.sender.handle_written(handoff_id, self.world.now)
+
+    def take(self, stream: Stream, reply: pb.PushReply) -> None:
+        effects = self.sender.handle_reply(reply, stream.send.handoff_id, self.world.now)
+        self.carry_out(effects)
+
+    def lose(self, stream: Stream) -> None:
+        """The call is over."""
+        handoff_id = stream.send.handoff_id
+        stream.sender_over, stream.awake = True, False
+        if self.streams.get(handoff_id) is stream:
+            self.carry_out(self.sender.handle_push_lost(handoff_id, "lost", self.world.now))
+
+    def carry_out(self, effects: Iterable[sending.Effect]) -> None:
+        for effect in effects:
+            send, stream = self.sends[effect.handoff_id], self.streams.get(effect.handoff_id)
+            match effect:
+                case sending.Reserved(_, offset):
+                    self._told.post(functools.partial(self._begin_writing, send, offset))
+                case sending.StartPush():
+                    assert stream is None
+                    stream = Stream(self.world.number(), send)
+                    self.streams[send.handoff_id] = stream
+                    self.world.streams.append(stream)
+                    if not send.target.alive:
+                        stream.cut()
+                        stream.receiver_over = True
+                case sending.Wake():
+                    if stream is not None and not stream.is_cut:
+                        stream.awake = True
+                case sending.StopPush(_, farewell):
+                    if stream is not None:
+                        del self.streams[send.handoff_id]
+                        if not stream.is_cut:
+                            stream.up += [farewell, None] if farewell else [None]
+                        stream.sender_over, stream.awake = True, False
+                case sending.NotReserved() | sending.Ended():
+                    assert not send.ended, (send, effect)
+                    send.ended.append(effect)
+                    send.ended_at = self.world.now
+                    self._settle_writer(send)
+                    if isinstance(effect, sending.Ended) and effect.committed:
+                        assert (send.handoff_id, effect.epoch) in self.world.committed
+
+    @staticmethod
+    def _begin_writing(send: Send, offset: int) -> None:
+        """Its main process hears that there is staging, and gives the request to the engine."""
+        assert send.offset is None
+        send.offset, send.writing = offset, not send.aborted
+
+    def expire(self) -> None:
+        for send in self.sends.values():
+            # No request is at work for longer.
+            if send.ended and self.world.now >= send.ended_at + SENDER_LIMITS.writer_timeout_s:
+                send.writing = False
+        self.carry_out(self.sender.expire(self.world.now))
+
+    def _offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
+        offers = []
+        for name in self.transports:
+            if name not in tried:
+                offer = pb.TransportOffer(name=name, shm_segment=self.segment)
+                if name == "link":
+                    offer.link_id = self.world.link(self, self.world.addresses[target]).link_id
+                offers.append(offer)
+        return offers

@@ -1,0 +1,102 @@
+"""What carries messages within the simulated network: pushes, links, and workers' own sockets."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from baton.kvtransfer.sending import Outgoing
+from baton.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulated_decode import Decode
+    from simulated_network import World
+    from simulated_prefill import Prefill, Send
+
+
+@functools.lru_cache(1024)
+def truth(handoff_id: bytes, writer_epoch: int, num_bytes: int) -> bytes:
+    """What a prompt's KV cache is when it is computed for the writer_epoch-th time."""
+    return random.Random(f"{handoff_id.hex()} {writer_epoch}").randbytes(num_bytes)
+
+
+def joined(batch: Sequence[Outgoing] | bytes) -> bytes:
+    """A batch's bytes as staging is now."""
+    if isinstance(batch, bytes):
+        return batch
+    return b"".join(part for out in batch for part in (out.header, out.payload))
+
+
+class Stream:
+    """One push. None in a queue is the end of that direction.
+
+    Attributes:
+        awake: the sender may have a batch for it.
+        is_cut: what is written goes nowhere.
+        ending: the receiver throws away what still comes.
+    """
+
+    def __init__(self, number: int, send: Send) -> None:
+        self.number, self.send = number, send
+        self.source, self.target = send.source, send.target
+        self.up: deque[bytes | None] = deque()
+        self.down: deque[pb.PushReply | None] = deque()
+        self.awake = True
+        self.is_cut = self.ending = self.sender_over = self.receiver_over = False
+
+    def cut(self, keep_up: int = 0, keep_down: int = 0) -> None:
+        """Ends it both ways, after the first so many of what is on its way."""
+        self.up = deque([*self.up][:keep_up] + [None])
+        self.down = deque([*self.down][:keep_down] + [None])
+        self.is_cut, self.awake = True, False
+
+
+class Link:
+    """One pair's process group. Bytes on it are read from the sender's staging as they arrive."""
+
+    def __init__(self, link_id: str, source: Prefill, target: Decode) -> None:
+        self.link_id, self.source, self.target = link_id, source, target
+        # Those that a test has altered are bytes.
+        self.queue: deque[Sequence[Outgoing] | bytes] = deque()
+        # Who has not heard of its loss yet.
+        self.untold: list[Prefill | Decode] = []
+        self.is_lost = False
+
+    def lose(self, keep: int = 0) -> None:
+        if not self.is_lost:
+            self.queue = deque([*self.queue][:keep])
+            self.is_lost, self.untold = True, [self.source, self.target]
+
+
+class Socket:
+    """One direction of a process's connection to the service beside it: kept in order, and slow.
+
+    Several of one worker's overtake each other. In a world of quick sockets all arrives at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._is_quick = world.has_quick_sockets
+        self._queue: deque[Callable[[], None]] = deque()
+        world.sockets.append(self)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def post(self, deliver: Callable[[], None]) -> None:
+        """Something is said."""
+        if self._is_quick:
+            deliver()
+        else:
+            self._queue.append(deliver)
+
+    def deliver(self) -> None:
+        """The first of what is on its way arrives."""
+        if self._queue:
+            self._queue.popleft()()
+
+    def close(self) -> None:
+        """Its worker has died."""
+        self._queue.clear()
