@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import vllm
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
@@ -41,35 +39,24 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
-    NoProfiler,
     RequestRejected,
     StepSample,
     Trace,
 )
-from baton.engine.vllm_config import (
-    RECORDING,
-    RefusingEngineArgs,
-    bind_threads,
-    checked_args,
-    keep_sockets_in,
-    layout_of,
-)
-from baton.engine.vllm_forced_tokens import EXTRA_ARG, use_forced_tokens
+from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_live import LiveRequest
-from baton.engine.vllm_lora import lora_requests, revision_of
+from baton.engine.vllm_lora import lora_requests
 from baton.engine.vllm_processes import kill_vllm, rank_segments
-from baton.engine.vllm_refusals import refuse_speculation
+from baton.engine.vllm_profiler import VllmProfiler
 from baton.engine.vllm_request import engine_core_requests
-from baton.kvtransfer import engine_stages
+from baton.engine.vllm_setup import VllmSetup
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.kvtransfer.notes import NoteWriter
 from baton.runtime import affinity
-from baton.runtime.orphans import EndsWithParent
 from baton.runtime.sampling import needs_exact_state
-from baton.v1 import common_pb2
 
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
@@ -77,8 +64,6 @@ _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
 # What vLLM raises of a request that it does not take.
 _WRONG_REQUEST = (VLLMClientError, ValueError, TypeError)
-# As vLLM names traces.
-_TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,8 +71,11 @@ class _Announced:
     """A request inside vLLM that waits for its last known tokens.
 
     Attributes:
-        shown, run: see vllm_request.engine_core_requests.
-        is_over: vLLM has ended it by itself: nobody waits for anything any more.
+        live: the request.
+        num_coming_tokens: how many tokens it waits for.
+        shown: what vLLM's output processor is given; see vllm_request.engine_core_requests.
+        run: what vLLM's engine core was given.
+        is_over: whether vLLM has ended it by itself: it waits for nothing any more.
     """
 
     live: LiveRequest
@@ -131,6 +119,7 @@ class VllmEngine:
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
         self._core: Any = None
+        self._profiler: VllmProfiler | None = None
         self._notes: NoteWriter | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._stopping = False
@@ -151,33 +140,15 @@ class VllmEngine:
 
     def _start(self) -> EngineInfo:
         begun_at = time.monotonic()
-        keep_sockets_in(Path(self._transfer_socket).parent)
-        args = RefusingEngineArgs(
-            **checked_args(
-                self._model, self._served_name, self._engine_args, self._adapters, self._traces
-            )
+        setup = VllmSetup.make(
+            self._model,
+            self._served_name,
+            self._engine_args,
+            self._adapters,
+            self._transfer_socket,
+            self._traces,
         )
-        # As vLLM's own server does: this process has threads.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        config = args.create_engine_config()
-        refuse_speculation(config.speculative_config)
-        use_forced_tokens(config)
-        adapters = [
-            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
-            for name, path in sorted(self._adapters.items())
-        ]
-        self._layout = layout_of(config, self._served_name, adapters)
-        extended = config.parallel_config.worker_extension_cls == RECORDING
-        # Another's extension of vLLM's workers takes the place of ours; vLLM's own writes a table.
-        self._record_by = "baton_record" if extended else "profile"
-        config.kv_transfer_config.kv_connector_extra_config = {
-            "socket": self._transfer_socket,
-            "layout": dataclasses.asdict(self._layout),
-            "rank_cpus": (rank_cpus := bind_threads(config)),
-            # An engine core outlives a killed worker otherwise, and ranks a killed engine core:
-            # told to end, it may load for minutes, or wait for ever for a rank that is dead.
-            "leash": EndsWithParent(),
-        }
+        config = setup.config
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
@@ -186,37 +157,13 @@ class VllmEngine:
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
-        # The scheduler has made it by now.
+        # The scheduler has made its end by now.
         self._notes = NoteWriter(self._transfer_socket)
+        self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
-        affinity.keep_off(rank_cpus)
-        ended_at = engine_stages.ended_at(self._transfer_socket)
-        weights_at = ended_at.get(engine_stages.WEIGHTS, begun_at)
-        # One block is vLLM's placeholder: no request gets it.
-        blocks = max(0, (config.cache_config.num_gpu_blocks or 0) - 1)
-        self._kv_tokens = blocks * config.cache_config.block_size
-        return EngineInfo(
-            engine="vllm",
-            version=vllm.__version__,
-            device=config.device_config.device_type,
-            model=common_pb2.ModelDescription(
-                name=self._served_name,
-                revision=self._layout.revision,
-                max_model_len=config.model_config.max_model_len,
-                vocab_size=config.model_config.get_vocab_size(),
-                tokenizer=self._model,
-                adapters=adapters,
-            ),
-            layout=self._layout,
-            kv_tokens=self._kv_tokens,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            supports_forced_tokens=config.speculative_config is None,
-            keeps_prefixes=(caching := bool(config.cache_config.enable_prefix_caching)),
-            loads_early=caching,
-            weights_s=weights_at - begun_at,
-            kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
-        )
+        affinity.keep_off(setup.rank_cpus)
+        self._kv_tokens = setup.kv_tokens
+        return setup.info(self._served_name, self._model, begun_at)
 
     async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
         told = self._notes is not None and self._notes.alive
@@ -285,7 +232,11 @@ class VllmEngine:
             self._note()
 
     def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
-        """Tells the scheduler; False when it cannot be told."""
+        """Tells the scheduler how many requests it was given, and a handoff's tokens, if any.
+
+        Returns:
+            False when it cannot be told.
+        """
         assert self._notes is not None, "submit before start"
         return self._notes.note(self._num_submitted, handoff_id, token_ids)
 
@@ -344,51 +295,69 @@ class VllmEngine:
         step = EngineStep()
         if outputs.scheduler_stats is not None:
             self._stats = outputs.scheduler_stats
-            told = self._stats.kv_connector_stats or {}
-            if told.get(CUT_OFF):
-                # The service may have been busy, and go on; what it was told half is lost.
-                raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
-            self._sample(told.get(STEP_WORK), outputs.timestamp)
-            if (change := told.get(CACHE_CHANGE)) is not None:
-                step.cache = CacheChange(**change)
-            for internal_id, num_tokens in told.get(EARLY_TOKENS, {}).items():
-                if (live := self._by_internal_id.get(internal_id)) is not None:
-                    live.num_early_tokens = num_tokens
-            for internal_id in told.get(PREFIX_GONE, ()):
-                # It waits until it is taken back, and may be told of again until then.
-                if (live := self._by_internal_id.get(internal_id)) is not None:
-                    name = live.request.request_id
-                    await self.abort([name])
-                    step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
+            await self._take_reports(self._stats.kv_connector_stats or {}, outputs.timestamp, step)
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
             if output.finish_reason == FinishReason.ERROR:
                 self._on_error(output, is_scheduled=outputs.scheduler_stats is not None)
             self._before_processing(output)
-        for output in [each for each in outputs.outputs if self._failed_to_load(each)]:
-            outputs.outputs.remove(output)
-            # Aborted while another was begun again, it is nobody's.
-            if (live := self._by_internal_id.get(output.request_id)) is not None:
-                await self._retry(live)
+        await self._retry_failed_loads(outputs.outputs)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
             live = self._by_internal_id.get(made.request_id)
             output = live.output(made, outputs.timestamp) if live else None
             if output is not None:
                 step.outputs.append(output)
+        self._forget_finished(step.outputs)
+        if processed.reqs_to_abort:
+            await self._core.abort_requests_async(processed.reqs_to_abort)
+        return step
+
+    async def _take_reports(
+        self, reports: Mapping[str, Any], timestamp: float, step: EngineStep
+    ) -> None:
+        """Takes what the connector's scheduler half says of a step (SchedulerHalf.finish_step).
+
+        Args:
+            reports: by what they tell.
+            timestamp: of the step's end, by time.monotonic.
+            step: takes what goes on to the worker.
+        """
+        if reports.get(CUT_OFF):
+            # The service may have been busy, and go on; what it was told half is lost.
+            raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
+        self._sample(reports.get(STEP_WORK), timestamp)
+        if (change := reports.get(CACHE_CHANGE)) is not None:
+            step.cache = CacheChange(**change)
+        for internal_id, num_tokens in reports.get(EARLY_TOKENS, {}).items():
+            if (live := self._by_internal_id.get(internal_id)) is not None:
+                live.num_early_tokens = num_tokens
+        for internal_id in reports.get(PREFIX_GONE, ()):
+            # It waits until it is taken back, and may be told of again until then.
+            if (live := self._by_internal_id.get(internal_id)) is not None:
+                name = live.request.request_id
+                await self.abort([name])
+                step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
+
+    async def _retry_failed_loads(self, outputs: list[EngineCoreOutput]) -> None:
+        """Runs requests again whose handoffs could not be loaded; takes their outputs out."""
+        for output in [each for each in outputs if self._failed_to_load(each)]:
+            outputs.remove(output)
+            # Aborted while another was begun again, it is nobody's.
+            if (live := self._by_internal_id.get(output.request_id)) is not None:
+                await self._retry(live)
+
+    def _forget_finished(self, outputs: Sequence[EngineOutput]) -> None:
         finished = [
             live
-            for output in step.outputs
+            for output in outputs
             if output.finish and (live := self._live.get(output.request_id))
         ]
         for live in finished:
             del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
         cut = [live.internal_id for live in finished if live.cut]
         self._output.abort_requests(cut, internal=True)
-        if processed.reqs_to_abort:
-            await self._core.abort_requests_async(processed.reqs_to_abort)
-        return step
 
     def _failed_to_load(self, output: EngineCoreOutput) -> bool:
         live = self._by_internal_id.get(output.request_id)
@@ -413,10 +382,10 @@ class VllmEngine:
         await self._submit(again)
 
     def _on_error(self, output: EngineCoreOutput, *, is_scheduled: bool) -> None:
-        """A request that vLLM has ended by itself; it may be one that was only announced.
+        """VLLM has ended a request by itself; it may be one that was only announced.
 
         Args:
-            output: its last.
+            output: the request's last.
             is_scheduled: it came from the scheduler, whose outputs have its statistics. What fails
                 before the scheduler sees it comes back alone
                 (EngineCoreProc._handle_request_preproc_error of vllm/v1/engine/core.py).
@@ -448,12 +417,12 @@ class VllmEngine:
             output.finish_reason, live.cut = None, True
 
     def _sample(self, work: Sequence[Any] | None, timestamp: float) -> None:
-        """Takes down what a step cost that ended at `timestamp`.
+        """Notes what a step cost, for the next load report.
 
         Args:
-            work: see STEP_WORK. Steps that load handoffs are left out by the connector: their time
-                is the copies'.
-            timestamp: by time.monotonic.
+            work: what it computed (see STEP_WORK). None where its time says nothing of the model:
+                it loaded handoffs, or computed nothing.
+            timestamp: when it ended, by time.monotonic.
         """
         if work is not None:
             scheduled_at, num_prefill_tokens, squares, num_decodes, num_kv_tokens = work
@@ -486,28 +455,12 @@ class VllmEngine:
         )
 
     async def start_profile(self) -> None:
-        # What ranks left when another one could not write.
-        for left in self._traces.glob("*"):
-            left.unlink()
-        try:
-            await self._record(True)
-        except EngineDead:
-            raise
-        except Exception as error:
-            raise NoProfiler(f"vLLM cannot profile: {' '.join(str(error).split())}") from error
+        assert self._profiler is not None, "start_profile before start"
+        await self._profiler.start()
 
     async def stop_profile(self) -> Sequence[Trace]:
-        await self._record(False)
-        found = [(_TRACE_RANK.search(path.name), path) for path in self._traces.glob("*")]
-        traces = [Trace(int(name[1]), path) for name, path in found if name is not None]
-        return sorted(traces, key=lambda trace: trace.rank)
-
-    async def _record(self, is_start: bool) -> None:
-        """Raises EngineDead, and what went wrong in a rank."""
-        try:
-            await self._core.collective_rpc_async(self._record_by, None, (is_start,))
-        except EngineDeadError as error:
-            raise EngineDead(str(error)) from error
+        assert self._profiler is not None, "stop_profile before start"
+        return await self._profiler.stop()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -527,10 +480,13 @@ class VllmEngine:
             segment.unlink(missing_ok=True)
 
     async def _end_start(self) -> set[Path]:
-        """Of a start that was interrupted: this process cannot end before its thread.
+        """Ends a start that was interrupted: this process cannot end before the thread it runs in.
 
-        That gives up once what it has begun is dead, and begins nothing more; for so long this
-        waits, within bounds. Returns the segments of what it had begun.
+        The thread gives up once the processes that it has started are dead, and starts no more:
+        kills them and waits for it, for some seconds at most.
+
+        Returns:
+            Shared memory segments of the processes that were killed.
         """
         segments: set[Path] = set()
         if self._starting is None:

@@ -1,4 +1,4 @@
-"""What a submission is told at the door: refused, or let in, and to which revision."""
+"""Which submissions are let in, and to which revision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from baton.runtime import errors
 
 
 class Entrant(NamedTuple):
-    """What was found of a submission.
+    """A submission that was checked.
 
     Attributes:
         refused: why it is not let in; None: it is.
-        num_tokens: of its prompt, and of the longest output that it may have.
-        revision: that computes it.
+        num_tokens: tokens of its prompt and of the longest output that it may have.
+        revision: the revision that computes it.
         hashes: of its prompt's blocks, there.
-        outlook: of its first token; None: it may come at any time, or nobody knows.
+        outlook: when it would have its first token; None: at any time, or nobody knows.
     """
 
     refused: errors.BatonError | None
@@ -55,36 +55,30 @@ class Entry:
     def check(
         self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
     ) -> Entrant:
-        """Whether a submission is let in; see RequestBook.admit.
+        """Whether a submission is let in, and to which revision; counts it as arrived or shed.
 
         Args:
             submission: new, or resumed.
-            older: of the same key, which has not ended.
+            older: the request of the same key that has not ended; None: there is none.
             now: by the core's clock.
             goes_on: a worker may go on with it, from before this coordinator was there.
         """
-        if older is None:
-            refused = self._admission.error(submission.lane, len(self._requests))
-        else:
-            refused = self._admission.closing or _same_request_error(older, submission)
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
-        # An older one that is not in its way is what it resumes.
-        if refused is None and older is None and not goes_on and not self._was_cut_off(submission):
-            refused = self._lanes.rate_error(submission.tenant, num_tokens, now)
+        refused = self._limit_error(submission, older, num_tokens, now, goes_on=goes_on)
         revision = self._traffic.revision_of(submission)
         hashes = self._placers.of(revision).prompts.hashes(submission)
         outlook = None
         if refused is None:
             outlook = self._admission.outlook(submission, hashes, revision, now)
-            if outlook is not None and outlook.late_s > 0 and revision != self._traffic.stable:
+            if _is_late(outlook) and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
                 tried, revision = revision, self._traffic.stable
                 hashes = self._placers.of(revision).prompts.hashes(submission)
                 outlook = self._admission.outlook(submission, hashes, revision, now)
-                if outlook is None or outlook.late_s <= 0:
+                if not _is_late(outlook):
                     self._stats.moved_to_stable(tried)
-            if outlook is not None and outlook.late_s > 0:
+            if outlook is not None and _is_late(outlook):
                 refused = outlook.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
         if refused is None or (shed is not None and shed.reason != TENANT_RATE):
@@ -94,8 +88,26 @@ class Entry:
             self._stats.shed(submission.lane, shed.reason, now)
         return Entrant(refused, num_tokens, revision, hashes, outlook)
 
+    def _limit_error(
+        self,
+        submission: Submission,
+        older: Request | None,
+        num_tokens: int,
+        now: float,
+        *,
+        goes_on: bool,
+    ) -> errors.BatonError | None:
+        """Why a submission is refused whatever is predicted of it; None: it is not."""
+        if older is not None:
+            # It is in the way, or it is what the submission resumes.
+            return self._admission.closing or _same_request_error(older, submission)
+        refused = self._admission.error(submission.lane, len(self._requests))
+        if refused is not None or goes_on or self._was_cut_off(submission):
+            return refused
+        return self._lanes.rate_error(submission.tenant, num_tokens, now)
+
     def _was_cut_off(self, submission: Submission) -> bool:
-        """Whether it resumes what ran here until its client was gone."""
+        """Whether a submission resumes a request that ran here until its client was gone."""
         num_known = len(submission.known_token_ids)
         before = self._requests.ended.get(submission.key) if num_known else None
         return (
@@ -105,8 +117,12 @@ class Entry:
         )
 
 
+def _is_late(outlook: Outlook | None) -> bool:
+    return outlook is not None and outlook.late_s > 0
+
+
 def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
-    """Why one of the same key is refused while the older one runs; None: it is that, resumed."""
+    """Why a submission with the key of a running request is refused; None: it resumes that."""
     same_session = older.submission.to.session == submission.to.session
     if len(submission.known_token_ids) and not same_session:
         return None

@@ -97,19 +97,21 @@ class Submission:
     """A request that was validated and tokenized.
 
     Attributes:
-        request_id: as its client calls it; unique among its tenant's that have not ended.
+        to: where its events go.
+        request_id: the id that its client gave it; no other request of its tenant that has not
+            ended has it.
         known_token_ids: output the caller already has; the stream continues after it.
         known_text_chars: code points of text that went with them.
-        known_stop: what the last of them has ended the output by, as Finished.stop says it; None:
-            nothing has.
+        known_stop: the stop that the last known token ended the output with, as Finished.stop says
+            it; None: it did not end it.
         arrived_at: when the request reached this process, by the core's clock, in seconds.
-        timeout_s: from `arrived_at`; None for none but the coordinator's limit.
+        timeout_s: how long after `arrived_at` it must end; None: the coordinator's limit alone.
         traceparent: W3C trace context, handed on to workers.
-        session_id: of the conversation; empty for none.
+        session_id: the conversation that it belongs to; empty: none.
         slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
-        tenant: who it is accounted to.
+        tenant: whom it is charged to.
         adapter: name of the LoRA adapter that it is computed with; empty: none.
-        revision: of the workers that the known tokens are from; empty: not known.
+        revision: the revision that the known tokens are from; empty: not known.
     """
 
     to: StreamKey
@@ -136,11 +138,11 @@ class Submission:
 
 
 class Prediction(NamedTuple):
-    """Of a first token, in seconds.
+    """How soon a request will have its first token.
 
     Attributes:
-        wait_s: for others, until its own prompt is begun with.
-        work_s: from then on.
+        wait_s: seconds until a worker begins with its prompt.
+        work_s: seconds from then on.
     """
 
     wait_s: float
@@ -161,38 +163,42 @@ class Request:
     """One admitted request. Only the core changes it, and its state only through `advance`.
 
     Attributes:
-        key: by which it is found; `id` is for people.
-        num_prompt_tokens: of its prompt.
+        key: what it is found by; `id` is for people.
         token_ids: the whole output so far, known tokens included.
         text_chars: code points of text sent so far, known ones included.
         deadline: of the whole request, by the core's clock.
-        hashes: of the prompt's blocks, once they were needed.
+        hashes: of the prompt's blocks; None until they are needed.
         attempt: counts dispatches; 0 until the first.
-        attempts_before: of an ended request of this key: workers may still speak of them.
-        handle: what workers call this attempt where many are named; 0 until the first.
+        attempts_before: how many attempts an earlier request of this key had: workers may still
+            report of those, so their numbers are not used again.
+        handle: a short number for this attempt, which workers' steps name it by; 0 until the first.
         num_known: output tokens that were known when this attempt was dispatched.
         prefill: the prefill worker of this attempt; None when it runs unsplit.
         decode: the decode worker of this attempt; None when nothing is to be decoded.
-        flows_from: the decode worker of this attempt, once its tokens come: whatever else there was
-            to be done about its outputs is done. The registry's own key, told apart by identity.
-        prefill_done: the prefill worker's part of this attempt is over.
-        spec: what its commands have in common: a prompt becomes a message once.
-        handoff_id: of this attempt; empty when nothing is handed over.
-        skip_tokens: that its handoff leaves out.
-        hands_over_all: a handoff left out what its decode worker no longer had: never again.
-        expected: its decode worker was told of this attempt with its prefill worker.
-        exposed_us: exposed time of the handoff by its report; None until reported.
+        flows_from: the decode worker of this attempt, once tokens come from there and need nothing
+            but to be sent on. The worker's own key object, compared by identity.
+        prefill_done: whether the prefill worker's part of this attempt is over.
+        spec: the part that all its commands share, so that its prompt is encoded once.
+        handoff_id: this attempt's; empty when nothing is handed over.
+        skip_tokens: how many tokens the handoff leaves out.
+        hands_over_all: whether its handoffs leave out nothing any more: one left out what its
+            decode worker no longer had.
+        expected: whether the decode worker was told of this attempt ahead of the first token.
+        exposed_us: exposed time of the handoff, as reported; None until then.
         prefill_timings, decode_timings: as the workers reported them.
-        interruptions: when an attempt was lost, and when tokens flowed again (None: not yet).
-        num_parked: times that it made room.
+        interruptions: the times in which it had no worker, or waited for its next one's tokens.
+        num_parked: how often it made room for interactive work.
         losses: why attempts were lost, since the last new token.
-        avoid: workers that gave the request up; they get it again only where there is no other.
-        suspect: a worker died while it computed nothing but this request and others like it.
-        waits_until: for a worker that is on its way, by the core's clock; patience.py says when.
-        num_charged: tokens of its output that its tenant is not charged for any more.
+        avoid: workers that lost the request; they get it again only where there is no other.
+        suspect: whether a worker died while it computed nothing but this request and others of
+            which that may be said.
+        waits_until: until when it waits for a worker that is on its way, by the core's clock
+            (patience.py).
+        num_charged: how many tokens of its output its tenant was charged for.
         gaps_us: microseconds between its tokens.
-        revision: of the workers that it may run on; while its output has begun it does not change.
-        prediction: of its first token, where that will show how good predictions are.
+        revision: the revision whose workers it may run on; it stays once the output has begun.
+        prediction: what was predicted of its first token, where that tells how good predictions
+            are; else None.
     """
 
     submission: Submission
@@ -253,10 +259,10 @@ class Request:
         return self.attempts_before + self.attempt
 
     def known_prompt(self, num_known: int) -> Sequence[int]:
-        """Known output tokens that are computed with the prompt, and handed over with it.
+        """Known output tokens that the prefill worker computes and hands over with the prompt.
 
-        All but the last, so that the decode worker computes one token before it goes on; none
-        where it is to go through them one by one, or they would be taken for the prompt's.
+        That is all but the last one, which the decode worker goes on from. It is none where the
+        decode worker must go through them one by one, or they would get prompt logprobs.
 
         Args:
             num_known: output tokens that are known when the prompt is computed.
@@ -281,7 +287,7 @@ class Request:
         return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
 
     def stays_on(self, revision: str) -> bool:
-        """Whether it has begun there: no other revision may go on with it."""
+        """Whether the request has begun on a revision, so that no other may go on with it."""
         return self.revision == revision and (len(self.token_ids) > 0 or not self.waits)
 
     def advance(self, state: RequestState, now: float) -> None:
@@ -311,9 +317,9 @@ class EndedRequest:
 
     Attributes:
         error_code: gRPC status code of a failed request, else 0.
-        session: whose client it was.
-        ttft_target_s, itl_target_s: what it hoped for; None for nothing.
-        stalls: its longest gaps over that.
+        session: the client session that it came from.
+        ttft_target_s, itl_target_s: its targets; None: it had none.
+        stalls: its longest gaps between tokens that exceeded the target.
     """
 
     request_id: str

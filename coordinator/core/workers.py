@@ -32,9 +32,11 @@ class Flipping:
     """A worker that gives up its role for another.
 
     Attributes:
-        since, until: by the core's clock; what it has not finished then is done elsewhere.
-        by_hand: an operator wants it.
-        told: it has nothing of its role any more, and was told.
+        into: its next role.
+        since: when it was to change, by the core's clock.
+        until: what it has not finished by then is done elsewhere.
+        by_hand: whether an operator wants it.
+        told: whether it was told to change, having nothing of its old role any more.
     """
 
     into: common_pb2.Role.ValueType
@@ -53,21 +55,24 @@ class Worker:
         key: one object, which requests and the shell refer to.
         connected: whether its stream is up.
         heard_at: when it last gave a sign of life, by the core's clock.
-        longest_silence_s: between two signs of life lately.
-        assigned: tokens by request that the coordinator has there: its own count of the load,
-            which is ahead of what the worker reports.
-        unanswered: of these, in the order they were sent here, those it has said nothing of yet.
-        local: of the unanswered, those whose prompt a decode worker computes itself.
+        longest_silence_s: the longest time between two signs of life lately.
+        load: its last report.
+        assigned: the requests that the coordinator has sent there, and how many tokens each has:
+            the coordinator's own count of the load, which is ahead of the worker's reports.
+        assigned_tokens: their sum.
+        unanswered: those of the assigned requests that it has reported nothing of yet, in the order
+            in which they were sent.
+        local: those of the unanswered whose prompt this worker, a decode worker, computes itself.
         sending: requests whose KV cache is on its way from here to their decode worker.
-        unresponsive: in words, continuing "worker w1 ...": why its requests went elsewhere and it
-            gets no new ones, for now; empty when all is well.
-        num_steps: of its engine, by its last report.
-        progressed_at: when that last changed, or nothing was running.
-        alone: a suspect request that it is given by itself, until answered.
-        slow_steps: the latest of its engine.
-        released: it drains, and was told that nothing more will come.
-        leaves_by: it is out then, whatever it still does; infinite unless it was told to drain.
-        flip: its way into the other pool, while it is on it.
+        unresponsive: why its requests went elsewhere and it gets no new ones for now, in words that
+            continue "worker w1 ..."; empty when all is well.
+        num_steps: steps of its engine, by its last report.
+        progressed_at: when `num_steps` last changed, or nothing was running.
+        alone: the suspect request that it has to itself until it answers; None: it has none.
+        slow_steps: the latest slow steps of its engine.
+        released: whether it drains, and was told that nothing more will come.
+        leaves_by: when it is out, whatever it still does; infinite unless it was told to drain.
+        flip: its change to the other role, while that goes on.
     """
 
     hello: cluster_pb2.Hello
@@ -115,15 +120,21 @@ class Worker:
         )
 
     def trouble(self, now: float, silent_s: float) -> str:
-        """For operators: why it does nothing for anybody now, in words as `unresponsive`.
+        """Why it does nothing for anybody now, for operators; in words as `unresponsive`.
 
-        Of the last one of its role, too, whose requests could go nowhere else and wait for it.
+        A silent worker without which its role would be empty is not called unresponsive: its
+        requests could go nowhere else, and wait for it. It is described here all the same.
+
+        Args:
+            now: by the core's clock.
+            silent_s: how long a worker may be silent.
         """
         if self.unresponsive or now - self.heard_at <= silent_s:
             return self.unresponsive
         return "is silent; its requests wait for it, since no other worker can have them"
 
     def assign(self, key: RequestKey, num_tokens: int) -> None:
+        """Counts a request of so many tokens here."""
         assert key not in self.assigned
         self.assigned[key] = num_tokens
         self.assigned_tokens += num_tokens
@@ -179,10 +190,10 @@ class Presence:
     """How many workers of one role there are, and in which condition.
 
     Attributes:
-        num_attached: whatever they do.
-        num_serving: that new work may be sent to.
-        num_staying: that neither drain nor change their role.
-        num_coming: of the other role, on their way into this one.
+        num_attached: all of them, whatever they do.
+        num_serving: those that new work may be sent to.
+        num_staying: those that neither drain nor change their role.
+        num_coming: workers of the other role, on their way into this one.
         since: when the first attached of those that do not drain; infinite without any.
     """
 
@@ -194,21 +205,21 @@ class Presence:
 
 
 class AttachedWorkers:
-    """Workers that are there now: all of them, or those of one revision.
+    """The workers that are attached now: all of them, or those of one revision.
 
     Args:
-        workers: whoever owns them changes them, and has them counted anew then (`recount`).
+        workers: by key. The registry that owns them changes them, and calls `recount` then.
 
     Attributes:
-        get: the worker; None when this incarnation of it is not among them. Asked for some twenty
-            times per request, it is the dictionary's own.
+        get: returns the worker of a key; None when this incarnation of it is not among them. It is
+            the dictionary's own method, being called some twenty times per request.
     """
 
     get: Callable[[WorkerKey | None], Worker | None]
 
     def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
         self._attached, self.get = workers, workers.get
-        # By role, since the last change; None: not counted yet.
+        # By role; None: not counted since the last change.
         self._presences: Mapping[common_pb2.Role.ValueType, Presence] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
@@ -218,14 +229,15 @@ class AttachedWorkers:
         return len(self._attached)
 
     def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
+        """The workers of a role that new work may be sent to."""
         return [
             worker for worker in self._attached.values() if worker.role == role and worker.serving
         ]
 
     def presence(self, role: common_pb2.Role.ValueType) -> Presence:
-        """Who is there of a role: counted once, however many requests ask, until it changes.
+        """How many workers of a role there are: counted once, and again after a change.
 
-        For the core alone: other threads would keep what has changed meanwhile.
+        For the core's thread alone: another might keep counts of what has changed meanwhile.
         """
         if self._presences is None:
             self._presences = _presences(self)
@@ -236,7 +248,7 @@ class AttachedWorkers:
         self._presences = None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a change was not told."""
+        """Raises AssertionError when workers have changed without a `recount`."""
         assert self._presences is None or self._presences == _presences(self)
 
     @property
@@ -256,9 +268,8 @@ class AttachedWorkers:
     @property
     def max_model_len(self) -> int:
         """How many tokens prompt and output may have together; 0 when there is no worker."""
-        for worker in self._attached.values():
-            return worker.hello.model.max_model_len
-        return 0
+        model = self.model
+        return model.max_model_len if model is not None else 0
 
 
 _NO_PRESENCE = Presence()
@@ -301,6 +312,7 @@ class WorkerRegistry(AttachedWorkers):
         self._fenced: dict[WorkerKey, str] = {}
 
     def by_id(self, worker_id: str) -> Worker | None:
+        """The attached worker of an id, whichever incarnation it is."""
         return self._workers.get(worker_id)
 
     def of(self, revision: str) -> AttachedWorkers:
@@ -341,11 +353,11 @@ class WorkerRegistry(AttachedWorkers):
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """What the stable revision serves, or else any; None without workers."""
+        """The model of the stable revision's workers, or else of any; None without workers."""
         return self.of(self.stable).model or super().model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
-        """Why a worker that says this may not attach; None when it may."""
+        """Why a worker that says this hello may not attach; None when it may."""
         key = (hello.worker_id, hello.incarnation)
         current = self._workers.get(hello.worker_id)
         if key in self._fenced:
@@ -366,10 +378,14 @@ class WorkerRegistry(AttachedWorkers):
             return InvalidArgument("hello.revision", revision, REVISION_NAMES)
         if current is not None and current.key == key and current.revision != revision:
             return InvalidArgument("hello.revision", revision, f"was {current.revision!r} before")
+        return self._misfit(hello, revision)
+
+    def _misfit(self, hello: cluster_pb2.Hello, revision: str) -> BatonError | None:
+        """Why a worker of this revision cannot serve beside the attached ones; None when it can."""
         others = [one for one in self._workers.values() if one.id != hello.worker_id]
         if not others:
             return None
-        # Those of one revision that are attached are alike.
+        # The attached workers of one revision are alike.
         other = next((one for one in others if one.revision == revision), None)
         if other is None:
             # Prompts are tokenized once, whichever revision they go to.
@@ -391,6 +407,7 @@ class WorkerRegistry(AttachedWorkers):
         )
 
     def add(self, worker: Worker) -> None:
+        """Takes in a worker whose hello was not refused; none of its id is attached."""
         assert worker.id not in self._workers
         self._workers[worker.id] = self._by_key[worker.key] = worker
         self.follow(worker.revision)
@@ -413,7 +430,7 @@ class WorkerRegistry(AttachedWorkers):
 
 
 def _adapters(model: common_pb2.ModelDescription) -> str:
-    """With their revisions: who has other weights under a name computes other KV."""
+    """Adapters with their revisions: other weights under the same name make another KV cache."""
     return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
 
 

@@ -24,15 +24,15 @@ _WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A request's first token as it is seen when it arrives; times in seconds.
+    """When a request that arrives would have its first token, and when it should; in seconds.
 
     Attributes:
-        wanted_s: from its arrival.
-        passed_s: since then.
-        prediction: from now on.
-        ratio: of waits to what was predicted of them, that is reckoned with.
-        slot_s: before all that: its tenant has as many requests running as it may. None: it has
-            not.
+        wanted_s: how soon after its arrival it should.
+        passed_s: how long ago it arrived.
+        prediction: how soon from now it would.
+        ratio: how much longer than predicted the wait is taken to be.
+        slot_s: how long it waits, before all that, until its tenant may have one more request
+            running; None: the tenant may now.
     """
 
     wanted_s: float
@@ -43,20 +43,21 @@ class Outlook:
 
     @property
     def late_s(self) -> float:
-        """How much later than wanted it would be; not positive: it is in time."""
+        """How much later than wanted the first token would be; 0 or less: in time."""
         return self.passed_s + self._wait_s + self.prediction.work_s - self.wanted_s
 
     @property
     def tells(self) -> bool:
-        """Whether the wait is long enough to show how good predictions are where they decide.
+        """Whether what becomes of this request shows how good predictions are where they decide.
 
-        Half of what would be too long. So there are such requests wherever there is a queue,
-        whatever the ratio. One that waits for others of its tenant tells nothing of the others.
+        That is where the wait is half of what would be too long, or more: there are such requests
+        wherever there is a queue, whatever the ratio. A request that waits for others of its tenant
+        tells nothing of other tenants' requests.
         """
         return self.slot_s is None and self._wait_s > 0 and self.late_s >= -self._wait_s
 
     def error(self) -> errors.BatonError:
-        """Why it is not let in."""
+        """Why a request that would be late is not let in."""
         ttft_s = self.wanted_s + self.late_s
         return errors.ResourceExhausted(
             f"the first token is predicted in {ttft_s:.3g} s; {self.wanted_s:.3g} s are wanted",
@@ -70,15 +71,19 @@ class Outlook:
 
 
 class Admission:
-    """Says no early.
+    """Refuses requests at once that there is no room for, or that would be late.
 
-    Requests are promised a time for their first token. What is predicted is wrong by what no model
-    of the steps knows: the network, a machine's other work, who comes later and goes first. So what
-    became of the latest predictions is kept, and waits are reckoned with as nearly all of these
-    turned out.
+    Predictions of first tokens are wrong by what no model of the steps knows: the network, a
+    machine's other work, who comes later and goes first. So what became of the latest predictions
+    is kept by lane, and predicted waits are multiplied by what nearly all of them turned out to be.
+
+    Args:
+        config: limits and targets.
+        lanes: what waits.
+        placers: predict first tokens.
 
     Attributes:
-        closing: why nothing is admitted any more; None: it is.
+        closing: why nothing is admitted any more; None while requests are admitted.
     """
 
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
@@ -87,11 +92,11 @@ class Admission:
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
-        """Why no request would be admitted now, whoever's; None when one would.
+        """Why no request of a lane would be admitted now; None when one would.
 
         Args:
-            lane: to be joined.
-            num_requests: that have not ended.
+            lane: the lane.
+            num_requests: how many requests have not ended.
         """
         if self.closing is not None:
             return self.closing
@@ -114,7 +119,17 @@ class Admission:
     def outlook(
         self, submission: Submission, hashes: array[int], revision: str, now: float
     ) -> Outlook | None:
-        """Of its first token; None when it may come at any time, or nobody knows."""
+        """When a request would have its first token, and when it should.
+
+        Args:
+            submission: the request, which is not queued.
+            hashes: of its prompt's blocks.
+            revision: that it would be on.
+            now: by the core's clock.
+
+        Returns:
+            None where the first token may come at any time, or nobody can tell when it would.
+        """
         if len(submission.known_token_ids):
             return None
         wanted_s = _lane_ttft_s(self._config.lanes, submission)
@@ -137,15 +152,14 @@ class Admission:
         )
 
     def wait_ratio(self, lane: Lane) -> float:
-        """How much longer than predicted a wait in a lane is reckoned with."""
+        """How much longer than predicted waits in a lane are taken to be; 1 to 4."""
         return self._ratios[lane].value
 
     def first_token(self, request: Request, now: float) -> None:
-        """It comes now, or would not have come before: shows how good the prediction was.
+        """A first token comes now, or would not have come before: learns how good predictions are.
 
-        Of a request whose attempt was lost nothing was predicted. What its own prompt takes longer
-        than predicted counts as a longer wait, too: what is promised is their sum, and without
-        that fewer were in time.
+        A request whose attempt was lost tells nothing. What its own prompt takes longer than
+        predicted counts as a longer wait: what is promised is their sum.
         """
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
@@ -153,7 +167,7 @@ class Admission:
             self._ratios[request.submission.lane].turned_out(waited_s, prediction.wait_s)
 
     def ended(self, request: Request, now: float) -> None:
-        """It ended. Without a first token it is one of the late ones, if it waited for too long."""
+        """A request ended: without a first token it is a late one, if it waited for too long."""
         prediction = request.prediction
         if prediction is None or request.first_token_at is not None:
             return
@@ -162,7 +176,7 @@ class Admission:
 
 
 def _lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
-    """The time to first token that a request is to have at most; None: no opinion."""
+    """The time to first token that a request should have at most; None: any will do."""
     if submission.slo_ttft_s is not None:
         return submission.slo_ttft_s
     target_ms = lane_config(config, submission.lane).ttft_ms

@@ -1,4 +1,4 @@
-"""Who was served how much: the order of a lane's tenants, a lane's trickle, a tenant's rate.
+"""Fair shares by tokens served: between tenants of a lane, between lanes, and a tenant's rate.
 
 The order is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
 (OSDI 2024).
@@ -14,10 +14,11 @@ class Account:
     """What one tenant was served in one lane.
 
     Attributes:
-        weight: its share beside others'; more than 0.
-        counter: weighted tokens served, divided by `weight`, with what it was lifted by.
-        floor: what it was lifted to when it last joined; a credit leads no lower.
-        turn: when it was served last, as FairOrder counts; 0: never.
+        weight: its share relative to others' weights; more than 0.
+        counter: weighted tokens that it was served, divided by `weight`; lifted to the others'
+            level when it joins them.
+        floor: the level that it was lifted to last; a credit leads no lower.
+        turn: number of its latest turn, as FairOrder counts them; 0: it has had none.
     """
 
     __slots__ = ("counter", "floor", "item", "turn", "weight")
@@ -31,19 +32,19 @@ class Account:
 
 
 A = TypeVar("A", bound=Account)
-# Counter, turn, a number that tells equals apart, whose it is.
+# An entry: counter, turn, a number that tells equal ones apart, the account.
 _Item: TypeAlias = "tuple[float, int, int, A]"
 
 
 class FairOrder(Generic[A]):
     """Accounts that have something to run, the smallest counter first.
 
-    Of equal counters the one goes first that was not served longest; so a newcomer, who joins with
-    the smallest counter there is, goes before everyone else.
+    Between equal counters the account goes first whose latest turn is longest ago; so a newcomer,
+    who joins with the smallest counter there is, goes before everyone else.
 
-    Counters change while their accounts are in the heap. One that grew is put in its place when it
-    surfaces, at most once per charge; one that shrank is put in again at once. So every operation
-    costs O(log n), amortised, and a charge costs an addition.
+    Counters change while their accounts are in the heap. An account whose counter grew is moved to
+    its place when it surfaces, at most once per charge; one whose counter shrank is entered again
+    at once. So every operation costs O(log n), amortised, and a charge costs an addition.
     """
 
     def __init__(self) -> None:
@@ -71,12 +72,15 @@ class FairOrder(Generic[A]):
         return None
 
     def level(self) -> float:
-        """The smallest counter, or that of the last one that left when nobody is there."""
+        """The smallest counter; while nobody is there, that of the account that left last."""
         first = self.first() or self._last_left
         return first.counter if first is not None else 0.0
 
     def join(self, account: A) -> None:
-        """Now it has something to run: what it did not use before is not saved up for it."""
+        """An account has something to run from now on.
+
+        It joins at the others' level at least: what it did not use before is not saved up for it.
+        """
         assert account.item is None
         account.floor = self.level()
         account.counter = max(account.counter, account.floor)
@@ -84,22 +88,24 @@ class FairOrder(Generic[A]):
         self._push(account)
 
     def leave(self, account: A) -> None:
+        """An account has nothing to run any more."""
         assert account.item is not None
         account.item = None
         self._num_active -= 1
         self._last_left = account
 
     def charge(self, account: A, cost: float) -> None:
-        """Adds weighted tokens; whether or not it is in the order."""
+        """Adds weighted tokens to an account, whether or not it is in the order."""
         account.counter += cost / account.weight
 
     def credit(self, account: A, cost: float) -> None:
-        """Takes back what was charged and turned out not to be served."""
+        """Takes weighted tokens back that were charged and turned out not to be served."""
         account.counter = max(account.floor, account.counter - cost / account.weight)
         if account.item is not None:
             self._push(account)
 
     def took_turn(self, account: A) -> None:
+        """An account was served: among equals it is last from now on."""
         self._num_turns += 1
         account.turn = self._num_turns
 
@@ -144,15 +150,16 @@ class Trickle:
         self.owed = 0.0
 
     def is_due(self, cost: float) -> bool:
+        """Whether the lane is owed a request of so many weighted tokens."""
         return self.owed >= cost
 
     def got(self, cost: float) -> None:
-        """The lane had a place that nobody else could use: that pays what it is owed, no more."""
+        """The lane got tokens that nobody else could use: they pay what it is owed, and no more."""
         if self.owed > 0.0:
             self.owed = max(0.0, self.owed - cost)
 
     def lane_begins(self) -> None:
-        """The lane had nothing to run until now: what it was owed is not saved up for it."""
+        """The lane has something to run again: what it was owed before is not saved up for it."""
         self.owed = min(self.owed, 0.0)
 
 
@@ -183,12 +190,12 @@ class TokenBucket:
         return missing / self._rate if missing > 0.5 else 0.0
 
     def take(self, num_tokens: int, now: float) -> None:
-        """Takes them out, whether or not it has enough."""
+        """Takes tokens out, whether or not the bucket has enough."""
         self._fill(now)
         self._level -= num_tokens
 
     def give_back(self, num_tokens: int, now: float) -> None:
-        """Of what was taken and not used; negative when more was used than was taken."""
+        """Puts back what was taken and not used; negative: more was used than was taken."""
         self._fill(now)
         self._level = min(self._burst, self._level + num_tokens)
 

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import math
 
-# What was seen fades within about so long.
+# The rate at which work has been leaving is averaged over about so long.
 _FADES_S = 10.0
-# It need not fade more often than this.
+# The average is brought up to date no more often than this.
 _GRAIN_S = 0.05
-# What is expected without it counts as so much that was seen.
+# What prefill workers could take counts as if it had been seen for so long.
 _EXPECTED_S = 0.1
 _US = 1e6
 
 
 class WaitingWork:
-    """Seconds of prefill work that wait in a track.
+    """The prefill work that waits in a track, and the rate at which it leaves.
 
-    Prefill workers take so many seconds of it in each second. Where something else is short (KV
-    room of decode workers, requests that a lane may have running) less leaves, and how much less is
-    seen while there is something to leave.
+    As many seconds of work can leave in a second as there are prefill workers. Where something else
+    is short (KV room of decode workers, requests that a lane may have running) less leaves; how
+    much less is seen while there is work that could.
     """
 
     __slots__ = ("_at", "_lasted_s", "_left_s", "_work_us")
 
     def __init__(self) -> None:
-        # Whole ones: sums of floats would drift.
+        # Whole microseconds: sums of floats would drift.
         self._work_us = 0
-        # While there was some: how long that was, and what left; both fade.
+        # How long there was work lately, and how much of it left meanwhile; both fade.
         self._lasted_s = self._left_s = 0.0
         self._at = 0.0
 
     @property
     def work_s(self) -> float:
+        """Seconds of prefill work that wait."""
         return self._work_us / _US
 
     def add(self, work_us: int, now: float) -> None:
-        """Adds microseconds of it."""
+        """Adds microseconds of work."""
         if not self._work_us or now > self._at + _GRAIN_S:
             self._pass(now)
         self._work_us += work_us
 
     def remove(self, work_us: int, now: float, *, left: bool) -> None:
-        """Takes some out: it has left after a wait, or was only set apart."""
+        """Takes microseconds of work out.
+
+        Args:
+            work_us: how many.
+            now: by the core's clock.
+            left: whether it has gone to workers after a wait, which tells how fast work leaves.
+        """
         if self._work_us == work_us or now > self._at + _GRAIN_S:
             self._pass(now)
         self._work_us -= work_us
@@ -49,10 +56,10 @@ class WaitingWork:
             self._left_s += work_us / _US
 
     def per_s(self, most_per_s: float, now: float) -> float:
-        """Seconds of work that leave in a second.
+        """How many seconds of work leave in a second.
 
         Args:
-            most_per_s: as many as prefill workers take.
+            most_per_s: how many prefill workers can take.
             now: by the core's clock.
         """
         self._pass(now)
@@ -60,7 +67,7 @@ class WaitingWork:
         return min(most_per_s, seen)
 
     def _pass(self, now: float) -> None:
-        """Time has passed."""
+        """Brings the averages up to date."""
         passed_s = now - self._at
         if passed_s > 0:
             self._at = now

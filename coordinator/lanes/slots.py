@@ -14,7 +14,13 @@ _WINDOW = 64
 
 @dataclass(slots=True)
 class _Watched:
-    """A wait that was foreseen: since when, for how many to leave, and how long it would take."""
+    """A wait that was foreseen, and is compared with what it turns out to be.
+
+    Attributes:
+        since: when it was foreseen.
+        num_left: how many requests have yet to leave until it is over.
+        foreseen_s: how long it was to take.
+    """
 
     since: float
     num_left: int
@@ -22,13 +28,19 @@ class _Watched:
 
 
 class Slots:
-    """Who waits for a slot goes on when those before it, and one that runs, have left.
+    """Counts a tenant's running requests, and foresees how long another one waits to be one.
 
-    They leave one by one, as fast as they run on average by as many as there are slots. Waits that
-    were foreseen so are watched, whether or not anybody waits in the end; later ones are reckoned
-    with as nearly all of these turned out.
+    A request gets a slot when those that wait before it have got theirs and one more has left. With
+    s slots and requests that run for t seconds on average, one leaves every t / s seconds. What is
+    foreseen so is watched, whether or not anybody waits in the end; later forecasts are multiplied
+    by what nearly all of the watched ones turned out to be (WaitRatio).
 
-    Those of a restarted coordinator that go on may be more than there are slots.
+    After a restart of the coordinator more may run than there are slots: those that workers go on
+    with.
+
+    Args:
+        num_slots: how many of the tenant's requests may run at a time.
+        now: by the core's clock, as all times here.
     """
 
     __slots__ = ("_at", "_num_left", "_num_running", "_num_slots", "_ran_s", "_ratio", "_watched")
@@ -44,19 +56,21 @@ class Slots:
 
     @property
     def num_free(self) -> int:
+        """How many more requests may run."""
         return max(0, self._num_slots - self._num_running)
 
     @property
     def has_history(self) -> bool:
+        """Whether any request has left yet, so that waits can be foreseen."""
         return self._num_left > 0
 
     def took(self, now: float) -> None:
-        """One more runs."""
+        """One more request runs."""
         self._pass(now)
         self._num_running += 1
 
     def left(self, now: float) -> None:
-        """One runs no longer."""
+        """A request runs no longer."""
         self._pass(now)
         self._num_running -= 1
         keeps = 1 - 1 / _NUM_LATEST
@@ -70,28 +84,31 @@ class Slots:
                 self._watched = None
 
     def gave_up(self) -> None:
-        """One that waited does so no longer: those behind it wait for less."""
+        """A request has ended while it waited: what was foreseen for those behind it is void."""
         self._watched = None
 
     def wait_s(self, num_waiting: int, now: float) -> float | None:
-        """How long another one waits for a slot, in seconds; None: there is one for it.
+        """How long one more request would wait for a slot, in seconds.
 
         Args:
-            num_waiting: that go before it.
+            num_waiting: how many requests wait before it.
             now: by the core's clock.
+
+        Returns:
+            None where there is a slot for it.
         """
         num_before = num_waiting + 1 - self._num_slots + self._num_running
         if num_before <= 0:
             return None
         self._pass(now)
-        # Until the first has left, as if it did now.
+        # Until the first has left it is taken to leave now.
         wait_s = num_before * self._ran_s / (self._num_left or 1.0) / self._num_slots
         if wait_s and self._watched is None and self.has_history:
             self._watched = _Watched(now, num_before, wait_s)
         return wait_s * self._ratio.value
 
     def _pass(self, now: float) -> None:
-        """Time has passed."""
+        """Adds the time that has passed to what running requests ran."""
         if now > self._at:
             self._ran_s += self._num_running * (now - self._at)
             self._at = now

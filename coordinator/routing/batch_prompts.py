@@ -14,7 +14,7 @@ from baton.v1 import common_pb2
 
 
 class BatchPrompts:
-    """Those that may be told to make room, each on its prefill worker.
+    """The batch prompts that may be told to make room, each on its prefill worker.
 
     Args:
         router: of these workers; it is only read.
@@ -27,12 +27,12 @@ class BatchPrompts:
         self._num_at: Counter[WorkerKey] = Counter()
 
     def begins(self, batch: RequestKey, worker: WorkerKey) -> None:
-        """It is computed there from now on."""
+        """A batch prompt is computed by a worker from now on."""
         self._worker_of[batch] = worker
         self._num_at[worker] += 1
 
     def over(self, request: RequestKey) -> None:
-        """Whatever it was, it is not computed any more. Idempotent."""
+        """A prompt is not computed any more. Idempotent; ignores interactive ones."""
         worker = self._worker_of.pop(request, None)
         if worker is not None:
             self._num_at[worker] -= 1
@@ -40,11 +40,15 @@ class BatchPrompts:
                 del self._num_at[worker]
 
     def that_yields(self, request: Request, placement: Placement | None) -> RequestKey | None:
-        """The one that is to make room for an interactive prompt; None when none need.
+        """The batch prompt that should make room for an interactive one; None where none should.
 
         Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
-        only where what it has computed stays in a prefix cache: computing it once more would cost
-        those behind it more than is won.
+        only where what was computed stays in a prefix cache: computing it once more would cost the
+        requests behind it more than is won.
+
+        Args:
+            request: whose turn it is.
+            placement: where it would go; None: no worker has room for it.
         """
         if request.submission.lane == common_pb2.LANE_BATCH or not self._worker_of:
             return None
@@ -69,7 +73,7 @@ class BatchPrompts:
     def give_way(self, entry: WorkerLoad, worker: Worker | None) -> bool:
         """Whether all that a prefill worker has is a batch prompt that can make room.
 
-        With others behind it the room would be theirs.
+        Were there others behind it, they would take the room.
         """
         return (
             worker is not None

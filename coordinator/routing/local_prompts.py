@@ -1,6 +1,7 @@
 """Prompts that decode workers compute themselves: conditional disaggregation.
 
-Where that is much sooner than a prefill worker would be, and within what the outputs there bear.
+A decode worker does where it is much sooner than a prefill worker would be, and where the outputs
+that it decodes can bear the longer step.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Latency, WorkerLoad, WorkerTraits
 from baton.v1 import common_pb2
 
-# A prompt is computed by the decode worker when that takes this share of the time at most: what it
-# saves must be worth what it costs the outputs there.
+# A prompt is computed by the decode worker when that takes this share of the prefill worker's time
+# at most: what it saves must be worth what it costs the outputs there.
 _LOCAL_SHARE = 0.7
-# Targets are those of nearly all tokens: for a person who waits for a prompt, so many of an
-# output's gaps may be longer, up to so many targets long.
+# A target holds for nearly all gaps of an output. For a person who waits for a prompt this share of
+# them may be longer, up to so many times the target.
 _LONG_GAPS_SHARE = 0.05
 _LONGEST_GAP = 2.0
 
 
 class LocalPrompts:
-    """When a decode worker is the better one to compute a prompt, and what that costs its outputs.
+    """Says when a decode worker should compute a prompt, and counts what that costs its outputs.
 
     Args:
         router: of one revision's workers.
-        itl_target_s: of interactive outputs.
+        itl_target_s: target of gaps between an interactive output's tokens, in seconds.
     """
 
     def __init__(self, router: Router, itl_target_s: float) -> None:
@@ -37,11 +38,11 @@ class LocalPrompts:
         self._kinds: Counter[tuple[Latency, int]] = Counter()
 
     def attach(self, traits: WorkerTraits) -> None:
-        """A worker is there, of any role."""
+        """A worker of any role has attached."""
         self._kinds[traits.latency, traits.block_size_tokens] += 1
 
     def detach(self, traits: WorkerTraits) -> None:
-        """It is gone."""
+        """A worker is gone."""
         kind = traits.latency, traits.block_size_tokens
         self._kinds[kind] -= 1
         if not self._kinds[kind]:
@@ -51,9 +52,9 @@ class LocalPrompts:
         """Whether some decode worker might be sooner, whichever is chosen.
 
         Args:
-            num_tokens: of the prompt, and of known output.
-            match: of the prompt.
-            there_s: until a prefill worker has computed it.
+            num_tokens: how many tokens prompt and known output have.
+            match: which workers hold how much of the prompt.
+            there_s: how long a prefill worker would need, its queue included.
         """
         held = self._router.longest_decode(match)
         least_s = min(
@@ -63,14 +64,21 @@ class LocalPrompts:
         return least_s <= there_s * _LOCAL_SHARE
 
     def pays(self, choice: DecodeChoice, entry: WorkerLoad, there_s: float, lane: Lane) -> bool:
-        """Whether the chosen decode worker is sooner, and its urgent outputs bear it."""
+        """Whether a decode worker should compute a prompt: it is sooner, and its outputs bear it.
+
+        Args:
+            choice: the decode worker.
+            entry: what it has.
+            there_s: how long a prefill worker would need, its queue included.
+            lane: of the request.
+        """
         here_s = _outputs_step_s(entry) + entry.traits.latency.prefill_s(choice.num_new_tokens)
         return here_s <= there_s * _LOCAL_SHARE and self._bear(
             entry, _longest_step_s(entry, choice), lane
         )
 
     def begins(self, choice: DecodeChoice) -> None:
-        """The prompt is computed there: gaps that it makes longer than the target are counted."""
+        """A decode worker begins with a prompt: counts the gap that this makes too long, if any."""
         entry = self._router.load(choice.worker)
         if entry is not None and self._is_felt(entry, _longest_step_s(entry, choice)):
             self._router.hold_up(choice, _LONG_GAPS_SHARE)

@@ -1,7 +1,7 @@
-"""A placer for each revision, so that no choice can join workers of two.
+"""A placer for each revision, so that no request can be given workers of two.
 
 A prefix, a session's last worker, the least loaded one and the other end of a handoff are all
-looked up in one placer. So a request that is on a revision meets nothing of another one's.
+looked up in one placer, which knows workers of its own revision only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Placers:
 
     Attributes:
         crowded: decode workers that were given interactive work since they were last looked at.
-        changed: which workers serve may have changed since this was last taken back.
+        changed: whether workers have come, gone or changed what they take; whoever looks at them
+            then sets it back.
     """
 
     def __init__(
@@ -39,15 +40,16 @@ class Placers:
         return len(self._placers)
 
     def at(self, now: float) -> None:
-        """What follows happens at this time."""
+        """Tells the time of the event that is handled next, by the core's clock."""
         self._now = now
         for placer in self._placers.values():
             placer.router.now = now
 
     def of(self, revision: str) -> Placer:
+        """The placer of a revision, made where there is none."""
         placer = self._placers.get(revision)
         if placer is None:
-            # Clients may name any revision: nothing is kept of those that nobody is attached of.
+            # Clients may name any revision: placers without workers are not kept.
             self.keep_only(frozenset({self._workers.stable}))
             placer = self._placers[revision] = Placer(
                 self._config,
@@ -60,7 +62,7 @@ class Placers:
         return placer
 
     def keep_only(self, revisions: frozenset[str]) -> None:
-        """Forgets those of which nobody is attached, but for these."""
+        """Forgets the placers of revisions without attached workers, but for these."""
         for revision in self._placers.keys() - revisions - set(self._workers.revisions):
             del self._placers[revision]
             self._workers.forget(revision)
@@ -98,19 +100,20 @@ class Placers:
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
 
-    # ---- What workers go on with, and nobody has come back for.
+    # ---- Outputs that workers go on with from before a restart, and no client has come back for.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
-        """It takes so much there, until it is let go."""
+        """Counts so many tokens of KV room on a worker, until `let_go`."""
         self._router(worker).hold(key, worker.key, num_tokens)
 
     def held_grows(self, key: RequestKey, revision: str, num_tokens: int) -> None:
+        """It takes this many tokens now."""
         router = self.of(revision).router
         if router.outgrows(key, num_tokens):
             router.grow(key, num_tokens)
 
     def let_go(self, key: RequestKey, revision: str) -> None:
-        """Idempotent."""
+        """Frees what was held; idempotent."""
         self.of(revision).router.release(key)
 
     # ---- Inside.

@@ -45,7 +45,13 @@ class WorkerTraits:
 
 @dataclass(slots=True)
 class _Decode:
-    """Attributes: num_kv_tokens: reserved; arrived: its prompt is computed."""
+    """A request that is, or will be, decoded on a worker.
+
+    Attributes:
+        num_kv_tokens: KV room that is reserved for it.
+        urgent: whether batch requests yield to it.
+        arrived: whether its prompt is computed.
+    """
 
     num_kv_tokens: int
     urgent: bool
@@ -53,6 +59,8 @@ class _Decode:
 
 
 class _Prefill(NamedTuple):
+    """A prompt that a worker computes, or will: predicted seconds, and tokens to be computed."""
+
     work_s: float
     num_tokens: int
 
@@ -61,9 +69,9 @@ class Ahead(NamedTuple):
     """How much prefill work a worker may have and still take another prompt.
 
     Attributes:
-        num_chunks: steps of it: with so many or more it is full.
-        foresees: what is predicted to be computed of its first prompt is left out: who comes next
-            is there when that is done, and need not be sent for then.
+        num_chunks: it is full with this many steps of work or more.
+        foresees: whether what is predicted to be computed already of its first prompt does not
+            count, so that the next prompt is there in time.
     """
 
     num_chunks: float
@@ -78,15 +86,15 @@ class WorkerLoad:
     """One worker's entry in the router.
 
     Attributes:
-        bit: the worker's mask.
-        free_at: when the prefill work assigned here is expected to be done.
-        queued_tokens: of prompts assigned here whose first token has not come.
-        num_urgent: decodes that others yield to.
-        held_up_until: prompts computed here have made as many of the outputs' steps too long as
-            may be by then.
-        reserved_tokens: KV tokens of all decodes assigned here, expected output and prompts that
-            are still being computed elsewhere included; what has come early of these is no more.
-        free_tokens: KV room that nothing here is expected to need.
+        bit: the worker's bit in masks of workers.
+        free_at: when the prefill work assigned here is predicted to be done.
+        queued_tokens: tokens of prompts assigned here whose first token has not come.
+        num_urgent: decodes that batch requests yield to.
+        held_up_until: prompts that were computed here beside outputs have made as many of their
+            steps too long as is agreed until then: none may before.
+        reserved_tokens: KV tokens of all decodes assigned here, with their expected output; also
+            of those whose prompts are still computed elsewhere.
+        free_tokens: KV room that nothing assigned here is expected to need.
     """
 
     key: WorkerKey
@@ -119,17 +127,17 @@ class WorkerLoad:
 
     @property
     def num_arrived(self) -> int:
-        """Decodes whose prompts are computed."""
+        """How many decodes have their prompts computed."""
         return sum(one.arrived for one in self._decodes.values())
 
     @property
     def step_s(self) -> float:
-        """A whole chunk of a prompt."""
+        """Predicted seconds of a step that computes a whole chunk of a prompt."""
         return self.traits.latency.prefill_s(self.traits.chunk_tokens)
 
     @property
     def may_yield(self) -> bool:
-        """Whether one more that yields may join however long steps get."""
+        """Whether one more batch decode may join however long steps get: none or all are urgent."""
         return not self.num_urgent or self.num_urgent == len(self._decodes)
 
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
@@ -139,18 +147,21 @@ class WorkerLoad:
         )
 
     def queued_s(self, now: float) -> float:
-        """Seconds of prefill work that are left here."""
+        """Predicted seconds of prefill work that are left here."""
         return max(0.0, self.free_at - now)
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
-        """Whether it takes no other prompt behind what it has."""
+        """Whether the worker takes no other prompt behind what it has."""
         most = ahead.num_chunks * self.traits.chunk_tokens
         return self.queued_tokens >= most and not (
             ahead.foresees and self._has_room_at(most) <= now
         )
 
     def room_at(self, ahead: Ahead, now: float) -> float:
-        """When one that is full will have room as things are; infinite: not before it answers."""
+        """When a full worker is predicted to have room, by the core's clock.
+
+        Infinite where it will not before it reports a first token.
+        """
         most = ahead.num_chunks * self.traits.chunk_tokens
         if not ahead.foresees or self.queued_tokens < most:
             return math.inf
@@ -158,7 +169,7 @@ class WorkerLoad:
         return at if at > now else math.inf
 
     def _has_room_at(self, num_tokens: float) -> float:
-        """When less than that is left, by what is predicted of the first prompt."""
+        """When fewer tokens than that are left, by what is predicted of the first prompt."""
         first = next(iter(self._prefills.values()), None)
         if first is None:
             return -math.inf
@@ -181,7 +192,7 @@ class WorkerLoad:
         self.queued_tokens += num_tokens
 
     def end_prefill(self, request_id: str, now: float = 0.0) -> None:
-        """Its first token came, or never will; idempotent."""
+        """A prompt's first token came, or never will; idempotent."""
         was_first = next(iter(self._prefills), None) == request_id
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
@@ -190,15 +201,15 @@ class WorkerLoad:
             self.queued_tokens -= ended.num_tokens
             # Differences of floats would never come back to 0.
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
-            # What is left begins now: whatever was predicted wrongly of this one is over.
+            # The rest is predicted from now on: errors of this one's prediction are over.
             self.free_at = now + self._queued_s
 
     def hold_up(self, num_tokens: int, share: float, now: float) -> None:
-        """A prompt is computed beside the outputs, whose steps it makes longer than is agreed.
+        """A prompt is computed beside outputs and makes some of their steps too long.
 
         Args:
-            num_tokens: of the prompt, to be computed.
-            share: of an output's steps that may be too long.
+            num_tokens: tokens of the prompt that are computed.
+            share: the share of an output's steps that may be too long.
             now: by the core's clock.
         """
         num_steps = -(-num_tokens // self.traits.chunk_tokens)
@@ -213,18 +224,18 @@ class WorkerLoad:
         self.free_tokens -= num_kv_tokens
 
     def arrive(self, request_id: str) -> None:
-        """Its prompt is computed."""
+        """The prompt of a decode is computed."""
         decode = self._decodes.get(request_id)
         if decode is not None:
             decode.arrived = True
 
     def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
-        """Whether so many are more than is reserved for a decode."""
+        """Whether a decode needs more KV tokens than are reserved for it."""
         decode = self._decodes.get(request_id)
         return decode is not None and num_kv_tokens > decode.num_kv_tokens
 
     def grow(self, request_id: str, num_kv_tokens: int) -> None:
-        """At least so much is reserved for a decode."""
+        """Reserves at least so many KV tokens for a decode."""
         decode = self._decodes[request_id]
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
@@ -232,7 +243,7 @@ class WorkerLoad:
         self.free_tokens -= num_more
 
     def end_decode(self, request_id: str) -> None:
-        """Idempotent."""
+        """A decode is over, or goes elsewhere; idempotent."""
         decode = self._decodes.pop(request_id, None)
         if decode is not None:
             self.num_urgent -= decode.urgent
@@ -240,10 +251,10 @@ class WorkerLoad:
             self.free_tokens += decode.num_kv_tokens
 
     def report(self, kv_tokens_used: int) -> None:
-        """Takes in what the worker says that it holds, whoever for.
+        """Takes in how many KV tokens the worker says that it holds.
 
-        All that is assigned here is counted before it is there. What goes beyond is what another
-        coordinator had assigned and nobody has come back for yet.
+        What is assigned here is counted before the worker holds it. What goes beyond that was
+        assigned by another coordinator, and no client has come back for it yet.
         """
         unassigned = max(0, kv_tokens_used - self.reserved_tokens)
         self.free_tokens += self._unassigned_tokens - unassigned

@@ -17,9 +17,9 @@ from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
 from baton.coordinator.telemetry.stats import CoreStats
 
-# After a start that failed, twice as long after each one that follows.
+# How long a pool waits after a start that failed; twice as long after each further one in a row.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
-# One that dies sooner after it attached has not started properly either.
+# A worker that dies sooner after it attached has not started properly either.
 _STABLE_S = 10.0
 
 
@@ -28,10 +28,11 @@ class _Launch:
     """A process from the order to start it until nothing of it is left.
 
     Attributes:
-        revision: that it was started as.
+        revision: the revision that it was started as.
         since: when it was ordered.
-        attached_at: None: not yet.
-        ends: it is to end, or has left: it holds its GPUs until the launcher says otherwise.
+        attached_at: when its worker attached first; None: it has not yet.
+        ends: it is to end, or its worker has left: it holds its GPUs until the launcher says that
+            nothing is left of it.
         waits: why it cannot be started yet, in words; empty when nothing keeps it.
     """
 
@@ -45,12 +46,20 @@ class _Launch:
 
     @property
     def starting(self) -> bool:
+        """Whether it is waited for."""
         return self.attached_at is None and not self.ends
 
 
 @dataclass(slots=True)
 class _Starts:
-    """How starting goes in one pool and revision: what failed in a row, why, when to try again."""
+    """How starts go in one pool and revision.
+
+    Attributes:
+        num_failed: how many failed in a row.
+        problem: why the last of them did, in words.
+        failed_at: when it did.
+        not_before: when the next may be tried.
+    """
 
     num_failed: int = 0
     problem: str = ""
@@ -59,12 +68,13 @@ class _Starts:
 
 
 class Launches:
-    """Owns the processes. Ids are never used twice.
+    """Owns the worker processes, whose ids are never used twice.
 
     Args:
-        workers: that are attached.
+        workers: attached ones.
+        stats: counts cold starts and starts that fail.
         emit: takes effects.
-        stable: what is started unless told otherwise.
+        stable: the revision that processes are started as unless told otherwise.
 
     Attributes:
         stable: as above; a promoted revision takes its place.
@@ -89,7 +99,7 @@ class Launches:
 
     @property
     def worker_ids(self) -> list[str]:
-        """Of processes that are not known to have ended."""
+        """The ids of processes that are not known to have ended."""
         return list(self._all)
 
     def has(self, worker_id: str) -> bool:
@@ -97,27 +107,28 @@ class Launches:
         return worker_id in self._all
 
     def revision_of(self, worker_id: str) -> Revision | None:
-        """What a process was started as; None: not here."""
+        """The revision that a process was started as; None: it was not started here."""
         one = self._all.get(worker_id)
         return one.revision if one is not None else None
 
     def num_starting(self, pool: Pool, revision: str = "") -> int:
-        """Started and not attached; each counts once. Of the stable revision unless told."""
+        """How many processes start and have not attached; of the stable revision unless told."""
         return self._num_starting[pool, revision or self.stable.name]
 
     def is_starting(self, worker_id: str) -> bool:
+        """Whether a process that was started here is waited for."""
         one = self._all.get(worker_id)
         return one is not None and one.starting
 
     def is_ending(self, worker_id: str) -> bool:
-        """Whether nothing of a process that was started here is to be left."""
+        """Whether a process that was started here is to end, or its worker has left."""
         one = self._all.get(worker_id)
         return one is not None and one.ends
 
     def views(self) -> Iterator[WorkerView]:
-        """Those that nobody sees among the attached: they start, or hold GPUs still.
+        """The processes that are not among the attached workers: they start, or still hold GPUs.
 
-        What starts of a revision that is not the stable one is the rollout's to count.
+        Processes that start as another revision than the stable one are the rollout's to count.
         """
         for one in self._all.values():
             if one.starting and one.revision.name != self.stable.name:
@@ -147,17 +158,17 @@ class Launches:
         return f"{told}; {others} more wait" if others else told
 
     def not_before(self, pool: Pool) -> float:
-        """When the next stable one may be started, by the core's clock."""
+        """When the next process of the stable revision may be started, by the core's clock."""
         return self._starts[pool, self.stable.name].not_before
 
     # ---- What the scaler and a rollout want.
 
     def start(self, pool: Pool, number: int, now: float, revision: Revision | None = None) -> None:
-        """Starts so many; while starts fail one at a time, each later than the one before.
+        """Starts processes; after a start that failed one at a time, and not before `not_before`.
 
         Args:
-            pool: that they are for.
-            number: none for 0 and less.
+            pool: the pool that they are for.
+            number: how many; 0 or less starts none.
             now: by the core's clock.
             revision: the stable one unless told.
         """
@@ -179,13 +190,18 @@ class Launches:
             self._emit(ev.StartWorker(worker_id, pool, revision))
 
     def give_up_stuck(self, revision: str, before: float) -> None:
-        """Those of a revision that start since then, or for longer, are not waited for."""
+        """Ends processes of a revision that were ordered by then and have not attached yet.
+
+        Args:
+            revision: its name.
+            before: by the core's clock.
+        """
         for one in tuple(self._all.values()):
             if one.revision.name == revision and one.starting and one.since <= before:
                 self._end(one)
 
     def give_up(self, worker_id: str) -> None:
-        """One that has not attached is not waited for any longer; others are left alone."""
+        """Ends a process that has not attached yet; does nothing to one that has."""
         one = self._all.get(worker_id)
         if one is not None and one.starting:
             self._end(one)
@@ -193,7 +209,7 @@ class Launches:
     # ---- What happens.
 
     def attached(self, worker_id: str, now: float) -> None:
-        """A worker is there for the first time, and has served no other coordinator."""
+        """A worker has attached for the first time, and has served no other coordinator."""
         one = self._all.get(worker_id)
         if one is not None and one.attached_at is None:
             self._num_starting[one.pool, one.revision.name] -= one.starting
@@ -208,18 +224,19 @@ class Launches:
     def moved(self, worker_id: str, pool: Pool) -> None:
         """A worker serves in this pool from now on."""
         one = self._all.get(worker_id)
-        # Of one that still starts it was a namesake, as in `left`.
+        # While the process still starts, the worker was a namesake, as in `left`.
         if one is not None and not one.starting:
             one.pool = pool
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
-        """A worker is out of the cluster: of its process nothing is to be left either.
+        """A worker is out of the cluster: what is left of its process is ended.
 
         Returns:
             Whether it was started here and was not to leave.
         """
         one = self._all.get(worker_id)
-        # Of one that still starts it was a namesake, which an earlier coordinator had started.
+        # While the process still starts, the worker was a namesake that an earlier coordinator had
+        # started.
         if one is None or one.ends or one.starting:
             return False
         self._end(one)
@@ -230,11 +247,11 @@ class Launches:
     def exited(self, event: ev.WorkerExited, now: float) -> bool:
         """A process has ended, or was never there.
 
-        Of one that was to end anyway nothing is left once its launcher says so: what it started may
-        outlive it, and hold its GPUs.
+        A process that was to end is forgotten once its launcher says that nothing is left of it:
+        what it started may outlive it, and hold its GPUs.
 
         Returns:
-            Whether it was not to.
+            Whether it was started here and was not to end.
         """
         one = self._all.get(event.worker_id)
         if one is None:
@@ -250,7 +267,7 @@ class Launches:
         return True
 
     def settle(self, pool: Pool, now: float, revision: str = "") -> None:
-        """Forgets what failed once a later one has served for a while, or none is wanted."""
+        """Forgets failed starts once a later worker has served for a while, or none is wanted."""
         key = pool, revision or self.stable.name
         starts = self._starts[key]
         if not starts.num_failed:

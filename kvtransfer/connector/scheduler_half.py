@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE, EarlyLoads
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport
+from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
+from baton.kvtransfer.connector.unverified import UnverifiedBlocks
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.notes import NoteReader
@@ -30,7 +32,7 @@ _MAX_AHEAD = 4096
 _IDLE_WAIT_S = 0.05
 _RECEIVING = kv_transfer_pb2.HANDOFF_STATE_RECEIVING
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
-# Why nothing is loaded of a handoff, if anything was to be.
+# Why nothing was loaded of a handoff; unspecified where something was, or nothing was to be.
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
@@ -43,32 +45,19 @@ _OVER = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_F
 
 
 @dataclass(slots=True)
-class _Send:
-    """A request whose blocks are pushed.
-
-    Attributes:
-        num_tokens: of the prompt, from the first.
-        skip_blocks: of them, from the first, that are left out.
-        next_block: of the prompt, to be pushed next.
-    """
-
-    handoff_id: bytes
-    offset: int
-    num_tokens: int
-    skip_blocks: int
-    next_block: int
-
-
-@dataclass(slots=True)
 class _Receive:
     """A request that awaits a handoff.
 
     Attributes:
-        num_tokens: of its prompt, from the first, that it has with the handoff.
-        skip_tokens: of them, that the handoff leaves out.
-        deadline: when to give it up; it counts from when the first token is known.
-        num_coming: it waits to be told with which tokens it goes on, so many; None: it does not.
-        early_tried: something had come of it, and was loaded early or never will be.
+        request: the engine's.
+        handoff_id: of the handoff.
+        num_tokens: how many tokens of its prompt, from the first, it has with the handoff.
+        skip_tokens: how many of them the handoff leaves out.
+        timeout_s: how long it waits for the handoff, from when its first token is known.
+        deadline: when that ends, by time.monotonic.
+        num_coming: how many tokens it waits to be told, with which it goes on; None: it was told.
+        early_tried: whether something had come of the handoff while the request could begin to
+            load it early; that is tried once.
         over: loaded, given up, or nothing to load; the connector has no more to say.
     """
 
@@ -84,31 +73,20 @@ class _Receive:
 
     @property
     def announced(self) -> bool:
+        """Whether it is here ahead of its first token."""
         return self.num_coming is not None
 
 
 class _Commit(NamedTuple):
-    """Of a handoff.
+    """A handoff that has come whole.
 
     Attributes:
-        heard_at: by time.monotonic.
-        claims: of each shard, where they were claimed ahead.
+        heard_at: when that was heard, by time.monotonic.
+        claims: what ranks may read, by shard; empty where that was not claimed ahead.
     """
 
     heard_at: float
     claims: list[bytes]
-
-
-class _Loading(NamedTuple):
-    """What a step loads.
-
-    Attributes:
-        block_ids: that are filled.
-        affected: every block whose content is wrong if one of those is.
-    """
-
-    block_ids: Collection[int]
-    affected: Collection[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,36 +95,38 @@ class _Unfinished:
 
     Attributes:
         work: what it computes, as the latency model counts; None when it computes nothing.
-        loads: handoffs that it loads.
-        releases: handoffs of which nothing is read once it has finished, and why nothing was.
-        takers: whose loads take over early ones, and how many tokens they load; by handoff.
+        loads: the handoffs that it loads.
+        releases: the handoffs that nobody reads once it has finished, and why nobody did.
+        takers: by handoff, the request whose load takes over an early one, and how many tokens it
+            loads.
     """
 
     work: list[float] | None
     loads: list[bytes]
-    loading: list[_Loading]
     releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
     takers: dict[bytes, tuple[str, int]]
 
 
 class SchedulerHalf:
-    """Decides what is pushed and loaded, and when.
+    """Decides which handoffs are pushed and loaded, and in which step.
+
+    vLLM's scheduler calls it, through the connector, and never two methods at a time.
 
     Args:
         port: this thread's, to the transfer service.
-        notes: from the worker's main process.
+        notes: what the worker's main process tells it.
         layout: of the cache.
     """
 
     def __init__(self, port: EnginePort, notes: NoteReader, layout: KvLayout) -> None:
         self._port, self._notes, self._layout = port, notes, layout
-        # All that have not ended.
+        # All requests that have not ended.
         self._requests: dict[str, Request] = {}
-        self._sends: dict[str, _Send] = {}
+        self._sends = Sends(port, layout)
         self._receives: dict[str, _Receive] = {}
-        # Of handoffs that have not ended; the transfer service bounds how many there can be.
+        # Handoffs that have not ended; the transfer service bounds how many there can be.
         self._committed: dict[bytes, _Commit] = {}
-        # Of those some bytes are here.
+        # Those of which some bytes are here.
         self._arrived: set[bytes] = set()
         self._ended_early: OrderedDict[bytes, None] = OrderedDict()
         # First tokens of requests that are not here yet, by handoff.
@@ -157,21 +137,20 @@ class SchedulerHalf:
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Requests that wait to be taken back.
         self._gone: set[str] = set()
-        # A rank has lost the service.
+        # Whether a rank has lost the service.
         self._is_cut_off = False
-        # Requests given to the engine, as it has seen them and as their giver has counted.
+        # How many requests the engine has seen, and how many its giver says it was given.
         self._num_added = self._num_submitted = 0
-        # The last step computed nothing and none is under way: the engine has nothing to do but
-        # wait for handoffs, which it does once per step.
+        # Whether the last step computed nothing and none is under way: the engine has nothing to do
+        # but wait for handoffs, which it does once per step.
         self._may_wait = False
-        # The request that was asked about last may run, and has not got blocks.
+        # Whether the request that was asked about last may run, and has not got blocks.
         self._wants_blocks = False
         # Of the step that is made next.
         self._loads: list[Load] = []
         self._takers: dict[bytes, tuple[str, int]] = {}
-        self._ended_sends: list[bytes] = []
         self._releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
-        self._loading: list[_Loading] = []
+        self._unverified = UnverifiedBlocks()
         # vLLM may schedule a step while another runs, and finishes them in order.
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
@@ -181,43 +160,45 @@ class SchedulerHalf:
         self._notes.close()
 
     def bind(self, pool: BlockPool) -> None:
-        """Before the first request."""
+        """Takes the engine's pool of blocks, before the first request."""
         self._pool = pool
         self._early = EarlyLoads(self._layout, pool)
 
     def add(self, request: Request) -> None:
+        """A request was given to the engine."""
         self._num_added += 1
         self._requests[request.request_id] = request
         params = request.kv_transfer_params or {}
         if (send := params.get("baton_send")) is not None:
-            skip_blocks = send["skip_tokens"] // self._layout.block_size_tokens
-            self._sends[request.request_id] = _Send(
-                bytes.fromhex(send["handoff_id"]),
-                send["offset"],
-                send["num_tokens"],
-                skip_blocks,
-                skip_blocks,
-            )
+            self._sends.add(request.request_id, send)
         if (told := params.get("baton_receive")) is not None:
-            receive = self._receives[request.request_id] = _Receive(
-                request,
-                bytes.fromhex(told["handoff_id"]),
-                told["num_tokens"],
-                told["skip_tokens"],
-                told["timeout_s"],
-                time.monotonic() + told["timeout_s"],
-                told["num_coming"],
-            )
-            if receive.num_coming is not None:
-                # Without block hashes: whole blocks of the prompt can be found before they come.
-                self._extend(request, [_NO_TOKEN] * receive.num_coming)
-                self._port.claim_ahead(receive.handoff_id)
-                self._early_loads.keep(receive.handoff_id, request, receive.skip_tokens)
-            if (tokens := self._tokens_ahead.pop(receive.handoff_id, None)) is not None:
-                self._continue(receive, tokens)
+            self._add_receive(request, told)
+
+    def _add_receive(self, request: Request, params: Mapping[str, Any]) -> None:
+        receive = self._receives[request.request_id] = _Receive(
+            request,
+            bytes.fromhex(params["handoff_id"]),
+            params["num_tokens"],
+            params["skip_tokens"],
+            params["timeout_s"],
+            time.monotonic() + params["timeout_s"],
+            params["num_coming"],
+        )
+        if receive.num_coming is not None:
+            # Without block hashes: whole blocks of the prompt can be found before they come.
+            self._extend(request, [_NO_TOKEN] * receive.num_coming)
+            self._port.claim_ahead(receive.handoff_id)
+            self._early_loads.keep(receive.handoff_id, request, receive.skip_tokens)
+        if (tokens := self._tokens_ahead.pop(receive.handoff_id, None)) is not None:
+            self._continue(receive, tokens)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens to load beyond those computed here; None while that is not known."""
+        """How many tokens a request loads from its handoff; None: it waits, and is asked again.
+
+        Args:
+            request: the engine's, about to run.
+            num_computed_tokens: tokens of its prompt that it finds in the prefix cache.
+        """
         num_tokens = self._num_loadable_tokens(request, num_computed_tokens)
         self._wants_blocks = num_tokens is not None
         return num_tokens
@@ -227,11 +208,8 @@ class SchedulerHalf:
         if receive is None or receive.over:
             return 0
         self._poll()
-        if self._may_wait and receive.announced and not self._early_loads.has_work:
-            self._may_wait = False
-            if self._num_added >= self._num_submitted:
-                self._port.wait(_IDLE_WAIT_S, self._notes.sockets)
-                self._poll()
+        if receive.announced:
+            self._wait_for_news()
         self._load_early(receive, num_computed_tokens)
         if receive.announced:
             return None
@@ -249,8 +227,17 @@ class SchedulerHalf:
         self._end(receive)
         return 0
 
+    def _wait_for_news(self) -> None:
+        """Waits for news of handoffs, should the engine have nothing else to do in this step."""
+        if not self._may_wait or self._early_loads.has_work:
+            return
+        self._may_wait = False
+        if self._num_added >= self._num_submitted:
+            self._port.wait(_IDLE_WAIT_S, self._notes.sockets)
+            self._poll()
+
     def _load_early(self, receive: _Receive, num_computed_tokens: int) -> None:
-        """Begins with what has come of a handoff, once, and only ahead of the first token."""
+        """Begins to load what has come of a handoff, once, and only ahead of the first token."""
         if receive.early_tried or receive.handoff_id not in self._arrived:
             return
         receive.early_tried = True
@@ -264,9 +251,10 @@ class SchedulerHalf:
             )
 
     def _continue(self, receive: _Receive, token_ids: Sequence[int]) -> None:
-        """The tokens that a prompt was announced without, as vLLM's streaming sessions add some.
+        """Gives an announced request the tokens that it was announced without.
 
-        (Scheduler._update_request_as_session of vllm/v1/core/sched/scheduler.py.)
+        As vLLM's streaming sessions add some: Scheduler._update_request_as_session of
+        vllm/v1/core/sched/scheduler.py.
         """
         request = receive.request
         assert request.prompt_token_ids is not None
@@ -295,9 +283,15 @@ class SchedulerHalf:
         return min(receive.num_tokens, int(request.num_tokens) - 1)
 
     def allocated(self, request: Request, block_ids: list[int], num_loaded_tokens: int) -> None:
-        """The request runs in this step; it loads so many tokens."""
+        """A request runs in the step that is made next.
+
+        Args:
+            request: the engine's.
+            block_ids: all its blocks.
+            num_loaded_tokens: how many tokens it loads from its handoff.
+        """
         self._wants_blocks = False
-        self._follow(block_ids)
+        self._unverified.follow(block_ids)
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return
@@ -312,53 +306,37 @@ class SchedulerHalf:
             self._takers[receive.handoff_id] = request.request_id, num_loaded_tokens
         receive.over = True
         commit = self._committed.pop(receive.handoff_id, None)
-        if commit is not None and commit.claims:
-            self._begin_claimed(receive.handoff_id, commit)
-        load = Load(
-            receive.handoff_id,
-            receive.num_tokens - receive.skip_tokens,
-            first - receive.skip_tokens // size,
-            wanted,
-            commit.claims if commit is not None else [],
-            is_early,
+        claims = commit.claims if commit is not None else []
+        if commit is not None and claims and time.monotonic() - commit.heard_at >= LONG_HELD_S:
+            # Held for the time of a load from now on, lest it expires under this one.
+            self._port.claim_ahead(receive.handoff_id)
+        self._loads.append(
+            Load(
+                receive.handoff_id,
+                receive.num_tokens - receive.skip_tokens,
+                first - receive.skip_tokens // size,
+                wanted,
+                claims,
+                is_early,
+            )
         )
-        self._loads.append(load)
-        self._loading.append(_Loading(load.block_ids, block_ids[first:]))
-
-    def _begin_claimed(self, handoff_id: bytes, commit: _Commit) -> None:
-        """The ranks load what was claimed ahead for them."""
-        if time.monotonic() - commit.heard_at >= LONG_HELD_S:
-            self._port.claim_ahead(handoff_id)
+        self._unverified.load(wanted, block_ids[first:])
 
     def distrust(self, invalid_block_ids: set[int]) -> set[int]:
-        """After the oldest step: blocks whose content must not be found through the prefix cache.
+        """Which blocks must not be found through the prefix cache; told when the oldest step ends.
 
         vLLM enters blocks into its prefix cache when it allocates them, before a load has filled
         them, and takes out only those of requests that still run when the load has failed. Whoever
         gets them next finds nothing in them either: what was computed from wrong bytes may be no
         numbers, and kernels multiply what is behind a block's last token by nothing.
+
+        Args:
+            invalid_block_ids: blocks that the step's loads failed to fill.
         """
-        untrusted: set[int] = set()
-        for step in self._unfinished:
-            for loading in step.loading:
-                if not (invalid_block_ids | untrusted).isdisjoint(loading.block_ids):
-                    untrusted.update(loading.affected)
+        untrusted = self._unverified.distrust(invalid_block_ids)
         if untrusted:
             self._early_loads.spoil(untrusted)
         return untrusted
-
-    def _follow(self, block_ids: Sequence[int]) -> None:
-        """What a request computes after blocks that are being filled is wrong if they are."""
-        for loading in self._unverified():
-            filled = set[int]().union(*(one.affected for one in loading))
-            found = [at for at, block_id in enumerate(block_ids) if block_id in filled]
-            if found:
-                loading.append(_Loading([block_ids[at] for at in found], block_ids[found[0] :]))
-
-    def _unverified(self) -> list[list[_Loading]]:
-        """Of each step that loads something and has not finished, the one being made included."""
-        steps = [self._loading, *(step.loading for step in self._unfinished)]
-        return [loading for loading in steps if loading]
 
     def _unname(self, preempted_ids: Collection[str]) -> None:
         """Takes out of the prefix cache what this very schedule gave, and took back again.
@@ -377,30 +355,30 @@ class SchedulerHalf:
                     self._pool.evict_blocks({found[0].block_id})
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
+        """Says what the ranks are to push and load in a step that vLLM has scheduled."""
         self._unname(output.preempted_req_ids)
         if self._wants_blocks or output.preempted_req_ids:
             # Whoever may run goes before what may come of a handoff. (While the queue's head does
             # not fit nobody behind it is asked, so none of these would get to run either.)
             self._early_loads.yield_blocks()
         self._wants_blocks = False
+        pushes = []
+        if len(self._sends):
+            pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
         step = HandoffStep(
-            list(self._pushes(output)),
-            self._loads,
-            self._ended_sends,
-            self._early_loads.take_work(),
+            pushes, self._loads, self._sends.take_given_up(), self._early_loads.take_work()
         )
         work = self._counter.count(output)
         self._unfinished.append(
             _Unfinished(
                 work,
                 [load.handoff_id for load in step.loads],
-                self._loading,
                 self._releases,
                 self._takers,
             )
         )
-        self._loads, self._takers, self._ended_sends = [], {}, []
-        self._loading, self._releases = [], {}
+        self._unverified.step_made()
+        self._loads, self._takers, self._releases = [], {}, {}
         self._may_wait = all(one.work is None for one in self._unfinished)
         return step
 
@@ -413,6 +391,7 @@ class SchedulerHalf:
         told: dict[str, Any] = {}
         if self._unfinished:
             step = self._unfinished.popleft()
+            self._unverified.step_finished()
             if step.work is not None and not step.loads:
                 told[STEP_WORK] = step.work
             # With the next step, and vLLM makes one: what follows from the end of a handoff, in
@@ -436,48 +415,8 @@ class SchedulerHalf:
             self._poll()
         return told
 
-    def _pushes(self, output: SchedulerOutput) -> Iterator[Push]:
-        if not self._sends:
-            return
-        # Whoever gets what is sent takes it for right: of a load that is known when its step ends.
-        doubtful = {
-            block_id
-            for loading in self._unverified()
-            for one in loading
-            for block_id in one.affected
-        }
-        cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            if (send := self._sends.get(request_id)) is None:
-                continue
-            num_blocks = self._layout.num_blocks(send.num_tokens)
-            num_tokens = computed[request_id] + num_scheduled
-            # Blocks from the prefix cache never pass through the model: they go with the first.
-            num_ready = (
-                num_blocks
-                if num_tokens >= send.num_tokens
-                else num_tokens // self._layout.block_size_tokens
-            )
-            if num_ready <= send.next_block:
-                continue
-            block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
-            if not doubtful.isdisjoint(block_ids):
-                self._give_up(self._sends.pop(request_id))
-                continue
-            first, send.next_block = send.next_block, num_ready
-            yield Push(
-                send.handoff_id,
-                send.offset,
-                first - send.skip_blocks,
-                num_blocks - send.skip_blocks,
-                list(block_ids[first:num_ready]),
-                last=num_ready == num_blocks,
-            )
-
     def finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """The ranks get nothing more of the request, whose blocks are these.
+        """A request is over, whose blocks are these: the ranks get nothing more of it.
 
         What they were given before may still be under way: a step that runs ahead, copies that
         follow a step. So they say themselves when they have stopped writing, from the next step on
@@ -485,25 +424,18 @@ class SchedulerHalf:
         """
         self._counter.forget(request.request_id)
         self._requests.pop(request.request_id, None)
-        self._follow(block_ids)
-        if (send := self._sends.pop(request.request_id, None)) is not None and (
-            send.next_block < self._layout.num_blocks(send.num_tokens)
-        ):
-            self._give_up(send)
+        self._unverified.follow(block_ids)
+        self._sends.finished(request.request_id)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive, _CANCELLED)
 
-    def _give_up(self, send: _Send) -> None:
-        self._port.abort_send(send.handoff_id)
-        self._ended_sends.append(send.handoff_id)
-
     def reported(self, report: LoadReport, *, is_cut_off: bool = False) -> None:
-        """What the ranks say of the oldest unfinished step.
+        """Takes what the ranks say of the oldest unfinished step.
 
         Args:
-            report: of its loads.
-            is_cut_off: one of them has lost the transfer service.
+            report: what became of its loads.
+            is_cut_off: whether a rank has lost the transfer service.
         """
         self._is_cut_off = self._is_cut_off or is_cut_off
         self._failed_loads = report.failed
@@ -519,7 +451,12 @@ class SchedulerHalf:
         receive: _Receive,
         not_loaded: kv_transfer_pb2.RefusalReason.ValueType = _LOADED,
     ) -> None:
-        """Nothing more is loaded of it after the step that is made next."""
+        """Loads nothing more of a handoff after the step that is made next, which releases it.
+
+        Args:
+            receive: not over.
+            not_loaded: why nothing was loaded.
+        """
         receive.over = True
         self._early_loads.drop(receive.handoff_id)
         self._committed.pop(receive.handoff_id, None)

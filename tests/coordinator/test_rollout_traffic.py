@@ -10,6 +10,7 @@ from two_revisions import revision_of_session
 from baton.coordinator.core import events as ev
 from baton.coordinator.rollouts.revision import Revision
 from baton.runtime import errors
+from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -107,6 +108,19 @@ def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two_rev
     cell.start(1.0)
     assert cell.revision(cell.world.submit(num_prompt=20)) == "r2"
     assert cell.revision(cell.world.submit(num_prompt=80)) == "1"
+
+
+def test_what_a_request_may_take_of_its_rate_goes_by_the_stable_ones_context(new_world, say_hello):
+    world = new_world(tenants={"a": TenantConfig(tokens_per_s=1, burst_tokens=200)})
+    model = common_pb2.ModelDescription()
+    model.CopyFrom(say_hello("cp", PREFILL).model)
+    model.max_model_len = 64
+    world.attach("cp", PREFILL, revision="r2", model=model)
+    world.attach("p", PREFILL)
+    # As much as the context leaves: more than there is.
+    world.submit(tenant="a", sampling={"max_tokens": None})
+    to = world.submit(tenant="a")
+    assert world.last(to).error.reason == "TENANT_RATE"
 
 
 def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two_revisions, say_hello):

@@ -332,8 +332,8 @@ class EarlyEngine(RuleBasedStateMachine):
         for block_id in self.half.distrust(invalid):
             self.pool.evict(self.pool.blocks[block_id])
         # What a step made ahead has filled is known to be right with its own output.
-        following = [one for step in list(self.half._unfinished)[1:] for one in step.loading]
-        unknown = set[int]().union(*(one.affected for one in following))
+        _, *following = self.half._unverified._unfinished
+        unknown = {block for step in following for one in step for block in one.affected}
         for name, block in self.pool.cached.items():
             if block.block_id not in unknown:
                 self.check_block(name, len(name) // SIZE - 1, block)

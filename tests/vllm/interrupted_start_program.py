@@ -8,7 +8,8 @@ import threading
 from typing import Any
 from unittest import mock
 
-from baton.engine.vllm_engine import EngineCoreClient, RefusingEngineArgs, VllmEngine
+from baton.engine.vllm_config import RefusingEngineArgs
+from baton.engine.vllm_engine import EngineCoreClient, VllmEngine
 from baton.runtime import demo_model
 
 ARGUMENTS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}

@@ -1,0 +1,153 @@
+"""A receiver with its memory, and the frames of honest senders."""
+
+import random
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Arena
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.frames import FrameKind, Totals
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.receiving import (
+    TRANSITIONS,
+    Changed,
+    Grant,
+    ReceiverLimits,
+    ReceiveState,
+    Reply,
+)
+from baton.kvtransfer.service.receiver import Receiver
+from baton.v1 import kv_transfer_pb2 as pb
+
+LAYOUT = KvLayout("m", "r", "float32", 2, 1, 8, 4, 128, "heads,tokens,content", tp_size=2)
+
+
+LIMITS = ReceiverLimits(
+    max_wait_s=4, idle_timeout_s=3, commit_ttl_s=6, claim_timeout_s=2, retry_timeout_s=1,
+    max_queued=3, max_tombstones=64,
+)  # fmt: skip
+
+
+# Room for four handoffs of one block, or one of four.
+ARENA_BYTES = LAYOUT.handoff_bytes(4)
+
+
+IDS = [bytes([number]) * 16 for number in range(1, 6)]
+
+
+def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
+    """The bytes a handoff's sender has: different in every epoch."""
+    generator = random.Random(f"{handoff_id.hex()} {epoch} {num_blocks}")
+    return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
+
+
+def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) -> bytes:
+    return frames.encode_open(
+        pb.PushOpen(
+            handoff_id=handoff_id,
+            epoch=epoch,
+            fingerprint=layout.fingerprint(),
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * layout.block_size_tokens,
+            wait_ms=wait_ms,
+        )
+    )
+
+
+def data_message(handoff_id, epoch, num_blocks, rank, layer, first, count) -> bytes:
+    start = LAYOUT.offset(rank, layer, first, num_blocks)
+    payload = truth(handoff_id, epoch, num_blocks)[start : start + count * LAYOUT.block_bytes]
+    return frames.encode(
+        FrameKind.DATA, handoff_id, epoch, payload,
+        rank=rank, layer=layer, first_block=first, num_blocks=count,
+    )  # fmt: skip
+
+
+def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[bytes]]:
+    """Every data frame of a handoff, a block each, and the commits of its ranks."""
+    data, commits = [], []
+    for rank in range(LAYOUT.tp_size):
+        totals = Totals()
+        for layer in range(LAYOUT.num_layers):
+            for block in range(num_blocks):
+                message = data_message(handoff_id, epoch, num_blocks, rank, layer, block, 1)
+                (frame,) = frames.decode(message)
+                digest = frames.position_digest(rank, layer, block, 1, frame.checksum)
+                totals = totals.plus(LAYOUT.block_bytes, digest)
+                data.append(message)
+        commits.append(
+            frames.encode(FrameKind.COMMIT, handoff_id, epoch, totals.encode(), rank=rank)
+        )
+    return data, commits
+
+
+class Harness:
+    """A receiver with its memory, fed as the transport feeds it."""
+
+    def __init__(self, limits=LIMITS):
+        self.memory = memoryview(bytearray(ARENA_BYTES))
+        self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits)
+        self.receiver.configure(LAYOUT)
+        self.now = 0.0
+        self.states: dict[bytes, ReceiveState] = {}
+        # The epoch for which each handoff last got its room.
+        self.opened: dict[bytes, int] = {}
+        # What was granted ahead.
+        self.granted: list[Grant] = []
+
+    def deliver(self, stream: int, message: bytes) -> list[Reply]:
+        replies: list[Reply] = []
+        try:
+            for frame in frames.decode(message):
+                replies += self.seen(self.receiver.handle_frame(stream, frame, self.now))
+        except MalformedFrame as error:
+            replies += self.seen(self.receiver.handle_malformed(stream, error, self.now))
+        return replies
+
+    def seen(self, effects) -> list[Reply]:
+        for effect in effects:
+            if isinstance(effect, Changed):
+                before = self.states.get(effect.handoff_id)
+                if before is not None:
+                    assert effect.state in TRANSITIONS[before], (before, effect)
+                self.states[effect.handoff_id] = effect.state
+                self.granted += effect.grants
+            elif effect.kind == pb.PushReply.KIND_OPENED:
+                self.opened[effect.handoff_id] = effect.epoch
+        return [effect for effect in effects if isinstance(effect, Reply)]
+
+    def send_all(self, stream, handoff_id, epoch, num_blocks, order=None) -> list[Reply]:
+        data, commits = honest_messages(handoff_id, epoch, num_blocks)
+        if order is not None:
+            order.shuffle(data)
+        return [reply for message in data + commits for reply in self.deliver(stream, message)]
+
+    def tick(self, seconds: float) -> list[Reply]:
+        self.now += seconds
+        return self.seen(self.receiver.expire(self.now))
+
+    def bytes_of(self, grant) -> bytes:
+        size = LAYOUT.shard_bytes(grant.num_blocks)
+        return bytes(self.memory[grant.offset : grant.offset + size])
+
+    def assert_empty(self):
+        self.receiver.check_integrity()
+        assert self.receiver.num_live == 0
+        assert self.receiver.arena_statistics().used_bytes == 0
+        assert self.receiver.next_deadline() is None
+
+
+def rank_truth(grant, rank) -> bytes:
+    size = LAYOUT.shard_bytes(grant.num_blocks)
+    whole = truth(grant.handoff_id, grant.epoch, grant.num_blocks)
+    return whole[rank * size : (rank + 1) * size]
+
+
+def kinds(replies) -> list[tuple[int, int]]:
+    return [(reply.kind, reply.reason) for reply in replies]
+
+
+OPENED = [(pb.PushReply.KIND_OPENED, 0)]
+
+
+def refused(reason) -> list[tuple[int, int]]:
+    return [(pb.PushReply.KIND_REFUSED, reason)]
