@@ -76,8 +76,8 @@ class Segment:
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise TransferError(
-                    f"send_bytes + receive_bytes is {size_bytes}; {SEGMENT_DIRECTORY} has "
-                    f"{_free_bytes()} bytes free"
+                    f"kv_transfer.send_bytes + .receive_bytes is {size_bytes}; "
+                    f"{SEGMENT_DIRECTORY} has {_free_bytes()} bytes free"
                 ) from error
             raise TransferError(f"no shared memory in {SEGMENT_DIRECTORY}: {error}") from error
 

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 # Connections over which calls have come.
 _MAX_PEERS = 65_536
 _SAME_CONNECTION_S = 60.0
-# Whoever scans ports does not fill the log.
-_LOG_INTERVAL_S = 1.0
+# Whoever scans ports, or tries again and again with a wrong certificate, does not fill the log.
+_LOG_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,9 @@ def test_segments_of_killed_services_are_removed_and_those_of_living_ones_are_no
 
 
 def test_a_segment_larger_than_shared_memory_is_refused_in_words():
-    with pytest.raises(TransferError, match=r"send_bytes \+ receive_bytes is .* bytes free"):
+    with pytest.raises(
+        TransferError, match=r"kv_transfer.send_bytes \+ .receive_bytes is .* bytes free"
+    ):
         Segment.create(2**60)
 
 
@@ -121,7 +123,7 @@ def test_a_segment_that_is_not_to_be_had_leaves_nothing(monkeypatch, tmp_path, m
     def fails(*_, **__):
         raise OSError(why, os.strerror(why))
 
-    said = r"send_bytes \+ receive_bytes is 8192; .* has \d+ bytes free"
+    said = r"kv_transfer.send_bytes \+ .receive_bytes is 8192; .* has \d+ bytes free"
     with monkeypatch.context() as patch:
         patch.setattr(module, call, fails)
         with pytest.raises(TransferError, match=said if why == errno.ENOSPC else os.strerror(why)):

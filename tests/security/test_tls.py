@@ -4,6 +4,7 @@ import asyncio
 import math
 import socket
 import ssl
+import time
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from baton.client.errors import PermissionDeniedError, UnavailableError
 from baton.runtime import rpc
 from baton.runtime.dev_certs import CLUSTER_NAME
 from baton.runtime.dial import Dial
-from baton.runtime.tls import TlsFiles
+from baton.runtime.tls import Handshakes, TlsFiles
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
 
 WAIT_S = 30.0
@@ -146,3 +147,14 @@ async def test_files_that_do_not_fit_together_change_nothing(start_coordinator, 
             (pki.directory / "server.pem").write_text(fitting)
             await asyncio.to_thread(shown_certificate, running.address, pki)
         assert not any("PRIVATE" in line for line in log.lines)
+
+
+def test_handshakes_in_vain_are_all_counted_and_do_not_fill_the_log(log):
+    handshakes = Handshakes("coordinator.listen", 0.0)
+    start = time.monotonic()
+    # A worker with a wrong certificate tries several times a second.
+    for number in range(300):
+        handshakes.begun()
+        handshakes.expire(start + number / 5)
+    assert handshakes.num_refused == 300
+    assert 1 < len(log.lines) < 10
