@@ -108,6 +108,7 @@ class RandomWorker:
 
     def __post_init__(self) -> None:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
+        self._held_up: deque[Callable[[], None]] = deque()
         self._busy_until = self.cell.now
         self._lost_at = self.cell.now
         self._steps = self._released = self._leaves = self._has_abandoned = False
@@ -134,14 +135,24 @@ class RandomWorker:
         """It does something then, or once it no longer stands still; never after its death."""
 
         def act() -> None:
-            if self.dead:
-                return
-            if self.frozen_until > self.cell.now:
-                self.cell.at(self.frozen_until, act)
-            else:
+            if self._held_up or self.frozen_until > self.cell.now:
+                self._held_up.append(action)
+                if len(self._held_up) == 1:
+                    self.cell.at(self.frozen_until, self._go_on)
+            elif not self.dead:
                 action()
 
         self.cell.after(seconds, act)
+
+    def _go_on(self) -> None:
+        """What was to be done while it stood still is done now, in its order."""
+        if self.frozen_until > self.cell.now:
+            self.cell.at(self.frozen_until, self._go_on)
+            return
+        while self._held_up:
+            action = self._held_up.popleft()
+            if not self.dead:
+                action()
 
     # ---- The coordinator.
 
