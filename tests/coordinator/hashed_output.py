@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 
 import xxhash
 
+from baton.v1 import common_pb2
+
 NUM_TOKENS = 500
 # One in so many ends an output.
-_LAST = 32
+_LAST = 64
 
 
 class HashedOutput:
@@ -44,12 +47,17 @@ def is_last(token: int) -> bool:
     return token % _LAST == 0
 
 
+def most_tokens(sampling: common_pb2.SamplingParams) -> float:
+    """Of an output that does not end by itself."""
+    return sampling.max_tokens if sampling.HasField("max_tokens") else math.inf
+
+
 def text_of(token: int) -> str:
     """One letter, so that text and tokens can be counted against each other."""
     return chr(ord("a") + token % 26)
 
 
-def undisturbed(prompt: Sequence[int], adapter: str, revision: str, max_tokens: int) -> list[int]:
+def undisturbed(prompt: Sequence[int], adapter: str, revision: str, max_tokens: float) -> list[int]:
     """The output of a request that one worker computes from beginning to end."""
     output, tokens = HashedOutput(prompt, adapter, revision), list[int]()
     while len(tokens) < max_tokens and not (tokens and is_last(tokens[-1])):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.rpc import code_pb2
-from hashed_output import NUM_TOKENS, is_last, text_of, undisturbed
+from hashed_output import NUM_TOKENS, is_last, most_tokens, text_of, undisturbed
 from random_conditions import TENANTS
 
 from baton.client.resume import retry_delay_s
@@ -38,7 +38,7 @@ class Client:
     Attributes:
         deadline: by the cell's clock.
         session: that it is submitted over. to: its stream there; None while it has none.
-        resumes: it had been accepted before its session was lost.
+        resumes: it is about to go on over another session. has_resumed: it has tried.
         ends_itself: it, or an operator, has cancelled it.
         outcome: in a word, once it is over for its client.
     """
@@ -59,6 +59,7 @@ class Client:
     revision: str = ""
     accepted: bool = False
     resumes: bool = False
+    has_resumed: bool = False
     num_refusals: int = 0
     ends_itself: bool = False
     outcome: str = ""
@@ -70,7 +71,7 @@ class Client:
 
     def expected(self) -> list[int]:
         """Its whole output, had nothing happened."""
-        max_tokens = self.sampling.max_tokens
+        max_tokens = most_tokens(self.sampling)
         return undisturbed(self.prompt, self.adapter, self.revision, max_tokens)
 
 
@@ -103,14 +104,16 @@ class RandomClients:
             prompt = [family] * 4 + [family * 7] * (length - 4)
         else:
             prompt = [chance.randrange(NUM_TOKENS) for _ in range(length)]
-        sampling = common_pb2.SamplingParams(max_tokens=chance.choice([1, 2, 8, 30, 80]))
+        sampling = common_pb2.SamplingParams()
+        if max_tokens := chance.choice([1, 2, 8, 30, 80, 200, None]):
+            sampling.max_tokens = max_tokens
         if chance.random() < 0.1:
             # Its state has to be replayed, token by token, wherever it goes on.
             sampling.temperature, sampling.seed = 1.0, 7
         client = Client(
             request_id=f"r{next(self._numbers)}",
             tenant="default" if plain else chance.choice(["default", "default", *TENANTS]),
-            lane=chance.choice(_LANES),
+            lane=common_pb2.LANE_BATCH if plain else chance.choice(_LANES),
             prompt=prompt,
             sampling=sampling,
         )
@@ -179,7 +182,7 @@ class RandomClients:
         return self._cell.chance.choice(running[-10:]) if running else None
 
     def _resume(self, client: Client) -> None:
-        client.resumes, client.to = True, None
+        client.resumes, client.has_resumed, client.to = True, True, None
         # A revision that leaves waits for those who come back at once.
         late = [2.0] if self._cell.conditions.faults else []
         self._later(client, self._cell.chance.choice([0.01, 0.1, 0.5, *late]))
@@ -310,13 +313,16 @@ class RandomClients:
             return not client.accepted or cell.conditions.tight or cell.num_losses > 0
         if getattr(error, "reason", "") == _GONE:
             return cell.conditions.faults and bool(client.revision)
+        if code == code_pb2.FAILED_PRECONDITION:
+            # Nobody can go on with it, also for its client that comes back.
+            is_lost = cell.conditions.faults or client.has_resumed
+            is_exact = client.sampling.HasField("seed")
+            return is_lost and is_exact and not cell.conditions.forces_tokens
         if not cell.conditions.faults:
             # Where queues are short, it may have waited too long for a worker that starts.
             return code == code_pb2.UNAVAILABLE and cell.conditions.tight
         if code == code_pb2.INTERNAL:
             return cell.conditions.fails > 0 or cell.num_losses > 1
-        if code == code_pb2.FAILED_PRECONDITION:
-            return client.sampling.HasField("seed") and not cell.conditions.forces_tokens
         if code == code_pb2.INVALID_ARGUMENT:
             return bool(client.adapter)
         return code == code_pb2.UNAVAILABLE

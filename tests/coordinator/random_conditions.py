@@ -75,7 +75,7 @@ def draw(chance: random.Random, *, faults: bool) -> Conditions:
     adapters = chance.choice([(), ("fr", "de")])
     return Conditions(
         faults=faults,
-        launched=chance.random() < 0.6,
+        launched=chance.random() < 0.5,
         tight=tight,
         step_s=chance.choice([0.01, 0.02, 0.05]),
         token_s=chance.choice([0.0001, 0.001, 0.003]),
@@ -122,13 +122,17 @@ def _config(chance: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
     max_queued = 8 if tight else 100
     lanes = LanesConfig(
         interactive=InteractiveLaneConfig(
-            max_queued=max_queued, max_queue_s=20.0 if tight else 600.0
+            max_queued=max_queued,
+            max_queue_s=20.0 if tight else 600.0,
+            ttft_ms=600 if tight and chance.random() < 0.5 else None,
+            itl_ms=chance.choice([1, 16, 100]),
         ),
         batch=BatchLaneConfig(
             max_queued=max_queued,
             max_queue_s=40.0 if tight else 1000.0,
             max_running=chance.choice([2, 8]),
         ),
+        long_prompt_tokens=chance.choice([0, 100]),
     )
     return replace(
         CoreConfig.of(parse({"model": "simulated"}, "test")),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random_cell import RandomCell
 from random_clients import Client
 from random_conditions import REVISIONS
-from random_worker import DECODE, PREFILL, SERVING, RandomWorker
+from random_worker import DECODE, DRAINING, PREFILL, SERVING, RandomWorker
 
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
@@ -32,10 +32,10 @@ class RandomEvents:
         self._faults, self._launched = cell.conditions.faults, cell.conditions.launched
         clients = cell.clients
         peaceful: list[Callable[[], None]] = [
-            *[self._submit] * 6, self._submit_some, clients.lose_session, clients.submit_twice,
-            self._cancel, self._cancel_by_hand, self._flip, self._drain, self._scale,
-            self._autoscale, self._set_targets, self._roll_out, self._share, self._promote,
-            self._abort, self._stop_worker,
+            *[self._submit] * 6, *[self._submit_some] * 2, clients.lose_session,
+            clients.submit_twice, self._cancel, self._cancel_by_hand, self._flip, self._drain,
+            self._scale, self._autoscale, self._set_targets, self._roll_out, self._share,
+            self._promote, self._abort, self._stop_worker,
         ]  # fmt: skip
         faulty: list[Callable[[], None]] = [
             self._kill, self._freeze, self._wedge, self._cut, self._replace, self._declare_lost,
@@ -136,7 +136,7 @@ class RandomEvents:
         sizes = {pool: chance.choice([1, 2]) for pool in Pool if chance.random() < 0.5}
         if rollouts.start_error(revision, share, sizes) is not None:
             return
-        self._post(ev.RolloutAsked(revision, share, sizes, chance.random() < 0.3))
+        self._post(ev.RolloutAsked(revision, share, sizes, self._faults and chance.random() < 0.3))
         if not self._launched:
             for role in (PREFILL, DECODE):
                 self._begin_later(0.0, f"{name}-{role}-{chance.randrange(100)}", role, name)
@@ -151,6 +151,10 @@ class RandomEvents:
             self._post(ev.PromotionAsked(drain_s))
 
     def _abort(self) -> None:
+        canary = self._core.workers.of(self._core.rollouts.traffic.canary)
+        if not self._faults and any(worker.state == DRAINING for worker in canary):
+            # Those that are to take their place would be given up, and what they have with them.
+            return
         if self._core.rollouts.abort_error() is None:
             drain_s = self._chance.choice([None, 1.0]) if self._faults else None
             self._post(ev.AbortAsked("test", drain_s))
@@ -243,8 +247,8 @@ class RandomEvents:
         return self._chance.choice([worker.revision, worker.revision, "1", "v2"])
 
     def _lose_coordinator(self) -> None:
-        """Seldom; it may have time to say so."""
-        if self._chance.random() < 0.4:
+        """Not often; it may have time to say so."""
+        if self._chance.random() < 0.7:
             if self._chance.random() < 0.4:
                 self._post(ev.AdmissionClosed(True))
             self._cell.lose_coordinator()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.rpc import code_pb2
-from hashed_output import HashedOutput, is_last, text_of
+from hashed_output import HashedOutput, is_last, most_tokens, text_of
 from random_conditions import SHAPE
 
 from baton.bench.simulate.hello import hello
@@ -108,6 +108,7 @@ class RandomWorker:
 
     def __post_init__(self) -> None:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
+        self._held_up: deque[Callable[[], None]] = deque()
         self._busy_until = self.cell.now
         self._lost_at = self.cell.now
         self._steps = self._released = self._leaves = self._has_abandoned = False
@@ -134,14 +135,24 @@ class RandomWorker:
         """It does something then, or once it no longer stands still; never after its death."""
 
         def act() -> None:
-            if self.dead:
-                return
-            if self.frozen_until > self.cell.now:
-                self.cell.at(self.frozen_until, act)
-            else:
+            if self._held_up or self.frozen_until > self.cell.now:
+                self._held_up.append(action)
+                if len(self._held_up) == 1:
+                    self.cell.at(self.frozen_until, self._go_on)
+            elif not self.dead:
                 action()
 
         self.cell.after(seconds, act)
+
+    def _go_on(self) -> None:
+        """What was to be done while it stood still is done now, in its order."""
+        if self.frozen_until > self.cell.now:
+            self.cell.at(self.frozen_until, self._go_on)
+            return
+        while self._held_up:
+            action = self._held_up.popleft()
+            if not self.dead:
+                action()
 
     # ---- The coordinator.
 
@@ -354,10 +365,6 @@ class RandomWorker:
             self._after(self.wedged_until - self.cell.now, held, lambda: self._prefilled(held))
             return
         self.num_steps += 1
-        new = [block for block in self._hashes(held) if block not in self.blocks]
-        self.blocks.update(dict.fromkeys(new))
-        if new:
-            self.post(cache=cluster_pb2.CacheEvents(stored=new))
         output = self._next(held)
         output.finish = output.finish or Finish.CUT
         plan = held.attempt.handoff
@@ -382,6 +389,13 @@ class RandomWorker:
             self.post(handoff=report)
             target._receive(plan.handoff_id, COMMITTED)
         self._leave_if_idle()
+
+    def _cache(self, held: Held) -> None:
+        """Its prompt is computed, or has come: its blocks may be of use to others."""
+        new = [block for block in self._hashes(held) if block not in self.blocks]
+        self.blocks.update(dict.fromkeys(new))
+        if new:
+            self.post(cache=cluster_pb2.CacheEvents(stored=new))
 
     def _hashes(self, held: Held) -> list[int]:
         root = root_of(held.spec.adapter)
@@ -456,16 +470,16 @@ class RandomWorker:
         if self._steps:
             self.after(self.cell.conditions.step_s, self._step)
 
-    @staticmethod
-    def _next(held: Held) -> EngineOutput:
+    def _next(self, held: Held) -> EngineOutput:
         """One token; the first also says how long it took."""
         token, sampling = held.output.next(), held.spec.sampling
         output = EngineOutput("", token_ids=[token], text=text_of(token))
         if is_last(token) and not sampling.ignore_eos:
             output.finish = Finish.STOP
-        elif len(held.attempt.token_ids) + 1 >= sampling.max_tokens:
+        elif len(held.attempt.token_ids) + 1 >= most_tokens(sampling):
             output.finish = Finish.LENGTH
         if not held.answered:
+            self._cache(held)
             held.answered, output.queue_s, output.run_s = True, 0.001, 0.002
         return output
 
