@@ -224,7 +224,7 @@ class EarlyLoads:
             self.drop(handoff_id)
 
     def take_work(self) -> EarlyWork:
-        """What the step that is made has to do; gives loads up first where blocks have run short."""
+        """What the step that is made has to do; gives loads up where blocks have run short."""
         for handoff_id in [key for key, load in self._loads.items() if load.offered]:
             # Its request has got no blocks: from now on the offered ones are anybody's.
             self.drop(handoff_id)
