@@ -31,7 +31,7 @@ def top(
 ) -> None:
     """Watch pools, lanes, latencies against their targets, workers and scale events; q quits.
 
-    Where standard output is no terminal it draws once.
+    Where standard output is no terminal, or one that can only add lines, it draws once.
     """
     addresses = options.resolve_addresses(address)
     if once or not sys.stdout.isatty() or not sys.stdin.isatty():
@@ -64,6 +64,10 @@ async def _live(addresses: list[str], interval_s: float) -> None:
     from baton.cli.top_view import draw
     from baton.client.watcher import Watcher
 
+    console = Console(highlight=False)
+    if console.is_dumb_terminal:
+        await _once(addresses)
+        return
     loop, to = asyncio.get_running_loop(), connection.current()
     ends, wake = asyncio.Event(), asyncio.Event()
 
@@ -75,7 +79,6 @@ async def _live(addresses: list[str], interval_s: float) -> None:
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGWINCH, wake.set)
     seen = _Seen()
-    console = Console(highlight=False)
 
     def show() -> None:
         width, height = console.size

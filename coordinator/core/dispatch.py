@@ -18,7 +18,6 @@ from baton.coordinator.routing.load_index import ROLE_OF
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.runtime import errors
-from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 # The key of its timer.
@@ -143,6 +142,7 @@ class Dispatcher:
                     if (request := self._book.requests.get(key)) is not None
                     and request.submission.lane == common_pb2.LANE_BATCH
                     and request.state is RequestState.DECODING
+                    and worker.can_resume(request)
                 ]
                 if not batch:
                     break
@@ -152,12 +152,7 @@ class Dispatcher:
     def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
         """Why a request cannot go on after its known tokens; None when it can, or has none."""
         decoder = self._workers.get(placement.decode.worker) if placement.decode else None
-        if (
-            not len(request.token_ids)
-            or decoder is None
-            or decoder.hello.capacity.supports_forced_tokens
-            or not needs_exact_state(request.submission.sampling)
-        ):
+        if decoder is None or decoder.can_resume(request):
             return None
         return errors.FailedPrecondition(
             "this request cannot be resumed: its seed, penalties, bad words or grammar "

@@ -81,14 +81,15 @@ class Losses:
 
         It is not out: when it responds again it is given new work. What it then still says of the
         requests that went elsewhere is of an older attempt. Where only the stable revision could
-        take its requests, those stay that have begun.
+        take its requests, those stay that have begun, and everywhere those that no other worker
+        could go on with.
         """
         has_peers = any(other is not worker for other in self._workers.peers(worker))
         if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
             worker.unresponsive = reason
             self._placers.refresh(worker)
             self._book.stats.worker_unresponsive(now)
-            self._recover_all(worker, reason, [], now, with_begun=has_peers)
+            self._recover_all(worker, reason, [], now, with_begun=has_peers, is_out=False)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
@@ -113,6 +114,7 @@ class Losses:
         now: float,
         *,
         with_begun: bool = True,
+        is_out: bool = True,
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.assigned, *worker.sending]:
@@ -120,6 +122,8 @@ class Losses:
             if request is None or worker.key not in (request.prefill, request.decode):
                 continue
             if len(request.token_ids) and not with_begun:
+                continue
+            if not is_out and not worker.can_resume(request):
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(

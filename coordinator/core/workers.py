@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.coordinator.core.request import RequestKey, WorkerKey
+from baton.coordinator.core.request import Request, RequestKey, WorkerKey
 from baton.coordinator.telemetry.stalls import MAX_SLOW_STEPS, SlowStep
 from baton.runtime import kv_fingerprint
 from baton.runtime.errors import (
@@ -18,6 +18,7 @@ from baton.runtime.errors import (
     InvalidArgument,
 )
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
+from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
@@ -165,6 +166,14 @@ class Worker:
             if room <= 0:
                 break
         return found
+
+    def can_resume(self, request: Request) -> bool:
+        """Whether it could go on with what another worker has put out."""
+        return (
+            not len(request.token_ids)
+            or self.hello.capacity.supports_forced_tokens
+            or not needs_exact_state(request.submission.sampling)
+        )
 
     def release(self, key: RequestKey) -> bool:
         """Takes a request off the worker; returns whether it was there."""

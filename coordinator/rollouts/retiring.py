@@ -68,7 +68,7 @@ class Retiring:
         return iter(tuple(self._leaving))
 
     def begin(self, revision: str, why: str, drain_s: float, now: float) -> None:
-        """It gets nothing new. What it has not ended within `drain_s` fails."""
+        """It gets nothing new. What it has begun and not ended within `drain_s` fails."""
         self._leaving[revision] = _Leaving(now + drain_s, why, busy_at=now)
 
     def replace(self, revisions: Iterable[str], drain_s: float, now: float) -> None:
@@ -93,7 +93,11 @@ class Retiring:
         stays = [one for one in self._book.requests.all() if one.stays_on(revision)]
         if now >= leaving.until:
             for request in stays:
-                self._book.fail(request, gone_error(revision), now)
+                if len(request.token_ids):
+                    self._book.fail(request, gone_error(revision), now)
+                else:
+                    # Nobody has seen anything of it: another revision may compute it.
+                    self._book.move(request, now)
             stays = []
         if stays:
             leaving.busy_at = now

@@ -198,6 +198,9 @@ class Rollouts:
             self._restore(record, now)
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
+        if returns and worker.revision not in self.retiring and self._replaced(worker):
+            self._retire(worker.revision, "another revision has taken its place", None, now)
+            self._changed()
 
     def starts_workers(self, now: float) -> None:
         """Those are of the configured revision, whatever a worker has remembered before this."""
@@ -276,6 +279,17 @@ class Rollouts:
         # What came before the first worker did was taken for the configured revision's.
         self._move_waiting()
         self._tell()
+
+    def _replaced(self, worker: Worker) -> bool:
+        """Whether a worker's revision left, or was to, when it lost the coordinator before.
+
+        One that no rollout was of waits for its own.
+        """
+        record, revision = worker.hello.rollout, worker.revision
+        known = (record.stable, record.canary) if record.configured == self._configured else ()
+        return revision not in (self.traffic.stable, self.traffic.canary) and (
+            revision in known or revision in record.retiring
+        )
 
     def _set_current(self) -> None:
         current = frozenset(filter(None, (self.traffic.stable, self.traffic.canary)))

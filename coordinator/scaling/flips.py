@@ -132,6 +132,9 @@ class Flips:
         self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
     def _moves(self, request: Request, worker: Worker, *, late: bool) -> bool:
+        if not worker.can_resume(request):
+            # Nor can its peers, which are alike.
+            return False
         if late:
             return request.state in (RequestState.DECODING, RequestState.PREFILLING)
         # Its turn to be looked at comes when its first token is here.

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pty
 import queue
 import re
 import signal
@@ -320,6 +321,24 @@ def test_one_request_and_the_whole_cell_are_explained(ask):
     drawn = ask("top", "--once").out
     assert "prefill-0" in drawn
     assert "interactive" in drawn
+
+
+def test_a_terminal_that_only_adds_lines_gets_top_once(cluster):
+    terminal, ours = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "baton.cli", "top", "--address", cluster],
+            stdin=ours,
+            stdout=ours,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"TERM": "dumb"},
+            timeout=START_TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"prefill-0" in os.read(terminal, 2**16)
+    finally:
+        os.close(ours)
+        os.close(terminal)
 
 
 def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_path):

@@ -110,7 +110,7 @@ class RandomWorker:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
         self._busy_until = self.cell.now
         self._lost_at = self.cell.now
-        self._steps = self._released = self._leaves = False
+        self._steps = self._released = self._leaves = self._has_abandoned = False
         self._beat()
 
     @property
@@ -188,6 +188,7 @@ class RandomWorker:
         self._leave_if_idle()
 
     def _abandon(self) -> None:
+        self._has_abandoned = True
         for held in list(self.held.values()):
             self._fail(held, Unavailable("no coordinator"))
         self.expected.clear()
@@ -223,11 +224,13 @@ class RandomWorker:
     def _decode(self, command: cluster_pb2.DecodeCommand) -> None:
         spec, plan = command.spec, _plan(command)
         if command.expected:
-            expected = self.expected.get(spec.request_id)
+            expected = self.expected.pop(spec.request_id, None)
+            if expected is None and self._has_abandoned:
+                self._say(Attempt(spec, DECODE, None).failed(Internal("not told to expect it")))
+                return
             # Everything of one attempt comes in order, over one link.
             assert expected is not None, spec
             assert expected.spec.attempt == spec.attempt, (expected.spec, spec)
-            del self.expected[spec.request_id]
             spec.prompt_token_ids.extend(expected.spec.prompt_token_ids)
             plan = expected.handoff
         self._start(Attempt(spec, DECODE, plan))

@@ -192,6 +192,18 @@ def test_what_does_not_end_in_time_fails_and_says_why(two_revisions):
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
+def test_what_nobody_has_seen_anything_of_in_time_is_computed_by_the_stable_one(two_revisions):
+    cell = two_revisions(1.0)
+    to = cell.world.submit()
+    cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
+    cell.beat(23)
+    assert cell.revision(to) == "1"
+    cell.first_token(to)
+    cell.token(to, finish=STOP)
+    assert cell.world.last(to).reason == STOP
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two_revisions, fails):
     cell = two_revisions(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from two_revisions import revision_of_session
 
 from baton.coordinator.core import events as ev
@@ -64,6 +65,36 @@ def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello)
         hello.rollout.CopyFrom(promoted)
         third.handle(ev.WorkerAttached(hello, returns=True))
         assert third.core.workers.stable == stable
+
+
+@pytest.mark.parametrize("has_heard", [True, False])
+def test_who_was_to_leave_leaves_though_its_coordinator_died(
+    two_revisions, new_world, say_hello, has_heard
+):
+    cell = two_revisions(0.4)
+    before = latest_record(cell.world, "d")
+    cell.world.handle(ev.PromotionAsked())
+    promoted = latest_record(cell.world, "cd")
+    assert list(promoted.retiring) == ["1"]
+    after = new_world()
+    workers = (("cp", PREFILL, "r2"), ("cd", DECODE, "r2"), ("p", PREFILL, "1"), ("d", DECODE, "1"))
+    for name, role, revision in workers:
+        hello = say_hello(name, role, revision=revision, generation=77)
+        hello.rollout.CopyFrom(promoted if has_heard or revision == "r2" else before)
+        after.handle(ev.WorkerAttached(hello, returns=True))
+        # The next one is long in coming.
+        after.after(1.0)
+    # Somebody has it ready for a rollout of its own.
+    hello = say_hello("next", DECODE, revision="r3", generation=77)
+    hello.rollout.CopyFrom(promoted)
+    after.handle(ev.WorkerAttached(hello, returns=True))
+    for _ in range(4):
+        after.after(1.0)
+        for worker in after.core.workers:
+            after.handle(ev.WorkerHeard(worker.key))
+    assert after.core.workers.stable == "r2"
+    leaving = {worker.id for worker in after.core.workers if worker.state == DRAINING}
+    assert leaving == {"p", "d"}
 
 
 def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world, say_hello):
