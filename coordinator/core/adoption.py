@@ -4,7 +4,7 @@ Workers go on with what they decode while there is no coordinator, and report it
 Clients come back by themselves with the tokens they have. Where both meet, nothing is computed
 again: the client is sent what it lacks, and the worker goes on.
 
-Whose worker is not back soon is begun anew, and a worker that is later still gets its output back
+A request whose worker is not back soon is begun anew. A worker that comes later still gets it back
 as long as no other one decodes it: waiting and computing go on side by side.
 """
 
@@ -33,14 +33,14 @@ from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
-# From the first worker that is back to nearly the last one, who all look for a coordinator three
-# times a second and more: until then those that come back wait for their worker.
+# How long requests wait for their worker from when the first worker is back. Nearly all are back by
+# then: they look for a coordinator three times a second and more.
 _RETURN_S = 0.25
-# From the first worker that is there until nobody waits for a revision that has none.
+# How long after the first worker requests wait for one of a revision that has none.
 _LATE_S = 2.0
-# How long a worker goes on with what nobody has come back for.
+# How long a worker goes on with an output that no client has come back for.
 _UNCLAIMED_S = 10.0
-# Requests of which it is remembered which attempt was ended here.
+# So many requests are remembered with the attempt that a worker was told to end.
 _MAX_OVER = 4096
 
 
@@ -49,9 +49,9 @@ class _Phase(Enum):
 
     Attributes:
         ALONE: it has had none.
-        RETURNING: who comes back waits for the worker that goes on with it.
-        LATE: only where nobody else may go on with it.
-        SETTLED: nobody does.
+        RETURNING: resumed requests wait for the worker that goes on with them.
+        LATE: resumed requests wait only where no other worker may go on with them.
+        SETTLED: no request waits for a worker from before.
     """
 
     ALONE = auto()
@@ -65,9 +65,16 @@ class _Orphan:
     """An attempt that a worker goes on with, and whose client has not come back.
 
     Attributes:
-        num_prompt_tokens: 0 from a worker that does not say.
-        last_text: the end of its text; all of it has `num_text_chars`.
-        finished: how it ended, if it has.
+        worker: the worker.
+        revision: the worker's.
+        attempt: the attempt's number, which another coordinator gave it.
+        tenant: whom it is charged to.
+        digest: of prompt, sampling and adapter: tells whether a client's request is this one.
+        num_prompt_tokens: 0 where the worker does not say.
+        token_ids: its output so far.
+        num_text_chars: how many characters its whole text has.
+        last_text: the end of its text.
+        finished: how it ended; None: it has not.
     """
 
     worker: WorkerKey
@@ -101,7 +108,7 @@ class _Orphan:
         return self.num_prompt_tokens + len(self.token_ids)
 
     def take(self, output: cluster_pb2.RequestOutput) -> None:
-        """Takes in what the worker produced since: the attempt goes on meanwhile."""
+        """Adds what the worker has produced meanwhile."""
         self.token_ids.extend(output.delta.token_ids)
         self.last_text += output.delta.text
         self.num_text_chars += len(output.delta.text)
@@ -111,14 +118,24 @@ class _Orphan:
     def rest(
         self, submission: Submission, token_ids: Sequence[int], num_text_chars: int
     ) -> common_pb2.TokenDelta | None:
-        """What a client with these tokens lacks; None when they are not this output's first."""
+        """What a client lacks of this output.
+
+        Args:
+            submission: the client's request.
+            token_ids: the tokens that the client has.
+            num_text_chars: how many characters the client has.
+
+        Returns:
+            None when this is the output of another request, or the client's tokens are not its
+            first ones.
+        """
         sampling, num_known = submission.sampling, len(token_ids)
         num_chars = self.num_text_chars - num_text_chars
         if (
             self.tenant != submission.tenant
             or self.digest
             != request_digest(submission.prompt_token_ids, sampling, submission.adapter)
-            # They went by and are not kept.
+            # Logprobs went by and are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")
             or self.token_ids[:num_known] != array("I", token_ids)
@@ -135,9 +152,9 @@ class _Orphan:
 class Adoption:
     """Owns the attempts that no client has come back for, and joins them with those that do.
 
-    An attempt is adopted when it decodes, and the client's tokens are the first of its own. Of two
-    workers that report one request the newer attempt counts. What is not adopted is ended by its
-    worker when it hears the welcome, so that nobody else feeds the stream.
+    An attempt is adopted when it decodes, and the client's tokens are the first of its own. Where
+    two workers report the same request the newer attempt counts. A worker ends what is not adopted
+    when it hears the welcome, so that nobody else feeds the stream.
     """
 
     def __init__(
@@ -193,7 +210,7 @@ class Adoption:
         ]
 
     def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
-        """Takes what a worker says of requests that nobody has come back for."""
+        """Takes a worker's outputs of requests that no client has come back for."""
         if not self._orphans:
             return
         for output in step.outputs:
@@ -223,8 +240,8 @@ class Adoption:
         return self._phase is not _Phase.SETTLED or key in self._orphans
 
     def admitted(self, request: Request, now: float) -> None:
-        """A request has joined its lane: it leaves it again where a worker goes on with it."""
-        # Workers may still speak of those.
+        """A request has joined its lane; it leaves the lane again if a worker goes on with it."""
+        # Workers may still report of earlier attempts.
         over = self._over.get(request.key, 0)
         request.attempts_before = max(request.attempts_before, over)
         orphan = self._pop(request.key)
@@ -282,11 +299,13 @@ class Adoption:
 
     @staticmethod
     def _may_take_back(request: Request, orphan: _Orphan) -> bool:
-        """Whether the request waits, or was begun anew and nobody decodes it yet.
+        """Whether a request may be given back to a worker that goes on with it.
 
-        Only its first attempt here: those that follow are numbered after the worker's own. And not
-        on that same worker, who would take the end of the one for the end of the other. Nor an
-        attempt that counts as over: its worker may be about to read that it is to end it.
+        It may while it waits, and while it was begun anew and nobody decodes it yet. That holds for
+        its first attempt here only: later ones are numbered after the worker's own. It may not go
+        back to a worker that the new attempt uses, which would take the end of the one for the end
+        of the other. Nor may an attempt that counts as over: its worker may be about to read that
+        it is to end it.
         """
         if request.state is RequestState.QUEUED:
             return orphan.attempt > request.attempts_before
@@ -298,7 +317,7 @@ class Adoption:
         )
 
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Gives a request to the worker that goes on with it; False when that is not possible."""
+        """Gives a request to the worker that goes on with it; returns whether that was possible."""
         worker = self._workers.get(orphan.worker)
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if worker is None or not worker.connected or worker.unresponsive or rest is None:

@@ -8,6 +8,7 @@ from baton.coordinator.core import events as ev
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.book import RequestBook
 from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.core.failure_detector import FailureDetector
 from baton.coordinator.core.losses import Losses
 from baton.coordinator.core.request import RequestKey, WorkerKey
 from baton.coordinator.core.timers import Timers
@@ -24,23 +25,20 @@ from baton.v1 import cluster_pb2, common_pb2
 
 # A worker that is stuck for so many times the limit is fenced, so that another can take its place.
 _STUCK_FOR_GOOD = 3
-# A worker whose stream has broken is back within a tenth of this, or it is dead.
-_GONE_S = 0.5
-# A worker that is silent for so many times its longest silence lately stands still, most likely.
-_UNUSUAL = 2.0
-# Of the configured silence: no worker is taken for stopped sooner.
-_LEAST_SHARE = 2 / 3
-# What a silence counts for shrinks by this with every load report: by half in fourteen.
-_FORGETTING = 0.95
-# Of heartbeats: without a word from anybody for so long it is this process that does not listen,
-# and so long it takes to read what came meanwhile.
-_DEAF, _CATCH_UP = 1.2, 0.25
 
 
 class Membership:
-    """Owns the workers that flip and drain, and the timer of each worker's silence.
+    """Owns the workers from attaching to leaving: their states, and the timer of their silence.
 
     Args:
+        config: limits and times.
+        book: the requests.
+        workers: attached ones.
+        placers: choose workers for requests.
+        latency: what steps cost.
+        adoption: what workers go on with from before a restart.
+        scaler: the sizes of the pools.
+        timers: the core's; each worker has one.
         emit: takes effects.
     """
 
@@ -62,12 +60,7 @@ class Membership:
         self._losses = Losses(book, workers, placers, latency, adoption, scaler, timers, emit)
         self._drains = Drains(workers, placers, emit)
         self._flips = Flips(book, workers, placers, scaler, config.scaling.drain_s, emit)
-        # That no worker need explain: it misses a heartbeat, and the next is late.
-        silent_s = config.worker_silent_s
-        self._least_silent_s = min(silent_s, max(_LEAST_SHARE * silent_s, 2 * config.heartbeat_s))
-        # When somebody was heard last, and when last after a time without a word from anybody.
-        self._deaf_s, self._catch_up_s = _DEAF * config.heartbeat_s, _CATCH_UP * config.heartbeat_s
-        self._heard_at = self._deaf_until = float("-inf")
+        self._detector = FailureDetector(config)
 
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
@@ -103,8 +96,7 @@ class Membership:
             worker = None
         if worker is None:
             worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
-            # Not known yet to be punctual.
-            worker.longest_silence_s = self._config.worker_silent_s / _UNUSUAL
+            self._detector.expect(worker)
             self._workers.add(worker)
             if not hello.generation:
                 # It has served no coordinator before.
@@ -137,25 +129,22 @@ class Membership:
         """Notes a sign of life; returns the worker, or None when it is not attached."""
         worker = self._workers.get(key)
         if worker is not None:
-            if now - worker.heard_at > worker.longest_silence_s:
-                worker.longest_silence_s = min(now - worker.heard_at, self._config.worker_silent_s)
-            worker.heard_at = now
-            if now - self._heard_at > self._deaf_s:
-                self._deaf_until = now
-            self._heard_at = now
+            self._detector.heard(worker, now)
             if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
                 self._losses.responds(worker)
         return worker
 
     def heard(self, event: ev.WorkerHeard, now: float) -> None:
+        """A worker gave a sign of life."""
         self.hear(event.worker, now)
 
     def load(self, event: ev.WorkerLoad, now: float) -> None:
+        """A worker reports its load: learns what steps cost, and whether its engine is stuck."""
         worker = self.hear(event.worker, now)
         if worker is None:
             return
         load, worker.load = event.load, event.load
-        worker.longest_silence_s *= _FORGETTING
+        self._detector.reported(worker)
         if worker.flip is not None:
             self._flips.look(worker, now)
         self._latency.observe(worker, load.steps)
@@ -175,6 +164,7 @@ class Membership:
             self._losses.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
 
     def changed(self, event: ev.WorkerChanged, now: float) -> None:
+        """A worker says that its state or role has changed."""
         worker = self.hear(event.worker, now)
         if worker is None:
             return
@@ -201,6 +191,7 @@ class Membership:
         self._book.room_made = True
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:
+        """A worker's stream has ended; the worker may be back."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             worker.connected = False
@@ -211,11 +202,13 @@ class Membership:
             self._watch(worker, now)
 
     def lost(self, event: ev.WorkerLost, now: float) -> None:
+        """A worker is known to be gone."""
         worker = self._workers.by_id(event.worker_id)
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
             self._losses.lose(worker, event.reason, now)
 
     def drain_asked(self, event: ev.DrainAsked, now: float) -> None:
+        """A worker is to leave; one that has not attached yet is given up."""
         worker = self._workers.by_id(event.worker_id)
         if worker is None:
             self._scaler.launches.give_up(event.worker_id)
@@ -235,6 +228,7 @@ class Membership:
         self._watch(worker, now)
 
     def exited(self, event: ev.WorkerExited, now: float) -> None:
+        """A process that was started here has ended."""
         worker = self._workers.by_id(event.worker_id)
         if self._scaler.launches.is_starting(event.worker_id):
             # Who is attached under its id is another.
@@ -270,7 +264,7 @@ class Membership:
         and what the workers said meanwhile unread.
         """
         due = self._timers.next()
-        if due is None or now - due < self._least_silent_s / 2:
+        if due is None or now - due < self._detector.least_silent_s / 2:
             return
         for worker in self._workers:
             worker.heard_at = now
@@ -278,7 +272,7 @@ class Membership:
             self._watch(worker, now)
 
     def look_at(self, key: WorkerKey, now: float) -> None:
-        """A worker has been silent or stuck for long enough to be looked at."""
+        """A worker's timer went off: it is lost, or its requests go elsewhere, if it was silent."""
         worker = self._workers.get(key)
         assert worker is not None
         if worker.leaves_by <= now:
@@ -288,42 +282,17 @@ class Membership:
         if worker.heard_at + self._config.worker_timeout_s <= now:
             self._losses.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
             return
-        if worker.heard_at + self._silent_s(worker) <= now:
-            if worker.connected and self._is_deaf(now):
+        if worker.heard_at + self._detector.may_be_silent_s(worker) <= now:
+            if worker.connected and self._detector.is_deaf(now):
                 lost_at = worker.heard_at + self._config.worker_timeout_s
-                self._timers.set(key, min(now + self._catch_up_s, lost_at, worker.leaves_by))
+                caught_up_at = now + self._detector.catch_up_s
+                self._timers.set(key, min(caught_up_at, lost_at, worker.leaves_by))
                 return
             self._losses.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
         self._watch(worker, now)
 
     # ---- Inside
 
-    def _silent_s(self, worker: Worker) -> float:
-        """How long a silent worker keeps its requests.
-
-        Up to the configured time, and less of one that has been punctual lately: what is a usual
-        silence on this machine is learned, worker by worker (an adaptive failure detector, as in
-        Hayashibara et al., "The phi accrual failure detector", 2004).
-        """
-        silent_s = self._config.worker_silent_s
-        if not worker.connected:
-            return min(silent_s, _GONE_S)
-        return min(silent_s, max(self._least_silent_s, _UNUSUAL * worker.longest_silence_s))
-
-    def _is_deaf(self, now: float) -> bool:
-        """Whether nobody is heard, or what came meanwhile is just being read.
-
-        So it is this process that was busy or stood still, for less than `excuse` can tell, rather
-        than every worker at once; and if it were every worker, none could take another's requests.
-        """
-        return now - self._heard_at > self._deaf_s or now - self._deaf_until < self._catch_up_s
-
     def _watch(self, worker: Worker, now: float) -> None:
-        """Sets the timer of a worker's silence."""
-        silent_s = self._silent_s(worker)
-        due = worker.heard_at + silent_s
-        if due <= now:
-            # Looked at again, since others may come that could take its requests.
-            due = now + silent_s
-        due = min(due, worker.heard_at + self._config.worker_timeout_s, worker.leaves_by)
-        self._timers.set(worker.key, due)
+        """Sets the timer by which a worker's silence is looked at."""
+        self._timers.set(worker.key, self._detector.next_look(worker, now))

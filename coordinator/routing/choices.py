@@ -11,10 +11,11 @@ class PrefillChoice(NamedTuple):
     """Where a prompt is computed.
 
     Attributes:
-        predicted_s: until its first token: what is queued there, and its own work.
-        work_s: its own work: what `assign_prefill` counts.
-        num_cached_tokens: of the prompt, expected in the worker's cache.
-        num_work_tokens: of the prompt, to be computed.
+        worker: the prefill worker.
+        predicted_s: seconds until its first token: what is queued there, and its own work.
+        work_s: seconds of its own work, which `assign_prefill` counts.
+        num_work_tokens: tokens of the prompt that are computed there.
+        num_cached_tokens: tokens of the prompt that are expected in the worker's cache.
     """
 
     worker: WorkerKey
@@ -28,10 +29,11 @@ class DecodeChoice(NamedTuple):
     """Where a request is decoded.
 
     Attributes:
-        predicted_s: one decode step there, with this request.
-        num_kv_tokens: room it needs: what `assign_decode` counts.
-        num_cached_tokens: of the prompt, held there already: they need not be sent.
-        num_tokens: of the prompt, and of known output.
+        worker: the decode worker.
+        predicted_s: seconds of a decode step there, with this request.
+        num_kv_tokens: KV room that the request needs, which `assign_decode` counts.
+        num_cached_tokens: tokens of the prompt that the worker holds: they need not be sent.
+        num_tokens: tokens of the prompt and of known output.
     """
 
     worker: WorkerKey
@@ -42,7 +44,7 @@ class DecodeChoice(NamedTuple):
 
     @property
     def num_new_tokens(self) -> int:
-        """That are to be computed where nothing is handed over; never none."""
+        """How many tokens the decode worker computes where nothing is handed over; at least 1."""
         return max(1, self.num_tokens - self.num_cached_tokens)
 
 
@@ -50,9 +52,10 @@ class Placement(NamedTuple):
     """Where a request runs.
 
     Attributes:
-        prefill: None: the decode worker computes the prompt.
-        decode: None: nothing is left to decode after the first token.
-        skip_tokens: that the decode worker has, and the handoff leaves out; whole blocks.
+        prefill: where the prompt is computed; None: the decode worker computes it.
+        decode: where the output is; None: nothing is left to decode after the first token.
+        skip_tokens: how many tokens the decode worker has, so that the handoff leaves them out;
+            whole blocks.
     """
 
     prefill: PrefillChoice | None
@@ -61,5 +64,5 @@ class Placement(NamedTuple):
 
     @property
     def handoff(self) -> bool:
-        """Whether the prefill worker hands its KV cache over to the decode worker."""
+        """Whether the prefill worker hands the prompt's KV cache over to the decode worker."""
         return self.prefill is not None and self.decode is not None

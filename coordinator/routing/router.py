@@ -79,48 +79,51 @@ class Router:
     # ---- Members.
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
-        """A worker whose cache is empty, or not known yet; pool as in `set_pool`."""
+        """Takes in a worker whose cache is empty, or not known yet; pool as in `set_pool`."""
         self.index.add(worker, traits.kv_tokens // traits.block_size_tokens)
         self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
         self.set_pool(worker, pool)
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """What a worker is given from now on; None for nothing. It keeps what it has."""
+        """Says which pool's work a worker is given from now on; None: none.
+
+        It keeps what it has.
+        """
         self._loads.set_pool(worker, pool)
 
     def pool(self, worker: WorkerKey) -> Pool | None:
-        """What a worker is given now."""
+        """The pool whose work a worker is given now; None: it is given none."""
         return self._loads.pool(worker)
 
     def remove_worker(self, worker: WorkerKey) -> None:
-        """A worker that is gone. Its requests are still to be released. Idempotent."""
+        """Forgets a worker that is gone; its requests are still to be released. Idempotent."""
         if self._loads.get(worker) is not None:
             self._loads.remove(worker)
             self.index.forget(worker)
 
     def load(self, worker: WorkerKey) -> WorkerLoad | None:
-        """What is assigned to a worker; to be read only."""
+        """What is assigned to a worker, which the caller must not change; None: it is not known."""
         return self._loads.get(worker)
 
     @property
     def num_prefill_workers(self) -> int:
-        """In the prefill pool, full ones included."""
+        """How many workers the prefill pool has, full ones included."""
         return self._loads.num_prefill_workers
 
     def idlest_prefill(self) -> WorkerLoad | None:
-        """With the shortest queue of prefill work; None when every worker is full."""
+        """The prefill worker with the shortest queue; None when every one is full."""
         return self._loads.get(self._loads.by_queue.least())
 
     def longest_prefill(self, match: PrefixMatch) -> int:
-        """Blocks of a prompt that some prefill worker with room holds, at most."""
+        """How many blocks of a prompt the prefill worker with room holds that holds most."""
         return max(match.longest(1, self._loads.open_prefill).values(), default=0)
 
     def longest_decode(self, match: PrefixMatch) -> int:
-        """The same of decode workers."""
+        """How many blocks of a prompt the decode worker with room holds that holds most."""
         return max(match.longest(1, self._loads.open_decode).values(), default=0)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
-        """What a worker's load report says that it holds."""
+        """Takes in how many KV tokens a worker says that it holds."""
         if (entry := self._loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
@@ -135,7 +138,7 @@ class Router:
     # ---- Requests.
 
     def match(self, prompt_hashes: Sequence[int]) -> PrefixMatch:
-        """Who holds how much of a prompt; good until the next change."""
+        """Which workers hold how much of a prompt; valid until the next change."""
         return self.index.match(prompt_hashes)
 
     def assign_prefill(
@@ -145,7 +148,7 @@ class Router:
         prompt_hashes: Sequence[int],
         session: str = "",
     ) -> None:
-        """The prompt goes where it was chosen to; "" is no session."""
+        """Counts a prompt on the worker that was chosen for it; "" is no session."""
         entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now)
         self._prefilling[request_id] = choice.worker
@@ -157,7 +160,7 @@ class Router:
     def assign_decode(
         self, request_id: str, choice: DecodeChoice, session: str = "", *, urgent: bool = False
     ) -> None:
-        """The output goes where it was chosen to; others yield to one that is urgent."""
+        """Counts an output on the worker that was chosen for it; batch yields to urgent ones."""
         entry = self._loads.entries[choice.worker]
         entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent)
         self._decoding[request_id] = choice.worker
@@ -170,7 +173,7 @@ class Router:
             self._session(session).decode = choice.worker
 
     def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
-        """A worker goes on with an output of which nothing else is known."""
+        """Counts an output that a worker goes on with, and of which only its size is known."""
         entry = self._loads.entries[worker]
         entry.assign_decode(request_id, num_tokens)
         entry.arrive(request_id)
@@ -178,29 +181,29 @@ class Router:
         self._loads.file(entry)
 
     def hold_up(self, choice: DecodeChoice, share: float) -> None:
-        """The prompt is computed where its output will be, and is felt there; see WorkerLoad."""
+        """A decode worker computes a prompt that its outputs feel; see WorkerLoad.hold_up."""
         self._loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)
 
     def first_token(self, request_id: str) -> None:
-        """The prompt is computed. Its worker's cache events came before this. Idempotent."""
+        """A prompt is computed, and its worker's cache events have come before; idempotent."""
         self._end_prefill(request_id)
         if (entry := self._loads.get(self._decoding.get(request_id))) is not None:
             entry.arrive(request_id)
 
     def outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Whether so long a prompt and output is more than was reserved for it."""
+        """Whether prompt and output of a request are longer than what is reserved for them."""
         entry = self._loads.get(self._decoding.get(request_id))
         return entry is not None and entry.outgrows(request_id, num_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> None:
-        """Reserves as much for one that outgrows what was expected of it, if not more already."""
+        """Reserves KV room for at least so many tokens of a request, in whole blocks."""
         entry = self._loads.entries[self._decoding[request_id]]
         block_size = entry.traits.block_size_tokens
         entry.grow(request_id, -(-num_tokens // block_size) * block_size)
         self._loads.file(entry)
 
     def release(self, request_id: str) -> None:
-        """The request has ended, or leaves its workers. Idempotent."""
+        """A request has ended, or leaves its workers; idempotent."""
         self._end_prefill(request_id)
         self._urgent.discard(request_id)
         if (entry := self._loads.get(self._decoding.pop(request_id, None))) is not None:
@@ -229,15 +232,20 @@ class Router:
         session: str = "",
         ahead: Ahead = ANYTHING_AHEAD,
     ) -> PrefillChoice | None:
-        """The least predicted finish, work counted more than waiting; None when all are full.
+        """The worker that is predicted to be done first, its work counted more than its queue.
 
-        Of equals the session's last worker, then the longest prefix, then the least loaded.
+        Between equals it is the session's last worker, then the one with the longest prefix, then
+        the least loaded.
 
         Args:
             match: of the prompt.
-            num_tokens: of the prompt.
+            num_tokens: how many tokens the prompt has.
             session: "" for none.
-            ahead: of it a worker may have so much: what waits here can still be ordered.
+            ahead: how much work a worker may have and still be chosen: what waits in the
+                coordinator can still be reordered.
+
+        Returns:
+            None when every worker is full.
         """
         loads = self._loads
         best: tuple[WorkerKey, float, float, int] | None = None
@@ -261,11 +269,11 @@ class Router:
         return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
 
     def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
-        """Those that `choose_prefill` looks at."""
+        """The workers that `choose_prefill` compares."""
         return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]
 
     def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, int]:
-        """How many blocks of a prompt each holds."""
+        """The same, with how many blocks of the prompt each holds."""
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.prefill if last is not None else None
         candidates: dict[WorkerKey, int] = {}
@@ -288,66 +296,83 @@ class Router:
         max_itl_s: float = math.inf,
         yields: bool = False,
     ) -> DecodeChoice | None:
-        """The least time for the whole output, what is left of the handoff included.
+        """The worker with the least predicted time for the whole output, the handoff included.
 
         Args:
             match: of the prompt.
-            num_tokens: of the prompt, and of known output.
-            num_output_tokens: expected beyond them (OutputLengths).
+            num_tokens: how many tokens prompt and known output have.
+            num_output_tokens: how many more are expected (OutputLengths).
             prefill: where the prompt is computed; None: on the decode worker itself.
             session: "" for none.
             max_itl_s: what a step with this request may take at most, where others run.
-            yields: that counts only beside urgent ones, and for the second that yields there; and
-                it goes where others that yield are, rather than where it would be fastest.
+            yields: whether it is a batch request. `max_itl_s` then counts only where urgent outputs
+                and another batch output run; and the request goes where other batch outputs are,
+                rather than where it would be fastest.
 
         Returns:
             None when no worker has room for prompt and expected output.
         """
-        loads, last = self._loads, self._sessions.get(session)
-        sticky = last.decode if last is not None else None
-        source = loads.get(prefill)
-        candidates: dict[WorkerKey, int] = {}
-        if sticky is not None and sticky in loads.by_itl:
-            candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(_NUM_HOLDERS, loads.open_decode)
-        # The fastest, the one with most room (without which none has any), the one nearby.
-        near = loads.fastest_on(source.traits.host_id) if source is not None else None
-        for idle in (loads.by_itl.least(), loads.by_room.least(), near):
-            if idle is not None and idle not in candidates:
-                candidates[idle] = match.blocks_of(idle)
+        source = self._loads.get(prefill)
         best: _Target | None = None
         least = math.inf
-        for worker, num_blocks in candidates.items():
-            found = self._target(loads.entries[worker], num_blocks, num_tokens, num_output_tokens)
+        for worker, num_blocks in self._decode_candidates(match, session, source).items():
+            entry = self._loads.entries[worker]
+            found = self._target(entry, num_blocks, num_tokens, num_output_tokens)
             if found is None:
                 continue
-            entry, itl_s = found.entry, found.itl_s
-            if itl_s > max_itl_s and entry.num_decodes and not (yields and entry.may_yield):
+            if found.itl_s > max_itl_s and entry.num_decodes and not (yields and entry.may_yield):
                 continue
             rest = num_tokens - found.num_cached_tokens
-            cost = itl_s * num_output_tokens + self._begin_s(source, entry, rest)
+            cost = found.itl_s * num_output_tokens + self._begin_s(source, entry, rest)
             if cost < least:
                 least, best = cost, found
-        packed = loads.get(self._packed) if yields and self._urgent else None
-        if best is not None and packed is not None and packed.key in loads.by_itl:
+        if best is None:
+            return None
+        packed = self._loads.get(self._packed) if yields and self._urgent else None
+        if packed is not None and packed.key in self._loads.by_itl:
             num_blocks = match.blocks_of(packed.key)
             found = self._target(packed, num_blocks, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
                 best = found
-        if best is None:
-            return None
         return DecodeChoice(
             best.entry.key, best.itl_s, best.num_kv_tokens, best.num_cached_tokens, num_tokens
         )
+
+    def _decode_candidates(
+        self, match: PrefixMatch, session: str, source: WorkerLoad | None
+    ) -> dict[WorkerKey, int]:
+        """The workers that `choose_decode` compares, and how many blocks of the prompt each holds.
+
+        These are the session's last one, those that hold most of the prompt, the fastest, the one
+        with most room (without which none has any), and the fastest on the prefill worker's host.
+        """
+        loads, last = self._loads, self._sessions.get(session)
+        sticky = last.decode if last is not None else None
+        candidates: dict[WorkerKey, int] = {}
+        if sticky is not None and sticky in loads.by_itl:
+            candidates[sticky] = match.blocks_of(sticky)
+        candidates |= match.longest(_NUM_HOLDERS, loads.open_decode)
+        near = loads.fastest_on(source.traits.host_id) if source is not None else None
+        for idle in (loads.by_itl.least(), loads.by_room.least(), near):
+            if idle is not None and idle not in candidates:
+                candidates[idle] = match.blocks_of(idle)
+        return candidates
 
     @staticmethod
     def _target(
         entry: WorkerLoad, num_blocks: int, num_tokens: int, num_output_tokens: int
     ) -> _Target | None:
-        """A worker that holds so many blocks of the prompt; None when it has no room."""
+        """What a request would take on a worker; None when the worker has no room.
+
+        Args:
+            entry: of the worker.
+            num_blocks: how many blocks of the prompt it holds.
+            num_tokens: how many tokens prompt and known output have.
+            num_output_tokens: how many more are expected.
+        """
         block_size = entry.traits.block_size_tokens
         needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
-        # One that needs more than a worker has is the engine's to refuse.
+        # A request that needs more than a whole worker has is the engine's to refuse.
         if needed > entry.free_tokens and entry.num_decodes:
             return None
         cached = min(num_blocks * block_size, num_tokens)
@@ -356,12 +381,12 @@ class Router:
     def _joins(
         self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
     ) -> bool:
-        """Whether an output that yields goes where the last one went, and not to the fastest.
+        """Whether a batch output goes where the last one went, and not to the fastest worker.
 
-        An output that joins a worker waits for the step that runs there: half of one on average,
-        the longest gap that it has. Outputs that yield keep a worker busy all the time; put
-        together they leave others idle for the urgent ones to begin on. Not at the price of a
-        prefix that is held elsewhere, or of a way to another host.
+        An output that joins a worker waits for the step that runs there, half of one on average:
+        the longest gap that it has. Batch outputs keep a worker busy all the time; put together
+        they leave others idle for urgent outputs to begin on. They are not put together at the
+        price of a prefix that is held elsewhere, or of a way to another host.
         """
         entry, other = packed.entry, best.entry
         if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
@@ -374,7 +399,7 @@ class Router:
         )
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
-        """Until a worker has so many more of a prompt's tokens: sent there, or computed there."""
+        """Seconds until a worker has so many tokens of a prompt: sent there, or computed there."""
         if source is None:
             return target.traits.latency.prefill_s(max(1, num_tokens))
         near = source.traits.host_id == target.traits.host_id

@@ -1,4 +1,4 @@
-"""Workers that are to leave: nothing new, what they have ends, and then they are let go."""
+"""Workers that are to leave: they get nothing new, finish what they have, and are let go."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _LEAVE_S = 20.0
 
 
 class Drains:
-    """Owns those that said that they drain and have not been let go.
+    """Owns the workers that said that they drain and have not been let go.
 
     Args:
+        workers: attached ones.
+        placers: give them no new work.
         emit: takes effects.
     """
 
@@ -27,14 +29,14 @@ class Drains:
         self, workers: WorkerRegistry, placers: Placers, emit: Callable[[ev.Effect], None]
     ) -> None:
         self._workers, self._placers, self._emit = workers, placers, emit
-        # In the order they said so: sets of names differ between processes.
+        # In the order in which they said so; a set's order would differ between processes.
         self._draining: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._draining)
 
     def begin(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
-        """Tells a worker; it is out some time after `timeout_s`, if not before."""
+        """Tells a worker to leave within `timeout_s`; some time after that it is taken out."""
         worker.state = _DRAINING
         worker.leaves_by = now + timeout_s + _LEAVE_S
         self._placers.refresh(worker)
@@ -48,10 +50,10 @@ class Drains:
             self._draining[worker.key] = None
 
     def release(self) -> None:
-        """Lets go of those that nothing is assigned to any more.
+        """Lets draining workers go that nothing is assigned to any more.
 
-        Only once they said themselves that they drain: what was sent to them before is ahead of
-        this command in their stream.
+        A worker is let go only once it said itself that it drains: all that was sent to it before
+        is ahead of this command in its stream.
         """
         for key in tuple(self._draining):
             worker = self._workers.get(key)

@@ -1,4 +1,4 @@
-"""Workers that change their role: no new work, what they have ends or moves, then the other pool.
+"""Workers that change their role: they get nothing new, and change once what they have is done.
 
 Nothing is loaded again: an engine computes prompts and decodes alike, and a worker carries out
 commands of either role. So a flip is a matter of what the coordinator gives it, and of its word.
@@ -23,13 +23,17 @@ from baton.v1 import cluster_pb2, common_pb2
 class Flips:
     """Owns the workers that are on their way into the other pool.
 
-    Prompts there are finished. An output moves, or ends there: whichever is sooner by the latency
-    model. What has not ended in time is computed again elsewhere; where there is no elsewhere, the
-    worker keeps its role, and at once when nobody else is left in its pool, or comes back when it
-    was told already: those who lost the others wait for it.
+    A worker finishes its prompts. An output moves to another worker, or ends where it is: whichever
+    is sooner by the latency model. What has not ended in time is computed again by other workers of
+    the pool. When no other is left in its pool, a worker keeps its role, or takes it back when it
+    was told to change already: requests that lost the others wait for it.
 
     Args:
-        limit_s: what a worker may take to finish what it has.
+        book: the requests.
+        workers: attached ones.
+        placers: give flipping workers no new work.
+        scaler: the sizes of the pools, which flips by an operator change.
+        limit_s: how long a worker may take to finish what it has.
         emit: takes effects.
     """
 
@@ -44,7 +48,7 @@ class Flips:
     ) -> None:
         self._book, self._workers, self._placers, self._scaler = book, workers, placers, scaler
         self._limit_s, self._emit = limit_s, emit
-        # In the order they began.
+        # In the order in which they began.
         self._flipping: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
@@ -68,7 +72,7 @@ class Flips:
     def begin(
         self, worker: Worker, role: common_pb2.Role.ValueType, now: float, *, by_hand: bool
     ) -> None:
-        """From now on it gets nothing new. There is no `error`."""
+        """Gives a worker nothing new from now on; `error` must have been None."""
         if worker.role == role or worker.flip is not None:
             return
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
@@ -79,9 +83,9 @@ class Flips:
         self.look(worker, now)
 
     def look(self, worker: Worker, now: float) -> None:
-        """Moves what ends here later than it would go on elsewhere; everything, when time is up.
+        """Moves outputs that would go on sooner elsewhere; when time is up, whatever is left.
 
-        To be called again and again while the worker flips.
+        Called with each load report of a worker that flips.
         """
         flip = worker.flip
         if flip is None or flip.told:
@@ -99,7 +103,7 @@ class Flips:
                 self._book.move(request, now)
 
     def advance(self) -> None:
-        """Tells those their new role that have nothing of the old one any more."""
+        """Tells workers their new role that have nothing of the old one any more."""
         for key in tuple(self._flipping):
             worker = self._workers.get(key)
             if worker is None or worker.flip is None:
@@ -122,7 +126,7 @@ class Flips:
             self._end(worker)
 
     def stop(self, worker: Worker) -> None:
-        """It is to leave instead."""
+        """A worker is to leave instead of changing its role."""
         if worker.flip is not None:
             self._end(worker)
 

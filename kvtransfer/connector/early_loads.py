@@ -29,7 +29,8 @@ from baton.kvtransfer.layout import KvLayout
 EARLY_TOKENS = "baton_early"
 # Likewise: requests whose handoff leaves out what the prefix cache no longer has.
 PREFIX_GONE = "baton_gone"
-# An early load must leave so much of the pool free, as a share, and is given up below the second.
+# An early load begins only where it leaves the first share of the pool free, and is given up when
+# less than the second is.
 _FREE_SHARE, _LEAST_FREE_SHARE = 0.1, 0.02
 
 
@@ -38,9 +39,9 @@ class EarlyLoad:
     """Blocks to fill, of every layer, as their bytes arrive.
 
     Attributes:
-        num_tokens: that the handoff must hold.
+        num_tokens: how many tokens the handoff must hold.
         first_block: index within the handoff of block_ids[0].
-        block_ids: in the engine's cache; in use for nothing else until this load is over.
+        block_ids: in the engine's cache; nothing else uses them until this load is over.
     """
 
     handoff_id: bytes
@@ -54,10 +55,11 @@ class EarlyWork:
     """What one step's metadata says of early loads.
 
     Attributes:
-        begun: to be remembered by the ranks.
-        arrived: more has come of these, which were begun.
-        over: to be forgotten; likewise what an ordinary load of this step takes over.
-        cleared: blocks to be cleared before anything else is done in this step.
+        begun: loads that the ranks remember from now on.
+        arrived: handoffs of remembered loads of which more has come.
+        over: handoffs whose loads the ranks forget; they forget those that an ordinary load of this
+            step takes over without being told.
+        cleared: blocks that ranks clear before anything else is done in this step.
     """
 
     begun: list[EarlyLoad] = field(default_factory=list)
@@ -71,14 +73,14 @@ class EarlyWork:
 
 @dataclass(slots=True)
 class _Load:
-    """What is known of one.
+    """One early load, as the scheduler's half knows it.
 
     Attributes:
         first_block: index within the prompt of the first block to fill.
-        blocks: of the engine's pool, held for this load; none once they were offered.
-        kept: those before them, in the prefix cache, likewise held.
-        offered: ids of the blocks that its request gets if nothing comes between.
+        blocks: blocks of the engine's pool that are held for it; empty once they were offered.
+        kept: the prompt's blocks before those, in the prefix cache, which are held as well.
         told: what the ranks know of it.
+        offered: ids of the blocks that its request gets if nothing comes between.
     """
 
     first_block: int
@@ -89,7 +91,7 @@ class _Load:
 
 
 class EarlyLoads:
-    """The scheduler's half.
+    """Decides which handoffs are loaded early, and into which blocks; the scheduler's half.
 
     Args:
         layout: of the cache.
@@ -99,21 +101,26 @@ class EarlyLoads:
     def __init__(self, layout: KvLayout, pool: Any) -> None:
         self._layout, self._pool = layout, pool
         self._loads: dict[bytes, _Load] = {}
-        # What handoffs leave out, held until more of them comes.
+        # By handoff, the blocks in the prefix cache that it leaves out; held until its load begins.
         self._kept: dict[bytes, list[Any]] = {}
-        # Blocks of wrong content that somebody holds.
+        # Blocks of wrong content that are not free yet.
         self._spoilt: set[int] = set()
         self._work = EarlyWork()
 
     @property
     def has_work(self) -> bool:
-        """For the next step."""
+        """Whether the next step has something to do."""
         return bool(self._work)
 
     def keep(self, handoff_id: bytes, request: Any, num_tokens: int) -> None:
-        """Holds what a handoff leaves out of its prompt: first tokens, in the prefix cache.
+        """Holds the blocks in the prefix cache that a handoff leaves out of its prompt.
 
-        As far as they are there, and enough is free beside them.
+        It holds those that are there, and only where enough of the pool is free beside them.
+
+        Args:
+            handoff_id: of the request.
+            request: the engine's.
+            num_tokens: how many tokens the handoff leaves out, from the first.
         """
         num_blocks = num_tokens // self._layout.block_size_tokens
         least = int(_FREE_SHARE * self._pool.num_gpu_blocks)
@@ -131,15 +138,15 @@ class EarlyLoads:
     ) -> None:
         """Takes blocks for a handoff of which something has come, if there are enough.
 
-        What its prompt has in the prefix cache is held with them: what follows is of use after it
-        only.
+        The prompt's blocks in the prefix cache are held with them: the others are of use only
+        behind those.
 
         Args:
-            handoff_id: not being loaded.
+            handoff_id: one that is not being loaded.
             request: the engine's.
-            num_tokens: of the prompt, from the first, that it will have with the handoff.
-            skip_tokens: of them, that the handoff leaves out; at most those cached.
-            num_cached_tokens: of the prompt, found in the prefix cache; whole blocks.
+            num_tokens: how many tokens of the prompt, from the first, it has with the handoff.
+            skip_tokens: how many of those the handoff leaves out; at most those cached.
+            num_cached_tokens: how many tokens of the prompt are in the prefix cache; whole blocks.
         """
         size = self._layout.block_size_tokens
         first, skip = num_cached_tokens // size, skip_tokens // size
@@ -163,13 +170,14 @@ class EarlyLoads:
             self._work.arrived.append(handoff_id)
 
     def offer(self, handoff_id: bytes, num_cached_tokens: int) -> None:
-        """Its request is about to get blocks: those that were filled for it are the next to go.
+        """A request is about to get blocks: makes those that were filled for it the pool's next.
 
-        Unless `take` follows before the step is made, the load is given up.
+        The load is given up unless `take` follows before the step is made.
 
         Args:
             handoff_id: of the request; ignored where nothing is being loaded.
-            num_cached_tokens: that the request finds in the prefix cache now; whole blocks.
+            num_cached_tokens: how many tokens the request finds in the prefix cache now; whole
+                blocks.
         """
         if (load := self._loads.get(handoff_id)) is None:
             return
@@ -183,10 +191,10 @@ class EarlyLoads:
         load.blocks = []
 
     def take(self, handoff_id: bytes, block_ids: Sequence[int]) -> bool:
-        """Its request has got blocks, and an ordinary load into these follows.
+        """A request has got blocks, and an ordinary load into them follows.
 
         Returns:
-            Whether they are the ones that were offered, and hold what has come.
+            Whether they are the blocks that were offered, and hold what has come.
         """
         load = self._loads.get(handoff_id)
         is_same = load is not None and load.offered[: len(block_ids)] == list(block_ids)
@@ -194,7 +202,7 @@ class EarlyLoads:
         return is_same
 
     def drop(self, handoff_id: bytes) -> None:
-        """Not wanted any more, or never to be complete; unknown ones are ignored."""
+        """Gives up a load that is not wanted any more, or will never be complete; idempotent."""
         self._end(handoff_id)
 
     def _end(self, handoff_id: bytes, taken_ids: Sequence[int] = ()) -> None:
@@ -211,14 +219,14 @@ class EarlyLoads:
         self._give_back([*load.kept, *load.blocks])
 
     def yield_blocks(self) -> None:
-        """Somebody else may need them: gives all loads up."""
+        """Gives up all loads, since another request may need their blocks."""
         for handoff_id in [*self._kept, *self._loads]:
             self.drop(handoff_id)
 
     def take_work(self) -> EarlyWork:
-        """For the step that is being made. Where blocks have run short, gives up first."""
+        """What the step that is made has to do; gives loads up where blocks have run short."""
         for handoff_id in [key for key, load in self._loads.items() if load.offered]:
-            # Its request has not got any: from now on they are anybody's.
+            # Its request has got no blocks: from now on the offered ones are anybody's.
             self.drop(handoff_id)
         least = max(1, int(_LEAST_FREE_SHARE * self._pool.num_gpu_blocks))
         if self._pool.get_num_free_blocks() < least:
@@ -227,17 +235,18 @@ class EarlyLoads:
         return work
 
     def spoil(self, block_ids: Collection[int]) -> None:
-        """Their content is wrong, and they are in no prefix cache: `clear_spoilt` looks at them."""
+        """Remembers blocks of wrong content, which are in no prefix cache, for `clear_spoilt`."""
         self._spoilt.update(block_ids)
 
     def clear_spoilt(self) -> None:
-        """Has the next step clear what is wrong and free; after each step's output is processed.
+        """Has the next step clear blocks of wrong content that are free.
 
-        It is there that the engine gives back the blocks of those whose load has failed (never
-        while a step of theirs runs: Scheduler.defer_block_free of vllm/v1/core/sched/scheduler.py),
-        so that none is handed out before; those held here follow when they are given back. What
-        another request still holds, which has nothing wrong, is let alone until it is free, or in
-        the prefix cache: then somebody has filled it.
+        Called after each step's output was processed. It is there that the engine gives back the
+        blocks of requests whose load has failed (never while a step of theirs runs:
+        Scheduler.defer_block_free of vllm/v1/core/sched/scheduler.py), so that none is handed out
+        before. Blocks that are held here follow when they are given back. A block that another
+        request still holds, which has nothing wrong, is left alone until it is free, or in the
+        prefix cache: then somebody has filled it.
         """
         for block_id in tuple(self._spoilt):
             block = self._pool.blocks[block_id]
@@ -247,7 +256,7 @@ class EarlyLoads:
                     self._work.cleared.append(block_id)
 
     def _cached_blocks(self, request: Any, num_blocks: int) -> list[Any]:
-        """The first of a request's prompt, in the prefix cache."""
+        """The first blocks of a request's prompt, those that are in the prefix cache."""
         found = (self._pool.get_cached_block(one, [0]) for one in request.block_hashes[:num_blocks])
         return [blocks[0] for blocks in found if blocks]
 

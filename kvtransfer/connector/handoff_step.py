@@ -14,9 +14,9 @@ class Push:
     """Blocks to gather in this step, of every layer.
 
     Attributes:
-        offset: of the handoff's bytes in the segment.
+        offset: where the handoff's bytes begin in the segment.
         first_block: index within the handoff of block_ids[0].
-        num_blocks: of the whole handoff.
+        num_blocks: how many blocks the whole handoff has.
         block_ids: in the engine's cache.
         last: whether the handoff is complete with them.
     """
@@ -34,7 +34,7 @@ class Load:
     """Blocks to copy from committed staging in this step, of every layer.
 
     Attributes:
-        num_tokens: that the handoff must hold.
+        num_tokens: how many tokens the handoff must hold.
         first_block: index within the handoff of block_ids[0].
         block_ids: in the engine's cache.
         claims: what ranks may read, by shard, as Claim.parse takes it; empty: each asks itself.
@@ -54,7 +54,10 @@ class HandoffStep:
     """What the scheduler's half asks of the ranks in one step.
 
     Attributes:
+        pushes: blocks to gather.
+        loads: blocks to fill.
         ended: handoffs that were not complete and get no more pushes.
+        early: what is to be done for handoffs that are loaded while they arrive.
     """
 
     pushes: list[Push] = field(default_factory=list)
@@ -68,8 +71,8 @@ class LoadReport:
     """What ranks say of a step's loads.
 
     Attributes:
-        num_early_blocks: of the handoffs that were taken over, how many blocks were there already,
-            in the rank that had the fewest.
+        num_early_blocks: by handoff that was loaded early, how many blocks were there already in
+            the rank that had the fewest.
         failed: handoffs that some rank could not load, and why.
     """
 
@@ -80,7 +83,7 @@ class LoadReport:
         return bool(self.num_early_blocks or self.failed)
 
     def add(self, other: LoadReport) -> None:
-        """Another rank's, of the same step."""
+        """Adds another rank's report of the same step."""
         for handoff_id, count in other.num_early_blocks.items():
             least = min(count, self.num_early_blocks.get(handoff_id, count))
             self.num_early_blocks[handoff_id] = least
