@@ -83,7 +83,7 @@ def decide(
         Pool.DECODE: decode_need(observation, config, samples, state.decode.correction, now),
     }
     idle = after.busy_at is not None and now - after.busy_at >= config.idle_s
-    needs = {pool: _awake(need, idle=idle) for pool, need in needs.items()}
+    needs = {pool: _awake(need, config.idle_s, idle=idle) for pool, need in needs.items()}
     known_s = now - samples[0].at + samples[0].span_s
     states = {
         pool: replace(
@@ -203,11 +203,11 @@ def _busy(observation: Observation, state: State) -> bool:
     )
 
 
-def _awake(need: Need, *, idle: bool) -> Need:
-    """Zero only after a time without any request; then the next one wakes both pools."""
+def _awake(need: Need, idle_s: float, *, idle: bool) -> Need:
+    """Zero only after `idle_s` without any request; then the next one wakes both pools."""
     if need.workers or idle:
         return need
-    return Need(1, f"{need.reason}, but there was one lately")
+    return Need(1, f"{need.reason}, and one worker stays until none has come for {idle_s:g} s")
 
 
 def _measured(
