@@ -153,7 +153,7 @@ async def test_what_answers_in_the_place_of_a_coordinator_is_told(status, kind, 
 async def test_an_outage_behind_a_proxy_is_waited_out(inference):
     """Also with more tries than sessions may be lost in a row."""
     async with serving(inference) as (address, _):
-        client = await BatonClient(address).__aenter__()
+        client = await BatonClient(address, resume_timeout_s=120.0).__aenter__()
         stream, _ = await flowing(client, inference)
     async with proxy(503, address) as (_, answered):
         for _ in range(MAX_FRUITLESS_LOSSES + 2):

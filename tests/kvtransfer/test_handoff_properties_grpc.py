@@ -23,7 +23,7 @@ from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED, FAILED = pb.LocalSendState.STATE_COMMITTED, pb.LocalSendState.STATE_FAILED
-TIMES = {"open_timeout_s": 2.0, "idle_timeout_s": 2.0, "commit_ttl_s": 2.0, "claim_timeout_s": 1.0}
+TIMES = {"open_timeout_s": 2.0, "idle_timeout_s": 2.0, "commit_ttl_s": 5.0, "claim_timeout_s": 1.0}
 # All of the times above one after the other, and the sender's grace for each answer.
 DEADLINE_S = 30.0
 
