@@ -1,4 +1,4 @@
-"""How long a request waits for a worker that is on its way into an empty pool."""
+"""How long a request that lost its worker waits for another one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from baton.v1 import common_pb2
 
 
 class Patience:
-    """Lets requests that lost their worker wait for a start, for as long as a start may take.
+    """Lets requests that lost their worker wait for longer than max_recovery_s where that helps.
 
-    Without it a start that takes longer than max_recovery_s would come for nobody.
+    They wait for a start for as long as a start may take: otherwise it would come for nobody. Batch
+    requests also wait while interactive ones have their place, as those do that were parked.
     """
 
     def __init__(self, config: CoreConfig, workers: WorkerRegistry, scaler: Scaler) -> None:
@@ -24,10 +25,12 @@ class Patience:
     def waits_until(self, request: Request, now: float) -> float:
         """When a recovering request is to be looked at again, or has waited for long enough.
 
-        While its revision has no worker in a pool, and one is on its way there, it waits; from then
-        on for max_recovery_s, as if it had lost its worker just now. In all it waits no longer than
-        max_recovery_s and what a start takes: a job the longest that any may, a person what one
-        takes as a rule.
+        A batch request waits for as long as workers of its revision serve in both pools.
+
+        While its revision has no worker in a pool, and one is on its way there, any request waits;
+        from then on for max_recovery_s, as if it had lost its worker just now. In all it waits no
+        longer than max_recovery_s and what a start takes: a job the longest that any may, a person
+        what one takes as a rule.
 
         Args:
             request: not ended.
@@ -36,9 +39,14 @@ class Patience:
         Returns:
             By the core's clock; in the past where there is nothing to wait for.
         """
-        if request.state is not RequestState.RECOVERING or not self._scaler.active:
+        if request.state is not RequestState.RECOVERING:
             return request.waits_until
         since, members = request.state_since, self._workers.of(request.revision)
+        is_batch = request.submission.lane == common_pb2.LANE_BATCH
+        if is_batch and all(members.presence(role).num_serving for role in ROLE_OF.values()):
+            return now + self._max_recovery_s
+        if not self._scaler.active:
+            return request.waits_until
         until = since
         for pool, role in ROLE_OF.items():
             there = members.presence(role)
@@ -50,6 +58,5 @@ class Patience:
                 return request.waits_until
         if until == since:
             return request.waits_until
-        is_batch = request.submission.lane == common_pb2.LANE_BATCH
         start_s = self._scaler.start_timeout_s if is_batch else self._scaler.cold_start_s
         return min(until, since + start_s) + self._max_recovery_s

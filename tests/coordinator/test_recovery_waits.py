@@ -165,3 +165,35 @@ def test_many_that_wait_do_not_each_look_at_every_worker(new_world, out, monkeyp
     ended = made.core.request(requests[0].id)
     assert "no decode worker is attached: waited 40 s" in ended.error
     assert 0 < len(walks) < number
+
+
+def test_a_job_that_lost_its_worker_waits_while_others_have_its_place(new_world, out):
+    """As it would had it been parked for them; its own deadline and its workers' end count."""
+    world = new_world(max_decode_requests=1, max_prefill_requests=1, max_request_s=600.0).pair()
+    world.attach("d2", common_pb2.ROLE_DECODE)
+
+    def begin(lane):
+        to = world.submit(lane=lane)
+        request = world.core.request(f"r{to.stream}")
+        world.step(request.prefill[0], out(request.id, [7], finish=0))
+        world.step(request.decode[0], out(request.id, [8], 1))
+        return to, request
+
+    def wait(seconds):
+        for _ in range(seconds):
+            world.after(1.0)
+            for worker in world.core.workers:
+                world.handle(ev.WorkerHeard(worker.key))
+
+    job, of_job = begin(common_pb2.LANE_BATCH)
+    _, of_person = begin(common_pb2.LANE_INTERACTIVE)
+    world.handle(ev.WorkerLost(of_job.decode[0], "test"))
+    wait(100)
+    assert of_job.state is RequestState.RECOVERING
+    world.step(of_person.decode[0], out(of_person.id, [9], 2, finish=STOP))
+    assert of_job.state is RequestState.PREFILLING
+    assert list(of_job.token_ids) == [7, 8]
+    # With nobody left that could have any room, it waits as anybody does.
+    world.handle(ev.WorkerLost(of_person.decode[0], "test"))
+    wait(40)
+    assert isinstance(world.last(job).error, errors.Unavailable)
