@@ -129,11 +129,15 @@ class Connector:
 
     def _forget(self, state: RequestState) -> None:
         """Of a request that no coordinator has."""
+        self._drop(state)
+        state.finish_cancelled()
+
+    def _drop(self, state: RequestState) -> None:
+        """The request waits here no longer."""
         self._waiting.pop(state, None)
         timer = self._delayed.pop(state, None)
         if timer is not None:
             timer.cancel()
-        state.finish_cancelled()
 
     def _fail_all(self, error: RemoteError) -> None:
         for timer in self._delayed.values():
@@ -225,9 +229,7 @@ class Connector:
         if end is None:
             self._wait(state)
         elif not state.ended:
-            self._place(state)
-            if state.resuming and self._elsewhere is not None and state not in self._moving:
-                self._move_later(state)
+            self._go_on_with(state)
 
     def _move_later(self, state: RequestState) -> None:
         self._moving[state] = asyncio.get_running_loop().call_later(
@@ -244,13 +246,14 @@ class Connector:
         if other is None or other.num_requests >= other._max_requests:
             self._move_later(state)
             return
-        self._waiting.pop(state, None)
-        timer = self._delayed.pop(state, None)
-        if timer is not None:
-            timer.cancel()
-        other._place(state)
-        if other._elsewhere is not None:
-            other._move_later(state)
+        self._drop(state)
+        other._go_on_with(state)
+
+    def _go_on_with(self, state: RequestState) -> None:
+        """Takes a request that lost its session."""
+        self._place(state)
+        if state.resuming and self._elsewhere is not None and state not in self._moving:
+            self._move_later(state)
 
     def _leave(self) -> bool:
         """Lets the session go on by itself, for what it has; False with nowhere else to go."""

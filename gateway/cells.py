@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from google.rpc import code_pb2
 
-from baton.client import BatonClient
+from baton.client import BatonClient, errors
+from baton.gateway import problems
 from baton.gateway.cell import Cell
-from baton.gateway.problems import Problem, cannot_reach, no_such_model
+from baton.gateway.problems import Problem
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2
@@ -88,7 +89,7 @@ class Cells(AsyncClosing):
         if not found:
             # Of a cell that has never answered nobody knows what it serves.
             names = dict.fromkeys(name for names in served.values() for name in names)
-            raise refusal or no_such_model(wanted, names)
+            raise refusal or problems.no_such_model(wanted, names)
         return sorted(found, key=lambda cell: (self.is_away(cell), _weight(cell, session)))
 
     async def models(self, authorization: str) -> list[common_pb2.ModelDescription]:
@@ -106,17 +107,13 @@ class Cells(AsyncClosing):
 
     async def ready(self) -> None:
         """Returns when one of the cells can serve. Raises Problem when none can."""
-        first, *others = sorted(self._cells, key=self.is_away)
-        try:
-            await first.ready()
-        except Problem:
-            for cell in others:
-                try:
-                    await cell.ready()
-                except Problem:
-                    continue
-                return
-            raise
+        found = list[Problem]()
+        for cell in sorted(self._cells, key=self.is_away):
+            try:
+                return await cell.ready()
+            except Problem as problem:
+                found.append(problem)
+        raise found[0]
 
     def elsewhere(self, away: Cell, model: str) -> BatonClient | None:
         """Of a cell that can go on with a request of another one, which does not come back.
@@ -156,20 +153,20 @@ class Cells(AsyncClosing):
         """
         asked = [cell for cell in self._cells if not self.is_away(cell)]
         answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
-        problems = {
+        refused = {
             cell.name: answer
             for cell, answer in zip(asked, answers, strict=True)
             if isinstance(answer, Problem)
         }
         served, refusal, unknown = dict[str, list[str]](), None, None
         for cell in self._cells:
-            problem = problems.get(cell.name)
+            problem = refused.get(cell.name)
             if problem is not None and problem.status not in _NO_ANSWER:
                 refusal = refusal or problem
             elif cell.name in self._served:
                 served[cell.name] = self._served[cell.name]
             else:
-                unknown = unknown or problem or cannot_reach(cell.name)
+                unknown = unknown or problem or _unreachable(cell)
         return served, unknown or refusal
 
     async def _model(self, cell: Cell, authorization: str) -> common_pb2.ModelDescription | Problem:
@@ -197,6 +194,12 @@ class Cells(AsyncClosing):
                 await asyncio.sleep(_PAUSE_S)
         cell.outage.served()
         del self._returning[cell.name]
+
+
+def _unreachable(cell: Cell) -> Problem:
+    """It is away and has never said what it serves."""
+    message = f"the coordinator at {cell.name} cannot be reached"
+    return problems.of(errors.make(code_pb2.UNAVAILABLE, message))
 
 
 def _weight(cell: Cell, session: str) -> int:

@@ -85,19 +85,23 @@ class GatewayCollector(Collector):
             "baton_http_requests_running", "Generations.", value=stats.num_running
         )
         yield GaugeMetricFamily("baton_http_connections", "Open.", value=stats.num_connections)
-        refused = CounterMetricFamily(
+        yield _counter(
             "baton_http_refusals",
             "Connections that were closed for what they did, by reason.",
-            labels=["reason"],
+            "reason",
+            stats.refused_connections,
         )
-        for reason, count in tuple(stats.refused_connections.items()):
-            refused.add_metric([reason], count)
-        yield refused
-        failovers = CounterMetricFamily(
+        yield _counter(
             "baton_http_failovers",
             "Requests that went on to another cell since this one was away.",
-            labels=["coordinator"],
+            "coordinator",
+            stats.failovers,
         )
-        for name, count in tuple(stats.failovers.items()):
-            failovers.add_metric([name], count)
-        yield failovers
+
+
+def _counter(name: str, documentation: str, label: str, counts: Counter[str]) -> Metric:
+    """Counts by one label."""
+    family = CounterMetricFamily(name, documentation, labels=[label])
+    for value, count in tuple(counts.items()):
+        family.add_metric([value], count)
+    return family

@@ -119,13 +119,6 @@ def no_such_model(name: str, served: Iterable[str]) -> Problem:
     return Problem(404, message, kind=kind, param="model", code="model_not_found")
 
 
-def cannot_reach(cell: str) -> Problem:
-    """Nobody knows what a cell serves."""
-    message = f"the coordinator at {cell} cannot be reached"
-    kind = "service_unavailable_error"
-    return Problem(503, message, kind=kind, code="unavailable", retry_after_s=_RETRY_S)
-
-
 def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
     """What the coordinator, or the client library, answered.
 

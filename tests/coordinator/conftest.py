@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -180,6 +181,19 @@ class World:
             self.now = max(self.now, due)
             self.handle(ev.Tick())
         self.now = end
+
+    def wait(self, seconds: float, *, silent: Collection[str] = ()) -> None:
+        """Lets seconds pass; after each the workers give signs of life.
+
+        Args:
+            seconds: a whole number of them.
+            silent: ids of workers that do not.
+        """
+        for _ in range(round(seconds)):
+            self.after(1.0)
+            for worker in self.core.workers:
+                if worker.id not in silent:
+                    self.handle(ev.WorkerHeard(worker.key))
 
     def kinds(self, to: StreamKey) -> list[str]:
         return [type(effect).__name__.removeprefix("Send") for effect in self.sent[to]]

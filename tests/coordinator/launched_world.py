@@ -81,9 +81,7 @@ class Launched:
     def wait(self, seconds: float) -> None:
         """Time passes; workers give signs of life, and those that are to leave do."""
         for _ in range(round(seconds)):
-            self.world.after(1.0)
-            for worker in self.core.workers:
-                self.world.handle(ev.WorkerHeard(worker.key))
+            self.world.wait(1)
             self.leave()
 
     def leave(self) -> None:

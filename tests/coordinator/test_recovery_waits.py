@@ -179,21 +179,15 @@ def test_a_job_that_lost_its_worker_waits_while_others_have_its_place(new_world,
         world.step(request.decode[0], out(request.id, [8], 1))
         return to, request
 
-    def wait(seconds):
-        for _ in range(seconds):
-            world.after(1.0)
-            for worker in world.core.workers:
-                world.handle(ev.WorkerHeard(worker.key))
-
     job, of_job = begin(common_pb2.LANE_BATCH)
     _, of_person = begin(common_pb2.LANE_INTERACTIVE)
     world.handle(ev.WorkerLost(of_job.decode[0], "test"))
-    wait(100)
+    world.wait(100)
     assert of_job.state is RequestState.RECOVERING
     world.step(of_person.decode[0], out(of_person.id, [9], 2, finish=STOP))
     assert of_job.state is RequestState.PREFILLING
     assert list(of_job.token_ids) == [7, 8]
     # With nobody left that could have any room, it waits as anybody does.
     world.handle(ev.WorkerLost(of_person.decode[0], "test"))
-    wait(40)
+    world.wait(40)
     assert isinstance(world.last(job).error, errors.Unavailable)

@@ -108,11 +108,7 @@ def test_a_silent_worker_is_no_reason_to_leave_the_revision(two_revisions):
     decoder = cell.request(to).decode[0]
     other = "cd2" if decoder == "cd" else "cd"
     cell.world.handle(ev.WorkerLost(other, "was killed"))
-    for _ in range(6):
-        cell.world.after(1.0)
-        for worker in cell.core.workers:
-            if worker.id != decoder:
-                cell.world.handle(ev.WorkerHeard(worker.key))
+    cell.world.wait(6, silent=[decoder])
     assert cell.request(to).decode[0] == decoder
     assert [cell.revision(one) for one in (fresh, cell.world.submit())] == ["1", "1"]
     cell.token(to)

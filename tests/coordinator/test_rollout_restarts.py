@@ -88,10 +88,7 @@ def test_who_was_to_leave_leaves_though_its_coordinator_died(
     hello = say_hello("next", DECODE, revision="r3", generation=77)
     hello.rollout.CopyFrom(promoted)
     after.handle(ev.WorkerAttached(hello, returns=True))
-    for _ in range(4):
-        after.after(1.0)
-        for worker in after.core.workers:
-            after.handle(ev.WorkerHeard(worker.key))
+    after.wait(4)
     assert after.core.workers.stable == "r2"
     leaving = {worker.id for worker in after.core.workers if worker.state == DRAINING}
     assert leaving == {"p", "d"}
@@ -106,10 +103,7 @@ def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world
         hello = say_hello(name, role, revision="r2", generation=77)
         hello.rollout.CopyFrom(record)
         world.handle(ev.WorkerAttached(hello, returns=True))
-    for _ in range(3):
-        world.after(1.0)
-        for worker in world.core.workers:
-            world.handle(ev.WorkerHeard(worker.key))
+    world.wait(3)
     assert world.kinds(early) == ["Accepted"]
     request = world.core.request("r1")
     assert (request.revision, request.prefill[0]) == ("r2", "cp")

@@ -55,10 +55,7 @@ def test_it_is_said_where_only_another_revision_is_attached(new_world):
     world.attach("d", DECODE, revision="v7")
     assert not world.core.can_serve
     to = world.submit()
-    for _ in range(70):
-        world.after(1.0)
-        for worker in world.core.workers:
-            world.handle(ev.WorkerHeard(worker.key))
+    world.wait(70)
     assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
 
 
@@ -67,10 +64,7 @@ def test_who_is_busy_is_not_said_to_be_missing(new_world):
     world.attach("p7", PREFILL, revision="v7")
     world.submit()
     to = world.submit()
-    for _ in range(70):
-        world.after(1.0)
-        for worker in world.core.workers:
-            world.handle(ev.WorkerHeard(worker.key))
+    world.wait(70)
     assert str(world.last(to).error).startswith("every worker is busy: waited")
 
 

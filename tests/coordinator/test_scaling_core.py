@@ -132,11 +132,7 @@ def test_a_worker_that_dies_is_replaced_at_once_also_without_autoscaling(launche
 
 def test_a_worker_that_goes_silent_is_ended_and_replaced(launched):
     made = launched(prefill=2)
-    for _ in range(12):
-        made.world.after(1.0)
-        for worker in made.core.workers:
-            if worker.id != "prefill-0":
-                made.world.handle(ev.WorkerHeard(worker.key))
+    made.world.wait(12, silent=["prefill-0"])
     assert made.ended == ["prefill-0"]
     assert made.started[-1] == "prefill-2"
 

@@ -71,10 +71,6 @@ def test_it_makes_no_room_for_interactive_work(cell, out, seeded):
 
 
 def test_a_silent_worker_may_still_go_on_with_it(cell, out, seeded):
-    for _ in range(5):
-        cell.after(1.0)
-        for worker in cell.core.workers:
-            if worker.key != seeded.decode:
-                cell.handle(ev.WorkerHeard(worker.key))
+    cell.wait(5, silent=[seeded.decode[0]])
     assert cell.core.workers.get(seeded.decode).unresponsive
     assert goes_on(cell, out, seeded)
