@@ -46,6 +46,11 @@ def _windowed() -> Any:
     )
 
 
+def _narrow() -> Any:
+    """One whose cache is kept in eight bits."""
+    return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
+
+
 def _latent() -> Any:
     # vLLM's kernels for latents on CPUs know one size only.
     return transformers.DeepseekV2Config(
@@ -73,7 +78,8 @@ ENGINE_ARGS = {
     # attention without scaled positions is wrong in prompts of several tokens.
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
-CONFIGS = {"windowed": _windowed, "latent": _latent}
+CONFIGS = {"windowed": _windowed, "latent": _latent, "fp8": _narrow}
+OWN_ARGS: dict[str, dict[str, Any]] = {"fp8": {"kv_cache_dtype": "fp8"}}
 
 
 def make(name: str, directory: Path) -> str:
@@ -124,7 +130,8 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=True):
             # What binds one engine's ranks is not for another's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            begun = side(model, num_ranks, str(directory / socket), **ENGINE_ARGS)
+            engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
+            begun = side(model, num_ranks, str(directory / socket), **engine_args)
             sides.append(await stack.enter_async_context(begun))
         prefill, decode = sides
         made = await handed_over(prefill, decode, given)
@@ -133,7 +140,11 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
             for case in given["one_by_one"] + given["together"]
         }
         layout = prefill.info.layout
-        sizes = {"num_shards": layout.num_shards, "block_bytes": layout.block_bytes}
+        sizes = {
+            "num_shards": layout.num_shards,
+            "block_bytes": layout.block_bytes,
+            "block_size": layout.block_size_tokens,
+        }
         fixed = announced_block_size(model)
     return {**made, **sizes, "alone": alone, "announced_block_size": fixed}
 

@@ -1,10 +1,11 @@
-"""Models whose caches are laid out otherwise than a Llama's: windows among full attention, latents.
+"""Models whose caches are laid out otherwise than a Llama's in float32: windows, latents, fp8.
 
 What an engine answers that is handed nothing is the reference.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ from vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+# vLLM keeps fp8 caches on CPUs that have AVX-512.
+HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+MODELS = [
+    "windowed",
+    "latent",
+    pytest.param("fp8", marks=pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")),
+]
+RANKS = {"windowed": [1, 1], "latent": [1, 2], **({"fp8": [1, 1]} if HAS_AVX512 else {})}
 LENGTHS = [1, 31, 33, cases.CHUNK + 1, 2 * cases.CHUNK + 5]
 SHARED = cases.prompt(2 * cases.BLOCK_SIZE, 33)
 
@@ -52,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             all_cases(),
             directory=tmp_path_factory.mktemp(name),
         )
-        for name, ranks in {"windowed": [1, 1], "latent": [1, 2]}.items()
+        for name, ranks in RANKS.items()
     }
     try:
         return {name: program.result() for name, program in programs.items()}
@@ -61,13 +70,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             program.close()
 
 
-@pytest.mark.parametrize("model", ["windowed", "latent"])
+@pytest.mark.parametrize("model", MODELS)
 def test_tokens_equal_those_without_a_handoff(made: dict[str, dict[str, Any]], model: str) -> None:
     results = made[model]["results"]
     assert {one["name"]: one["token_ids"] for one in results} == made[model]["alone"]
 
 
-@pytest.mark.parametrize("model", ["windowed", "latent"])
+@pytest.mark.parametrize("model", MODELS)
 def test_prompts_are_handed_over(made: dict[str, dict[str, Any]], model: str) -> None:
     results = {one["name"]: one for one in made[model]["results"]}
     for case in handed_over_whole():
@@ -86,11 +95,17 @@ def test_latents_that_all_ranks_hold_are_handed_over_once(
     assert made["latent"]["block_bytes"] == 16 * (512 + 64) * 4
 
 
+@pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
+def test_a_cache_of_eight_bits_is_handed_over_as_it_is(made: dict[str, dict[str, Any]]) -> None:
+    # Two heads of 32 numbers, keys and values.
+    assert made["fp8"]["block_bytes"] == made["fp8"]["block_size"] * 2 * 32 * 2
+
+
 def test_the_block_size_that_attention_takes_is_announced(made: dict[str, dict[str, Any]]) -> None:
     """vLLM's ranks would choose it after the layout was announced, and the handoff be refused."""
     assert made["latent"]["announced_block_size"] == 64
 
 
-@pytest.mark.parametrize("model", ["windowed", "latent"])
+@pytest.mark.parametrize("model", MODELS)
 def test_nothing_is_left(made: dict[str, dict[str, Any]], model: str) -> None:
     assert made[model]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
