@@ -80,13 +80,21 @@ class LatencyModel:
             num_decodes: requests that get one more token.
             num_kv_tokens: what these attend to, in sum.
         """
-        seconds = self.decode_step_s(num_decodes, num_kv_tokens)
-        base_s = self.prefill_base_s
+        num_tokens = token_squares = 0
         for chunk in chunks:
+            num_tokens += chunk.num_tokens
+            token_squares += chunk.token_squares
+        return self.mixed_step_s(num_tokens, token_squares, num_decodes, num_kv_tokens)
+
+    def mixed_step_s(
+        self, num_prefill_tokens: int, token_squares: int, num_decodes: int, num_kv_tokens: int
+    ) -> float:
+        """As `step_s`, of chunks with so many tokens, and squares of PrefillChunk's, in sum."""
+        seconds = self.decode_step_s(num_decodes, num_kv_tokens)
+        if num_prefill_tokens:
             seconds += (
-                base_s
-                + self.prefill_per_token_s * chunk.num_tokens
-                + self.prefill_per_token_squared_s * chunk.token_squares
+                self.prefill_base_s
+                + self.prefill_per_token_s * num_prefill_tokens
+                + self.prefill_per_token_squared_s * token_squares
             )
-            base_s = 0.0
         return seconds

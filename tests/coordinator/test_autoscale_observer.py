@@ -21,10 +21,12 @@ MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 SHAPE = WorkerShape(MODEL, kv_tokens=100_000, noise=0.0)
 
 
-def cell(tenants=None, kv_tokens=SHAPE.kv_tokens, **interactive) -> VirtualCell:
+def cell(
+    tenants=None, kv_tokens=SHAPE.kv_tokens, *, local_prefill=False, **interactive
+) -> VirtualCell:
     values = {
         "model": "simulated",
-        "decode": {"local_prefill": False},
+        "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": interactive},
         "tenants": tenants or {},
         "latency": {
@@ -124,6 +126,26 @@ def test_latencies_are_measured_since_the_last_look():
     assert (lane(seen).num_first, lane(seen).num_late) == (len(known), late)
     assert 0 < late < len(known)
     assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
+
+
+def test_gaps_that_prompts_beside_outputs_make_are_predicted_too():
+    """They are no reason for more decode workers, which would compute still more prompts."""
+    made = cell(local_prefill=True)
+    observer = made.core.observer()
+    config = ScalingConfig(targets=(("interactive", Targets(0.5, 0.05, 99.0)),))
+    for _ in range(5):
+        made.submit(20, 400)
+    made.run(made.now + 0.5)
+    gaps = []
+    for _ in range(12):
+        for _ in range(8):
+            made.submit(450, 2)
+        made.run(made.now + 0.25)
+        decode = observer.observe(config, made.now).decode
+        gaps.append((decode.itl_s, decode.itl_predicted_s))
+    assert max(measured for measured, _ in gaps) > 0.05
+    for measured, predicted in gaps:
+        assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def test_workers_are_seen_with_their_phases():

@@ -135,8 +135,18 @@ class Observer:
         ]
         model = self._model(workers)
         gaps = [(step.duration_us / 1e6, step.num_decodes) for step in steps]
+        # What a prompt does to the gaps beside it is no error of the model, and no workers avoid
+        # it: the fewer outputs a decode worker has, the sooner it computes prompts itself.
         predicted = [
-            (model.decode_step_s(step.num_decodes, step.num_kv_tokens), step.num_decodes)
+            (
+                model.mixed_step_s(
+                    step.num_prefill_tokens,
+                    step.prefill_token_squares,
+                    step.num_decodes,
+                    step.num_kv_tokens,
+                ),
+                step.num_decodes,
+            )
             for step in steps
         ]
         percentile = min(
