@@ -100,12 +100,18 @@ def scaling(ttft_s: float, cold_start_s: float, percentile: float = 95.0) -> Sca
     )
 
 
-def core_config(latency: LatencyModel) -> CoreConfig:
+def core_config(latency: LatencyModel, *, local_prefill: bool) -> CoreConfig:
+    """A cell's, as it is unless told, but that it refuses nobody.
+
+    Args:
+        latency: of its workers.
+        local_prefill: whether decode workers compute prompts where that is sooner.
+    """
     free = {"max_queued": 10**6, "max_queue_s": 600}
     values = {
         "model": "simulated",
         "coordinator": {"max_running_requests": 10**6},
-        "decode": {"local_prefill": False},
+        "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": {**free, "itl_ms": round(ITL_S * 1e3)}},
     }
     return replace(CoreConfig.of(parse(values, "bench")), latency=latency)
@@ -177,7 +183,9 @@ class Scene:
     def num_spans(self) -> int:
         return math.floor(self.arrivals[-1].at_s / SPAN_S) + 1
 
-    def cell(self, policy: Policy, cold_start_s: float) -> SimulatedCell:
+    def cell(
+        self, policy: Policy, cold_start_s: float, *, local_prefill: bool = True
+    ) -> SimulatedCell:
         shape = Shape(
             self.latency,
             kv_tokens=KV_TOKENS,
@@ -186,7 +194,7 @@ class Scene:
             max_num_batched_tokens=4096,
         )
         return SimulatedCell(
-            core_config(self.latency),
+            core_config(self.latency, local_prefill=local_prefill),
             dict.fromkeys(Pool, shape),
             policy,
             cold_start=ColdStart.lasting(cold_start_s),
@@ -199,7 +207,8 @@ class Scene:
         config = scaling(self.trace.ttft_s, 1.0)
 
         def trial(arrivals: Sequence[Arrival], sizes: Sizes) -> Record:
-            cell = self.cell(Static(config), 1.0)
+            # Beside plenty of decode workers that compute prompts no prefill worker is needed.
+            cell = self.cell(Static(config), 1.0, local_prefill=False)
             return cell.run(arrivals, dict(sizes), arrivals[-1].at_s + 1)
 
         targets = dict(config.targets)["interactive"]
