@@ -7,8 +7,8 @@ conditional disaggregation. A request counts when its first token comes within 1
 its gaps is at most 50 ms; one that is refused, or given up after five minutes, does not.
 
 The highest rate that each system keeps up with is looked for too. At the rate that is asked for a
-fast machine has little to do, and nobody can keep more than all: there both are compared again where
-round robin keeps about as few as it does on a slow machine.
+fast machine has little to do, and nobody can keep more than all: there both are compared again
+where round robin keeps about as few as it does on a slow machine.
 """
 
 from __future__ import annotations
