@@ -9,7 +9,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.asking import ask, begin_to_wait, say
-from baton.cli.watching import until
+from baton.cli.watching import follow, until
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -190,27 +190,52 @@ def why(
     ] = 5,
     address: options.Address = None,
     as_json: options.Json = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="The latest, then each when it is made, until Ctrl-C."),
+    ] = False,
 ) -> None:
-    """Say why the pools have the sizes they have: the last decisions with their numbers."""
-    from baton.cli.output import plain, print_json
-    from baton.runtime.enum_names import role_name
+    """Say why the pools have the sizes they have: the last decisions with their numbers.
+
+    With --watch the oldest first; with --json too, one line each.
+    """
+    from baton.cli.output import plain, print_json, print_json_line
     from baton.v1 import common_pb2
 
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
+    # Of a coordinator that decides nothing this says so, also to those who would follow it.
     found = ask(address, lambda admin: admin.list_decisions(role, limit=limit))
+    if watch:
+
+        def show(event: admin_pb2.WatchEvent) -> None:
+            for one in event.decisions:
+                if role not in (common_pb2.ROLE_UNSPECIFIED, one.role):
+                    continue
+                if as_json:
+                    print_json_line(plain(one))
+                else:
+                    _show_decision(one)
+
+        return follow(address, True, show)
     if as_json:
         return print_json([plain(one) for one in found])
     if not found:
         return print("nothing has been decided yet")
     for one in found:
-        name = role_name(one.role)
-        size = f"{one.from_workers} -> {one.to_workers}"
-        if one.from_workers == one.to_workers:
-            size = f"{one.to_workers}"
-        since, at = _clock(one.since.ToDatetime()), _clock(one.at.ToDatetime())
-        print(f"{since if since == at else f'{since} to {at}'} UTC  {name} {size}: {one.reason}")
-        print("  " + ", ".join(f"{key} {one.inputs[key]:.4g}" for key in sorted(one.inputs)))
+        _show_decision(one)
     return None
+
+
+def _show_decision(one: admin_pb2.ScalingDecision) -> None:
+    from baton.runtime.enum_names import role_name
+
+    size = f"{one.from_workers} -> {one.to_workers}"
+    if one.from_workers == one.to_workers:
+        size = f"{one.to_workers}"
+    since, at = _clock(one.since.ToDatetime()), _clock(one.at.ToDatetime())
+    when = since if since == at else f"{since} to {at}"
+    print(f"{when} UTC  {role_name(one.role)} {size}: {one.reason}")
+    print("  " + ", ".join(f"{key} {one.inputs[key]:.4g}" for key in sorted(one.inputs)))
 
 
 def _role(pool: PoolName) -> common_pb2.Role.ValueType:

@@ -21,17 +21,23 @@ _INTERVAL_S = 0.2
 _STDOUT = 1
 
 
-def follow(address: str | None, as_json: bool, show: Callable[[WatchEvent], None]) -> None:
-    """Shows what a coordinator tells, again and again, until it is interrupted."""
+def follow(address: str | None, as_lines: bool, show: Callable[[WatchEvent], None]) -> None:
+    """Shows what a coordinator tells, again and again, until it is interrupted.
+
+    Args:
+        address: of the coordinator.
+        as_lines: what is shown goes on from event to event, and is not drawn anew.
+        show: shows an event.
+    """
     import sys
 
     async def question(admin: AdminClient) -> None:
         is_first = True
         async with _reader(), contextlib.aclosing(admin.watch()) as events:
             async for event in events:
-                if not as_json and sys.stdout.isatty():
+                if not as_lines and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
-                elif not as_json and not is_first:
+                elif not as_lines and not is_first:
                     print()
                 is_first = False
                 show(event)

@@ -8,7 +8,9 @@ import gc
 import os
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +19,17 @@ import uvloop
 
 class SignalCame(BaseException):
     """SIGINT or SIGTERM, where `cut_short` is waiting for it."""
+
+
+def begun_at() -> float:
+    """When this process began, in seconds by time.monotonic; the kernel counts in hundredths.
+
+    Not by the wall clock: what it said when the host was booted is known in whole seconds only.
+    """
+    # What begins behind the program's name, which may have spaces: field 22 is the start.
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:

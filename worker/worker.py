@@ -10,14 +10,11 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
-
-import psutil
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.warm_up import warm_up
@@ -121,7 +118,7 @@ class Worker:
         tracing.require(config.tracing)
         exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
         dial = within_cluster(security, with_tls=security.dials_tls)
-        self._mark("process", monotonic() - (time.time() - psutil.Process().create_time()))
+        self._mark("process", lifecycle.begun_at())
 
         # 1. The transfer service: the engine connects to it while it starts.
         begun_at = monotonic()

@@ -102,7 +102,7 @@ class Retiring:
         if stays:
             leaving.busy_at = now
         is_needed = now < min(leaving.until, leaving.busy_at + _QUIET_S)
-        self._launches.give_up_stuck(revision, now)
+        self._launches.give_up_all(revision)
         members = self._workers.of(revision)
         for role in ROLE_OF.values():
             there = [one for one in members if one.role == role and one.state != _DRAINING]

@@ -300,7 +300,7 @@ class Rollouts:
         if not self._scaler.active:
             return
         name, launches = rollout.revision.name, self._scaler.launches
-        launches.give_up_stuck(name, now - self._scaler.start_timeout_s)
+        launches.give_up_stuck(name, self._scaler.start_timeout_s, now)
         for pool, role in ROLE_OF.items():
             if rollout.drains_s is not None:
                 rollout.sizes[pool] = max(rollout.sizes[pool], self._promoted_size(pool))

@@ -189,15 +189,18 @@ class Launches:
             self._num_starting[pool, revision.name] += 1
             self._emit(ev.StartWorker(worker_id, pool, revision))
 
-    def give_up_stuck(self, revision: str, before: float) -> None:
-        """Ends processes of a revision that were ordered by then and have not attached yet.
-
-        Args:
-            revision: its name.
-            before: by the core's clock.
-        """
+    def give_up_stuck(self, revision: str, timeout_s: float, now: float) -> None:
+        """Ends processes of a revision that have been starting for longer: these starts failed."""
         for one in tuple(self._all.values()):
-            if one.revision.name == revision and one.starting and one.since <= before:
+            starting_s = now - one.since
+            if one.revision.name == revision and one.starting and starting_s > timeout_s:
+                self._end(one)
+                self._lost(one, f"did not come up within {timeout_s:g} s", now)
+
+    def give_up_all(self, revision: str) -> None:
+        """Ends processes of a revision that have not attached yet."""
+        for one in tuple(self._all.values()):
+            if one.revision.name == revision and one.starting:
                 self._end(one)
 
     def give_up(self, worker_id: str) -> None:

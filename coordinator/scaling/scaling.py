@@ -294,6 +294,8 @@ class Scaler:
         """
         span_s, self._decided_at = now - self._decided_at, now
         self._set_timer(now + self._policy.interval_s)
+        # Before it is decided: another is to follow, later where that has failed too.
+        self.launches.give_up_stuck(self.launches.stable.name, self.start_timeout_s, now)
         observation = self._observe(now)
         decision = self._policy.decide(observation, now)
         of_attached = self._apply(decision.actions, observation, now)

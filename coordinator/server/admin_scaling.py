@@ -178,19 +178,15 @@ class ScalingCalls:
         self._watchers.add(watcher)
         guard = StallGuard(context, lambda: self._watchers.discard(watcher))
         try:
-            told, last = float("-inf"), b""
+            told: float | None = None
+            last = b""
             # What the caller has just asked for is to be seen in the first one.
             self._look()
             while True:
                 now = self._shell.now()
                 if now - self._seen_at >= _SHARED_S:
                     self._look()
-                decisions = [
-                    _described(one, now)
-                    for pool in Pool
-                    for one in list(self._scaler.decisions[pool])[-1:]
-                    if one.since > told
-                ]
+                decisions = [_described(one, now) for one in self._decided(told)]
                 told = now
                 if self._matters != last or decisions:
                     last = self._matters
@@ -222,6 +218,14 @@ class ScalingCalls:
         """For all who watch."""
         self._seen, self._seen_at = self._snapshot(), self._shell.now()
         self._matters = _what_matters(self._seen)
+
+    def _decided(self, after: float | None) -> list[Remembered]:
+        """What was decided after that, oldest first; None: the newest of each pool."""
+        past = [list(self._scaler.decisions[pool]) for pool in Pool]
+        if after is None:
+            return [one for of_pool in past for one in of_pool[-1:]]
+        found = (one for of_pool in past for one in of_pool if one.since > after)
+        return sorted(found, key=lambda one: one.since)
 
     def _latest(self, pool: Pool, limit: int) -> list[admin_pb2.ScalingDecision]:
         found = list(reversed(self._scaler.decisions[pool]))

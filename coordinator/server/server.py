@@ -18,6 +18,7 @@ from baton.coordinator.launchers.crew import Crew
 from baton.coordinator.launchers.launcher import BATON
 from baton.coordinator.launchers.launchers import make_launcher
 from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.scaling.autoscale.settings import scaling_config
 from baton.coordinator.server import attach, inference, metrics
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.attach import ClusterService
@@ -96,6 +97,7 @@ class Coordinator:
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
             half_way.callback(self._tokenizer.close)
             if self._launched:
+                _check_sizes(self._config)
                 _check_ranks(self._config, self._tokenizer)
             # Whoever attaches before it is over sets its timer.
             half_way.callback(self.shell.close)
@@ -223,6 +225,25 @@ def _check_ranks(config: BatonConfig, tokenizer: Tokenizer) -> None:
             f"decode.engine_args.tensor_parallel_size: is {shown(sizes[1])}; must be "
             f"{shown(sizes[0])}, as of prefill workers: KV caches are handed over from rank to "
             "rank (only models with latent attention may have different sizes)"
+        )
+
+
+def _check_sizes(config: BatonConfig) -> None:
+    """Raises ConfigError for pools that would begin larger than they may ever be."""
+    scaling = scaling_config(config)
+    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
+    for pool, workers in sizes.items():
+        most = scaling.limits(pool).ceiling
+        if config.scaling.autoscale and workers > most:
+            raise ConfigError(
+                f"{pool.value}.workers: is {workers}; must be at most {most}, "
+                f"scaling.{pool.value}.max_workers, where scaling.autoscale is on"
+            )
+    needed = sum(workers * scaling.limits(pool).gpus for pool, workers in sizes.items())
+    if scaling.max_gpus is not None and needed > scaling.max_gpus:
+        raise ConfigError(
+            f"scaling.max_gpus: is {scaling.max_gpus}; must be at least {needed}, what "
+            "prefill.workers and decode.workers take"
         )
 
 

@@ -11,6 +11,7 @@ import threading
 
 import grpc
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from baton.cli import control, rollout, watching
 from baton.cli.asking import ask
@@ -102,6 +103,23 @@ class Sizing(admin_pb2_grpc.AdminServicer):
 
     async def FlipWorker(self, request, context):
         return admin_pb2.FlipWorkerResponse(message="it begins")
+
+
+class Deciding(admin_pb2_grpc.AdminServicer):
+    """A coordinator that sizes its pools, and ends when it has told all; or sizes none."""
+
+    def __init__(self, *told: list[admin_pb2.ScalingDecision]) -> None:
+        self.told = told
+
+    async def ListDecisions(self, request, context):
+        if not self.told:
+            reason = "this coordinator starts no workers"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        return admin_pb2.ListDecisionsResponse()
+
+    async def Watch(self, request, context):
+        for decisions in self.told:
+            yield admin_pb2.WatchEvent(decisions=decisions)
 
 
 class Ending(Rolling):
@@ -335,6 +353,51 @@ def test_who_waits_is_told_what_came_of_it(serve, capsys, command, told, then):
 def test_a_watch_that_ends_is_not_what_was_waited_for(serve):
     with pytest.raises(errors.UnavailableError, match="tells nothing more; decode-0 has not left"):
         drain(wait=10.0, address=serve(Sizing()), as_json=False)
+
+
+def decision(role, number, reason):
+    since = Timestamp(seconds=number)
+    return admin_pb2.ScalingDecision(
+        role=role,
+        from_workers=number,
+        to_workers=number + 1,
+        reason=reason,
+        inputs={"requests": 7},
+        since=since,
+        at=since,
+    )
+
+
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+# Of some moments nothing else is told.
+DECIDED = (
+    [decision(PREFILL, 1, "prompts"), decision(DECODE, 1, "outputs")],
+    [],
+    [decision(DECODE, 2, "more"), decision(DECODE, 3, "yet more")],
+)
+
+
+def test_decisions_are_followed_as_they_are_made(serve, capsys):
+    address = serve(Deciding(*DECIDED))
+    control.why(control.PoolName.DECODE, address=address, as_json=True, watch=True)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["role"], one["reason"]) for one in told] == [
+        ("decode", "outputs"),
+        ("decode", "more"),
+        ("decode", "yet more"),
+    ]
+    control.why(address=address, watch=True)
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "00:00:01 UTC  prefill 1 -> 2: prompts",
+        "  requests 7",
+        "00:00:01 UTC  decode 1 -> 2: outputs",
+        "  requests 7",
+    ]
+
+
+def test_a_coordinator_that_decides_nothing_is_not_followed(serve):
+    with pytest.raises(errors.FailedPreconditionError, match="starts no workers"):
+        control.why(address=serve(Deciding()), watch=True)
 
 
 async def test_a_client_tells_a_call_that_was_never_sent(nowhere):

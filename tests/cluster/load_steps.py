@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import subprocess
 import time
@@ -132,6 +133,18 @@ class Load:
         self._ttfts_s.append(ttft_s)
 
 
+async def decode_follows_outputs(cluster: Cluster, client: BatonClient) -> None:
+    """Short prompts, many tokens: the decode pool grows, alone."""
+    prompts = [prompt(8) for _ in range(16)]
+    answers = [
+        asyncio.create_task(client.complete(one, max_tokens=60, timeout_s=60)) for one in prompts
+    ]
+    grown = await until(cluster, lambda event: serving(event, DECODE) >= 2)
+    assert serving(grown, PREFILL) == 1
+    for one, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+        assert answer.token_ids == cluster.expected(one, 60)
+
+
 async def prefill_follows_prompts(
     cluster: Cluster, client: BatonClient, admin: AdminClient
 ) -> None:
@@ -160,6 +173,18 @@ async def prefill_follows_prompts(
     await until(cluster, lambda event: len(event.workers) == 2, CALM_S)
     requests = await admin.list_requests(include_ended=True)
     assert [one.error for one in requests if one.error] == []
+
+
+async def a_size_by_hand_wins(cluster: Cluster, admin: AdminClient) -> None:
+    """Over autoscaling, which is switched on here; and the coordinator says so."""
+    await admin.set_autoscale(enabled=True)
+    code, told, _ = await baton(cluster, "scale", "decode", "2", "--json")
+    assert code == 0
+    assert "wins over autoscaling" in json.loads(told)["message"]
+    await until(cluster, lambda event: serving(event, DECODE) == 2)
+    code, told, _ = await baton(cluster, "why", "decode")
+    assert code == 0
+    assert "held at 2, set by hand" in told
 
 
 async def new_computed(admin: AdminClient) -> bool:

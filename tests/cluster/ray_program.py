@@ -2,6 +2,7 @@
 
 "actors": the names of all live actors, as JSON. "kill NAME": kills the actor's process.
 "join NAME": one more node, with a CPU and two of the resource NAME. "lose NAME": kills that node.
+"listen": takes Ray's clients too, and answers with where.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -47,6 +49,23 @@ def lose(node: Node) -> None:
         info.process.wait()
 
 
+def listen() -> str:
+    """As `ray start --head` does: what follows "ray://" in the addresses of such clients."""
+    node = ray._private.worker._global_node
+    with socket.socket() as probe:
+        probe.bind((node.node_ip_address, 0))
+        host, port = probe.getsockname()
+    node._ray_params.ray_client_server_port = port
+    node.start_ray_client_server()
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        with socket.socket() as probe:
+            if not probe.connect_ex((host, port)):
+                return f"{host}:{port}"
+        assert time.monotonic() < deadline, f"nothing listens at {host}:{port}"
+        time.sleep(0.05)
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -73,7 +92,8 @@ def main() -> None:
             nodes[name] = join(address, name)
         elif command == "lose":
             lose(nodes.pop(name))
-        print(json.dumps(sorted(found)), file=answers)
+        answer = [listen()] if command == "listen" else sorted(found)
+        print(json.dumps(answer), file=answers)
     # Ray takes a while to stop in order, and the kernel ends what is left of it.
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -36,9 +36,9 @@ COMMAND = (sys.executable, "-m", "baton.cli.main")
 SLEEPER = (
     sys.executable,
     "-c",
-    "import signal, sys, yaml\n"
+    "import os, signal, sys, yaml\n"
     "config = yaml.safe_load(sys.stdin)\n"
-    "if config['engine_args'].get('die'): sys.exit('no such weights')\n"
+    "if config['engine_args'].get('die'): sys.exit(os.environ.get('WHY', 'no such weights'))\n"
     "signal.sigwait({signal.SIGTERM})\n",
 )
 
@@ -79,6 +79,11 @@ class Ray:
     def lose(self, name: str) -> None:
         """Kills that node, as a host dies."""
         self._ask(f"lose {name}")
+
+    def listen(self) -> str:
+        """Where it takes its clients from now on."""
+        (address,) = self._ask("listen")
+        return f"ray://{address}"
 
     def stop(self) -> None:
         """All of it, at once."""
@@ -276,9 +281,11 @@ async def test_pools_follow_their_load_and_lose_nothing_in_flips_and_deaths(ray,
                 (actor,) = (name for name in ray.actors() if f".{worker.worker_id}." in name)
                 ray.kill_actor(actor)
 
+            await load_steps.decode_follows_outputs(cluster, client)
             await load_steps.prefill_follows_prompts(cluster, client, admin)
             await admin.set_autoscale(enabled=False)
             await load_steps.flips_and_deaths(cluster, client, kill)
+            await load_steps.a_size_by_hand_wins(cluster, admin)
         await cluster.nothing_left()
     await gone(ray.actors)
 
@@ -356,12 +363,56 @@ async def test_why_a_worker_cannot_be(ray, model):
             return str(await asyncio.wait_for(exits.get(), 60.0))
 
     assert await reason("p1", "prefill") == "worker p1 exited with code 1: no such weights"
+    elsewhere = {"runtime_env": {"env_vars": {"WHY": "as its environment has it"}}}
+    told = await reason("p1", "prefill", **elsewhere)
+    assert told == "worker p1 exited with code 1: as its environment has it"
     lacking = {"placement_timeout_s": 2.0, "decode": {"cpus": 0, "gpus": 2}}
     assert await reason("d1", "decode", **lacking) == (
         "worker d1 found no room within ray.placement_timeout_s 2: "
         "no node of Ray has GPU 2 (most: 0)"
     )
     await gone(ray.actors)
+
+
+async def test_pairs_share_a_node_while_it_has_room(ray, model, caplog):
+    """Ray itself would put all that it can on the larger one."""
+    caplog.set_level("INFO")
+    ray.join("far")
+    takes = {"prefill": {"cpus": 0.5, "resources": {"far": 1}}}
+    nodes = {}
+
+    def unplaced():
+        for told in re.finditer(r"worker (\w+) is on node (\w+) of Ray", caplog.text):
+            nodes[told[1]] = told[2]
+        return {"p1", "d1", "d2"} - set(nodes)
+
+    async with launching(settings(model, ray.address, ray=takes)) as (launcher, _):
+        for worker_id, role in (("p1", "prefill"), ("d1", "decode"), ("d2", "decode")):
+            await launcher.start(worker_id, role)
+        await gone(unplaced)
+    assert nodes["d1"] == nodes["p1"] != nodes["d2"]
+    ray.lose("far")
+    await gone(ray.actors)
+
+
+async def test_a_cluster_is_reached_as_a_client_of_its_own(ray, model):
+    """As with the address of a Ray on Kubernetes: nothing of Ray but a client is on this host."""
+    cluster = psutil.Process(ray.process.pid)
+    async with launching(settings(model, ray.listen())) as (launcher, exits):
+        await launcher.start("p1", "prefill")
+        await launcher.start("d1", "decode")
+        await gone(lambda: len(workers_of(cluster)) != 2)
+        (name,) = (name for name in ray.actors() if ".d1." in name)
+        ray.kill_actor(name)
+        async with asyncio.timeout(30.0):
+            lost = await exits.get()
+        assert str(lost).startswith("worker d1 was lost with its Ray actor: ")
+        await launcher.start("d1", "decode")
+        await gone(lambda: len(workers_of(cluster)) != 2)
+        await launcher.end("d1")
+        await gone(lambda: len(workers_of(cluster)) != 1)
+    await gone(lambda: workers_of(cluster) + ray.actors())
+    assert exits.empty()
 
 
 async def test_a_namespace_has_one_coordinator(ray, model):

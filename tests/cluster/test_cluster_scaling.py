@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 
 import load_steps
-from load_steps import DECODE, PREFILL, baton, decoding, ids, prompt, serving, until
+from load_steps import DECODE, baton, decoding, ids, prompt, until
 
 from baton.client import AdminClient, BatonClient
 
@@ -16,18 +14,7 @@ from baton.client import AdminClient, BatonClient
 async def test_pools_follow_their_load_and_no_request_fails(up):
     cluster = up(**load_steps.autoscaled())
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
-        # Outputs alone: short prompts, many tokens.
-        prompts = [prompt(8) for _ in range(16)]
-        answers = [
-            asyncio.create_task(client.complete(one, max_tokens=60, timeout_s=60))
-            for one in prompts
-        ]
-        grown = await until(cluster, lambda event: serving(event, DECODE) >= 2)
-        assert serving(grown, PREFILL) == 1
-        for one, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-            assert answer.token_ids == cluster.expected(one, 60)
-
-        # Prompts alone: twice, thrice, four times as many and more.
+        await load_steps.decode_follows_outputs(cluster, client)
         await load_steps.prefill_follows_prompts(cluster, client, admin)
     await cluster.nothing_left()
 
@@ -44,15 +31,7 @@ async def test_flips_deaths_and_sizes_by_hand(up):
         assert code == 1
         assert f"{latest} is the only one that serves decode" in said
 
-        # What is set by hand wins over autoscaling, and the coordinator says so.
-        await admin.set_autoscale(enabled=True)
-        code, told, _ = await baton(cluster, "scale", "decode", "2", "--json")
-        assert code == 0
-        assert "wins over autoscaling" in json.loads(told)["message"]
-        await until(cluster, lambda event: serving(event, DECODE) == 2)
-        code, told, _ = await baton(cluster, "why", "decode")
-        assert code == 0
-        assert "held at 2, set by hand" in told
+        await load_steps.a_size_by_hand_wins(cluster, admin)
 
         # A drained worker leaves with nothing lost.
         one = prompt(20)

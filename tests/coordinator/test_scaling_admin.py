@@ -252,6 +252,27 @@ async def test_watching_is_told_of_changes_only_and_by_so_many_at_most(cell):
         await anext(admin.watch(0.01))
 
 
+async def test_who_watches_is_told_of_every_decision_however_seldom_it_looks(cell):
+    _, _, admin = cell
+
+    async def decided(number):
+        await admin.scale_pool(PREFILL, number)
+        async with asyncio.timeout(WAIT_S):
+            while (await admin.list_decisions(PREFILL, limit=1))[0].to_workers != number:
+                await asyncio.sleep(0.01)
+
+    sizes = []
+    async with contextlib.aclosing(admin.watch(2.0)) as events:
+        await anext(events)
+        for number in (2, 3, 1):
+            await decided(number)
+        # In the order in which they were made; a size may be decided on again for other reasons.
+        async with asyncio.timeout(WAIT_S):
+            while [size for size, _ in itertools.groupby(sizes)][-3:] != [2, 3, 1]:
+                told = (await anext(events)).decisions
+                sizes += [one.to_workers for one in told if one.role == PREFILL]
+
+
 async def test_many_who_watch_cost_hardly_more_than_one(cell, monkeypatch):
     _, _, admin = cell
     looked, matters = [], admin_scaling._what_matters

@@ -45,13 +45,17 @@ def test_pools_begin_with_what_is_configured_and_each_start_counts_once(new_worl
     assert made.core.can_serve
 
 
-def test_a_start_that_hangs_is_ended_and_another_follows(new_world):
+def test_a_start_that_hangs_is_ended_and_told_of_and_another_follows(new_world):
     made = Launched(new_world)
     made.wait(29)
     assert made.ended == []
     made.wait(7)
     assert sorted(made.ended) == ["decode-0", "prefill-0"]
     assert made.started[2:] == ["prefill-1", "decode-1"]
+    told = "worker prefill-0 did not come up within 30 s"
+    assert made.core.scaler.launches.problem(PREFILL) == told
+    assert told in made.reason(PREFILL)
+    assert made.core.stats.num_failed_starts == 2
 
 
 def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):

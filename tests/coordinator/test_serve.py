@@ -206,6 +206,32 @@ async def test_pools_of_different_ranks_are_refused_before_they_load(config, mod
         pass
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"decode": {"workers": 3}, "scaling": {"max_gpus": 3}},
+            "scaling.max_gpus: is 3; must be at least 4, what prefill.workers and decode.workers",
+        ),
+        (
+            {
+                "prefill": {"workers": 3},
+                "scaling": {"autoscale": True, "prefill": {"max_workers": 2}},
+            },
+            "prefill.workers: is 3; must be at most 2, scaling.prefill.max_workers, where",
+        ),
+    ],
+)
+async def test_pools_that_would_begin_larger_than_they_may_be_are_refused(config, sizes, said):
+    refused = parse({**yaml.safe_load(dump(config())), **sizes}, "test")
+    with pytest.raises(ConfigError, match=said):
+        async with Coordinator(refused, launched=True):
+            pass
+    # What starts them elsewhere has limits of its own.
+    async with Coordinator(refused):
+        pass
+
+
 async def test_a_start_that_is_given_up_leaves_the_port_free(config, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -72,3 +73,13 @@ def test_a_first_signal_lets_a_process_clean_up_that_stops_already():
         [sys.executable, "-c", STOPPING], capture_output=True, text=True, timeout=20
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+
+
+def test_a_process_knows_when_it_began_whatever_the_wall_clock_says():
+    told = "from baton.runtime import lifecycle; print(lifecycle.begun_at())"
+    before = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", told], stdout=subprocess.PIPE, text=True)
+    after = time.monotonic()
+    begun_at = float(process.communicate(timeout=60)[0])
+    # The kernel counts in hundredths of a second.
+    assert before - 0.02 <= begun_at <= after + 0.02

@@ -1,23 +1,31 @@
 import asyncio
 import os
 import re
+import secrets
 
 import grpc
 import psutil
 from google.rpc import code_pb2
 from prometheus_client import generate_latest
-from scripted_coordinator import ScriptedCoordinator, spec, tokens_of
+from scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.runtime import dev_certs
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.metrics import Snapshot, WorkerCollector
 
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}
 
 
 def decode(name: str, prompt: list[int], **sampling: object) -> cluster_pb2.DecodeCommand:
     return cluster_pb2.DecodeCommand(spec=spec(name, prompt, **sampling))
+
+
+def transfer_services() -> list[psutil.Process]:
+    """Of the workers in this process."""
+    found = psutil.Process(os.getpid()).children()
+    return [one for one in found if "baton.kvtransfer.service.service" in one.cmdline()]
 
 
 async def some_outputs(stream, count: int) -> list[cluster_pb2.RequestOutput]:
@@ -241,6 +249,48 @@ async def test_a_draining_worker_waits_for_what_is_still_assigned_to_it(
     assert await worker.exit_code() == 0
 
 
+async def test_a_draining_worker_keeps_what_is_still_to_be_fetched_from_it(
+    coordinator, start_worker, vocabulary
+):
+    """Its requests have ended; who is to go on with one has not had its KV cache yet."""
+    patient = {"kv_transfer": {"open_timeout_s": 60}, "worker": {"drain_timeout_s": 60}}
+    second = ScriptedCoordinator()
+    await second.start()
+    try:
+        start_worker(DECODE, "d", address=second.address, **patient)
+        takes = await second.stream()
+        (service,) = transfer_services()
+        worker = start_worker(PREFILL, "p", **patient)
+        gives = await coordinator.stream()
+        service.suspend()
+        prompt = [3 + index % 90 for index in range(100)]
+        handoff = plan(secrets.token_bytes(16), takes.hello.kv_address, len(prompt))
+        command = cluster_pb2.PrefillCommand(spec=spec("r", prompt, max_tokens=10), handoff=handoff)
+        await coordinator.command(gives, prefill=command)
+        known = tokens_of(await gives.outputs("r"))
+        worker.stop.set()
+        change = (await gives.next_of("state_changed")).state_changed
+        assert change.state == cluster_pb2.WORKER_STATE_DRAINING
+        await coordinator.command(gives, release=cluster_pb2.ReleaseCommand())
+        for _ in range(20):
+            assert (await gives.load_after()).staging_bytes_used
+        service.resume()
+        report = (await gives.next_of("handoff")).handoff
+        assert report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+        assert await worker.exit_code() == 0
+        goes_on = cluster_pb2.DecodeCommand(
+            spec=spec("r", prompt, known=known, max_tokens=10), handoff=handoff
+        )
+        await second.command(takes, decode=goes_on)
+        rest = await takes.outputs("r")
+        assert known + tokens_of(rest) == expected_tokens(vocabulary, prompt, 10)
+        assert rest[0].timings.num_handoff_tokens == 100
+    finally:
+        for one in transfer_services():
+            one.resume()
+        await second.stop()
+
+
 async def test_a_draining_worker_waits_for_no_coordinator_that_is_gone(coordinator, start_worker):
     worker = start_worker(worker={"attach_timeout_s": 60, "drain_timeout_s": 60})
     await (await coordinator.stream()).load_after()
@@ -286,9 +336,8 @@ async def test_the_transfer_services_death_is_the_workers(coordinator, start_wor
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
     await some_outputs(stream, 1)
-    for process in psutil.Process(os.getpid()).children():
-        if "baton.kvtransfer.service.service" in process.cmdline():
-            process.kill()
+    for process in transfer_services():
+        process.kill()
     change = (await stream.next_of("state_changed")).state_changed
     assert (change.state, change.failed) == (cluster_pb2.WORKER_STATE_STOPPED, True)
     assert await worker.exit_code() == 1
