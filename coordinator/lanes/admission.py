@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from baton.v1 import common_pb2
 _RETRY_AFTER_S = 1.0
 # So many of a lane's latest waits tell how others turn out.
 _WINDOW = 256
+# Of a revision that has had no first token for so long nobody knows any more what prompts take.
+_UNTRIED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,19 @@ class Outlook:
         """
         return self.slot_s is None and self._wait_s > 0 and self.late_s >= -self._wait_s
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the first token would be late although the request waited for nobody."""
+        return self.prediction.work_s > self.wanted_s
+
     def error(self) -> errors.BatonError:
-        """Why a request that would be late is not let in."""
+        """Why a request that would be late is not let in, and when another try makes sense."""
         ttft_s = self.wanted_s + self.late_s
+        what = f"the first token is predicted in {ttft_s:.3g} s; {self.wanted_s:.3g} s are wanted"
+        if self.is_hopeless:
+            what += f", and the prompt alone takes {self.prediction.work_s:.3g} s"
         return errors.ResourceExhausted(
-            f"the first token is predicted in {ttft_s:.3g} s; {self.wanted_s:.3g} s are wanted",
-            reason="TOO_LATE",
-            retry_after_s=self.late_s,
+            what, reason="TOO_LATE", retry_after_s=None if self.is_hopeless else self.late_s
         )
 
     @property
@@ -89,6 +98,8 @@ class Admission:
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
         self._config, self._lanes, self._placers = config, lanes, placers
         self._ratios = {lane: WaitRatio(_WINDOW) for lane in LANES}
+        # When a revision had its latest first token, or one was to show what they take.
+        self._tried_at: dict[str, float] = {}
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
@@ -112,7 +123,7 @@ class Admission:
                 f"{self._lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
                 f"at most {max_queued}",
                 reason="QUEUE_FULL",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=self._place_s(lane),
             )
         return None
 
@@ -128,7 +139,8 @@ class Admission:
             now: by the core's clock.
 
         Returns:
-            None where the first token may come at any time, or nobody can tell when it would.
+            None where the first token may come at any time, or nobody can tell when it would: no
+            worker is there, or this one is to show whether prompts take as long as is predicted.
         """
         if len(submission.known_token_ids):
             return None
@@ -143,13 +155,20 @@ class Admission:
         if prediction is None:
             return None
         passed_s = now - submission.arrived_at
-        return Outlook(
+        outlook = Outlook(
             wanted_s,
             passed_s,
             prediction,
             self.wait_ratio(submission.lane),
             self._lanes.slot_wait_s(submission),
         )
+        if outlook.is_hopeless and not prediction.wait_s and outlook.slot_s is None:
+            # Were all refused, a prediction that is wrong would never be found out.
+            tried_at = self._tried_at.get(revision, -math.inf)
+            if now - tried_at >= _UNTRIED_S:
+                self._tried_at[revision] = now
+                return None
+        return outlook
 
     def wait_ratio(self, lane: Lane) -> float:
         """How much longer than predicted waits in a lane are taken to be; 1 to 4."""
@@ -161,6 +180,7 @@ class Admission:
         A request whose attempt was lost tells nothing. What its own prompt takes longer than
         predicted counts as a longer wait: what is promised is their sum.
         """
+        self._tried_at[request.revision] = now
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
@@ -173,6 +193,15 @@ class Admission:
             return
         if now - request.submitted_at > prediction.wait_s + prediction.work_s:
             self.first_token(request, now)
+
+    def _place_s(self, lane: Lane) -> float:
+        """When one of those that wait in a full lane will have left it, in seconds."""
+        oldest = self._lanes.oldest(lane)
+        if oldest is None:
+            return _RETRY_AFTER_S
+        # While it waited as many have left as wait now, if the lane was full all the time.
+        waited_s = self._lanes.now - oldest.submitted_at
+        return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
 
 
 def _lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:

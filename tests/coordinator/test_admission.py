@@ -1,0 +1,95 @@
+"""What a refusal says of another try, and that predictions are found out which are wrong."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_cell import VirtualCell, WorkerShape
+
+from baton.coordinator.core.core_config import CoreConfig
+from baton.runtime.config import BatchLaneConfig, LanesConfig, parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+BATCH = common_pb2.LANE_BATCH
+# A prompt token takes 0.1 ms.
+QUICK = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
+
+
+def cell(prefill_per_token_ms: float = 0.1, **interactive: object) -> VirtualCell:
+    """One worker in each pool, with what is believed of them before they are measured."""
+    values = {
+        "model": "simulated",
+        "decode": {"local_prefill": False},
+        "latency": {"prefill_per_token_ms": prefill_per_token_ms},
+        "lanes": {"interactive": interactive},
+    }
+    made = VirtualCell(CoreConfig.of(parse(values, "test")))
+    shape = WorkerShape(QUICK, max_num_batched_tokens=256)
+    made.add_worker("p", common_pb2.ROLE_PREFILL, shape)
+    made.add_worker("d", common_pb2.ROLE_DECODE, shape)
+    made.run(made.now + 1)
+    return made
+
+
+def test_who_would_be_late_on_an_idle_worker_too_is_not_told_to_try_again():
+    made = cell()
+    made.submit(64, 2)
+    made.run(made.now + 1)
+    hopeless = made.submit(4000, 2, slo_ttft_s=0.2)
+    assert hopeless.error.reason == "TOO_LATE"
+    assert hopeless.error.retry_after_s is None
+    assert "the prompt alone takes 0." in str(hopeless.error)
+    # Another one is late for what waits before it, and is told how long that takes.
+    for _ in range(4):
+        made.submit(4000, 2)
+    late = made.submit(1000, 2, slo_ttft_s=0.5)
+    assert late.error.reason == "TOO_LATE"
+    made.run(made.now + late.error.retry_after_s)
+    again = made.submit(1000, 2, slo_ttft_s=0.5)
+    made.run(made.now + 5)
+    assert again.ttft_s <= 0.5
+
+
+def test_a_cell_that_is_quicker_than_was_believed_does_not_refuse_everybody_for_ever():
+    """Who is refused measures nothing."""
+    made = cell(prefill_per_token_ms=1.0, ttft_ms=600)
+    begin = made.now
+    outcomes = []
+    while made.now < begin + 60:
+        outcomes.append(made.submit(1000, 2))
+        made.run(made.now + 0.5)
+    late = [one for one in outcomes if one.arrived_at > begin + 30]
+    assert not any(one.shed for one in late)
+    assert all(one.ttft_s < 0.6 for one in late)
+
+
+def test_a_cell_that_is_as_slow_as_it_is_believed_to_be_lets_hardly_anybody_in():
+    made = cell(prefill_per_token_ms=0.1, ttft_ms=200)
+    outcomes = []
+    for _ in range(600):
+        outcomes.append(made.submit(4000, 2))
+        made.run(made.now + 0.1)
+    assert sum(not one.shed for one in outcomes) <= 60 / 5 + 1
+
+
+def test_what_is_known_of_prompts_is_not_tried_out_while_others_come_through():
+    made = cell(prefill_per_token_ms=0.1, ttft_ms=200)
+    hopeless = []
+    for _ in range(200):
+        short = made.submit(64, 2)
+        made.run(made.now + 0.1)
+        hopeless.append(made.submit(4000, 2))
+        made.run(made.now + 0.1)
+        assert not short.shed
+    assert all(one.shed for one in hopeless)
+
+
+def test_a_full_lane_says_how_long_places_take_to_come_free(new_world):
+    lanes = LanesConfig(batch=BatchLaneConfig(max_queued=2))
+    world = new_world(lanes=lanes)
+    for _ in range(2):
+        world.submit(lane=BATCH)
+    assert world.last(world.submit(lane=BATCH)).error.retry_after_s == 1.0
+    world.after(60.0)
+    error = world.last(world.submit(lane=BATCH)).error
+    assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", pytest.approx(30.0))
