@@ -25,6 +25,8 @@ from baton.v1 import cluster_pb2, common_pb2
 
 # A worker that is stuck for so many times the limit is fenced, so that another can take its place.
 _STUCK_FOR_GOOD = 3
+# And it is taken to be stuck no sooner than after so many of its longest steps.
+_STUCK_STEPS = 4
 
 
 class Membership:
@@ -111,7 +113,7 @@ class Membership:
         if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._drains.said(worker)
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
-        worker.unresponsive = ""
+        worker.unresponsive, worker.stuck = "", False
         self._flips.heard(worker)
         self._watch(worker, now)
         self._placers.attach(worker)
@@ -130,7 +132,7 @@ class Membership:
         worker = self._workers.get(key)
         if worker is not None:
             self._detector.heard(worker, now)
-            if worker.unresponsive and now - worker.progressed_at < self._config.worker_stuck_s:
+            if worker.unresponsive and now - worker.progressed_at < self._may_stand_s(worker):
                 self._losses.responds(worker)
         return worker
 
@@ -152,15 +154,18 @@ class Membership:
             self._book.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
         self._book.room_made |= len(self._book.lanes) > 0
-        if load.num_steps != worker.num_steps or not load.num_running:
-            worker.num_steps, worker.progressed_at = load.num_steps, now
+        is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))
+        if load.num_steps != worker.num_steps or is_idle:
+            worker.num_steps, worker.progressed_at, worker.stuck = load.num_steps, now, False
             if worker.unresponsive:
                 self._losses.responds(worker)
             return
-        stuck_s, limit_s = now - worker.progressed_at, self._config.worker_stuck_s
+        stuck_s, limit_s = now - worker.progressed_at, self._may_stand_s(worker)
         if stuck_s >= _STUCK_FOR_GOOD * limit_s:
             self._losses.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
         elif stuck_s >= limit_s:
+            # Once its requests are elsewhere only a step shows that its engine goes on.
+            worker.stuck = True
             self._losses.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
 
     def changed(self, event: ev.WorkerChanged, now: float) -> None:
@@ -292,6 +297,25 @@ class Membership:
         self._watch(worker, now)
 
     # ---- Inside
+
+    def _may_stand_s(self, worker: Worker) -> float:
+        """How long its engine may make no step: several of the longest that are predicted."""
+        entry = self._placers.load(worker)
+        step_s = entry.step_s if entry is not None else 0.0
+        return max(self._config.worker_stuck_s, _STUCK_STEPS * step_s)
+
+    def _awaits_step(self, worker: Worker) -> bool:
+        """Whether it was sent something that makes an engine step, and has not answered.
+
+        An engine that has stopped since its last step says what ran then: nothing, perhaps. What
+        waits for its KV cache to come makes no step.
+        """
+        for key in worker.unanswered:
+            request = self._book.requests.get(key)
+            sender = self._workers.get(request.prefill) if request is not None else None
+            if sender is None or sender is worker or key not in sender.sending:
+                return True
+        return False
 
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer by which a worker's silence is looked at."""

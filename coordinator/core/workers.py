@@ -67,7 +67,8 @@ class Worker:
         unresponsive: why its requests went elsewhere and it gets no new ones for now, in words that
             continue "worker w1 ..."; empty when all is well.
         num_steps: steps of its engine, by its last report.
-        progressed_at: when `num_steps` last changed, or nothing was running.
+        progressed_at: when `num_steps` last changed, or it had nothing to do.
+        stuck: whether its engine made no step for too long, and none since.
         alone: the suspect request that it has to itself until it answers; None: it has none.
         slow_steps: the latest slow steps of its engine.
         released: whether it drains, and was told that nothing more will come.
@@ -92,6 +93,7 @@ class Worker:
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
+    stuck: bool = False
     alone: RequestKey | None = None
     released: bool = False
     slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))

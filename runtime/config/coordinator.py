@@ -35,8 +35,9 @@ class CoordinatorConfig(Section):
     )
     worker_stuck_s: PositiveSeconds = Field(
         20.0,
-        description="the requests of a worker whose engine makes no step for so long go on "
-        "elsewhere; after three times as long it is lost",
+        description="the requests of a worker whose engine makes no step for so long, and for as "
+        "long as four of its longest are predicted to take, go on elsewhere; after three times as "
+        "long it is lost",
     )
     max_recovery_s: PositiveSeconds = Field(
         30.0, description="longest wait for another worker of a request whose worker was lost"

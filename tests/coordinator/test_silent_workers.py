@@ -6,7 +6,8 @@ import pytest
 from two_pairs import decodes, latest, pairs, prefills, silent_but
 
 from baton.coordinator.core import events as ev
-from baton.v1 import cluster_pb2, common_pb2
+from baton.runtime.latency import LatencyModel
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -219,3 +220,70 @@ def test_a_stuck_engine_is_told_by_its_steps(two_pairs):
     beats(130, num_steps=2)
     assert two_pairs.core.workers.by_id(prefiller) is None
     assert "has made no step for 60" in str(two_pairs.membership[-1].error)
+
+
+def beats(world, name, seconds, num_steps, num_running=0):
+    """A worker gives signs of life, and says the same of its engine all the time."""
+    for _ in range(2 * seconds):
+        world.after(0.5)
+        silent_but(world, name)
+        load = cluster_pb2.LoadReport(num_steps=num_steps, num_running=num_running)
+        world.handle(ev.WorkerLoad((name, 1), load))
+
+
+def test_an_engine_that_stopped_while_it_was_idle_is_told_by_what_it_does_not_answer(two_pairs):
+    """It says what ran when it made its last step: nothing."""
+    two_pairs.submit()
+    ((prefiller, _),) = prefills(two_pairs)
+    beats(two_pairs, prefiller, 1, num_steps=7)
+    beats(two_pairs, prefiller, 19, num_steps=7)
+    assert two_pairs.core.request("r1").attempt == 1
+    beats(two_pairs, prefiller, 2, num_steps=7)
+    assert two_pairs.core.request("r1").attempt == 2
+    # It is told to forget the request, and has nothing to do: that shows nothing.
+    beats(two_pairs, prefiller, 10, num_steps=7)
+    assert not two_pairs.core.workers.by_id(prefiller).serving
+    beats(two_pairs, prefiller, 1, num_steps=8)
+    assert two_pairs.core.workers.by_id(prefiller).serving
+    beats(two_pairs, prefiller, 120, num_steps=8)
+    assert two_pairs.core.workers.by_id(prefiller).serving
+    two_pairs.submit()
+    beats(two_pairs, latest(prefills(two_pairs))[0], 1, num_steps=8)
+
+
+def test_an_engine_that_stays_stopped_is_fenced_also_where_nobody_takes_its_requests(world):
+    beats(world, "p", 5, num_steps=7)
+    world.submit()
+    beats(world, "p", 58, num_steps=7)
+    assert world.core.workers.by_id("p") is not None
+    beats(world, "p", 3, num_steps=7)
+    assert world.core.workers.by_id("p") is None
+    assert "has made no step for 60" in str(world.membership[-1].error)
+
+
+def test_an_engine_that_waits_for_a_kv_cache_is_not_stuck(two_pairs, out):
+    two_pairs.submit()
+    ((prefiller, _),) = prefills(two_pairs)
+    two_pairs.step(prefiller, out("r1", [7], finish=0))
+    ((decoder, command),) = decodes(two_pairs)
+    beats(two_pairs, decoder, 40, num_steps=3)
+    assert two_pairs.core.request("r1").attempt == 1
+    committed = cluster_pb2.HandoffReport(
+        request_id="r1",
+        handoff_id=command.handoff.handoff_id,
+        state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
+    )
+    two_pairs.handle(ev.WorkerHandoff((prefiller, 1), committed))
+    beats(two_pairs, decoder, 22, num_steps=3)
+    assert two_pairs.core.request("r1").attempt == 2
+
+
+def test_an_engine_may_take_as_long_as_its_longest_steps_do(new_world):
+    slow = LatencyModel(12.0, 0.0, 0.0, 0.01, 0.0, 0.0)
+    two_pairs = pairs(new_world(latency=slow))
+    two_pairs.submit()
+    ((prefiller, _),) = prefills(two_pairs)
+    beats(two_pairs, prefiller, 45, num_steps=1, num_running=1)
+    assert two_pairs.core.request("r1").attempt == 1
+    beats(two_pairs, prefiller, 5, num_steps=1, num_running=1)
+    assert two_pairs.core.request("r1").attempt == 2
