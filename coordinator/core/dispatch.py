@@ -9,7 +9,7 @@ from baton.coordinator.core.book import RequestBook
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.request import Request, RequestKey, RequestState, WorkerKey
 from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.lanes.lanes import lane_config
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
@@ -64,6 +64,8 @@ class Dispatcher:
             placer = self._placers.of(request.revision)
             placement = placer.place(request)
             if self._made_room(placer, request, placement, now):
+                placement = placer.place(request)
+            if placement is None and self._made_decode_room(placer, request, now):
                 placement = placer.place(request)
             if placement is None:
                 room_at = min(room_at, placer.room_at(request))
@@ -123,12 +125,48 @@ class Dispatcher:
         self, placer: Placer, request: Request, placement: Placement | None, now: float
     ) -> bool:
         """Parks a batch prompt that is being computed, where that makes room; whether it did."""
-        found = placer.batch_prompts.that_yields(request, placement)
+        long_prompt_tokens = self._config.lanes.long_prompt_tokens
+        if request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH:
+            return False
+        found = placer.batch_prompts.that_yields(placement)
         batch = self._book.requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False
         self._book.park(batch, now)
         return True
+
+    def _made_decode_room(self, placer: Placer, request: Request, now: float) -> bool:
+        """Parks batch outputs where that gives an interactive request a place; whether it did."""
+        wanted = placer.room_wanted(request)
+        worker = self._workers.get(wanted.worker) if wanted is not None else None
+        entry = placer.router.load(worker.key) if worker is not None else None
+        if wanted is None or worker is None or entry is None:
+            return False
+        parked, num_tokens = list[Request](), 0
+        # Those that are computed again most cheaply.
+        for batch in sorted(self._yielding(worker), key=_num_tokens):
+            if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
+                break
+            num_yielded = entry.yielding_tokens_of(batch.key)
+            if num_yielded and batch.num_parked < _MAX_PARKED:
+                parked.append(batch)
+                num_tokens += num_yielded
+        if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
+            return False
+        for batch in parked:
+            self._book.park(batch, now)
+        return True
+
+    def _yielding(self, worker: Worker) -> list[Request]:
+        """Batch outputs of a worker that can be parked."""
+        return [
+            request
+            for key in worker.assigned
+            if (request := self._book.requests.get(key)) is not None
+            and request.submission.lane == common_pb2.LANE_BATCH
+            and request.state is RequestState.DECODING
+            and worker.can_resume(request)
+        ]
 
     def _park(self, now: float) -> None:
         """Parks batch requests where interactive ones that were just added would be too slow."""
@@ -136,14 +174,7 @@ class Dispatcher:
             crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)
             while worker is not None and self._placers.of(worker.revision).must_yield(worker.key):
-                batch = [
-                    request
-                    for key in worker.assigned
-                    if (request := self._book.requests.get(key)) is not None
-                    and request.submission.lane == common_pb2.LANE_BATCH
-                    and request.state is RequestState.DECODING
-                    and worker.can_resume(request)
-                ]
+                batch = self._yielding(worker)
                 if not batch:
                     break
                 # The one that is computed again most cheaply.
@@ -180,3 +211,8 @@ class Dispatcher:
             self._book.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
             return True
         return False
+
+
+def _num_tokens(request: Request) -> int:
+    """Of its prompt and of its output so far."""
+    return request.num_prompt_tokens + len(request.token_ids)

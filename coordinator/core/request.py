@@ -136,6 +136,15 @@ class Submission:
     def key(self) -> RequestKey:
         return RequestKey(request_name(self.tenant, self.request_id))
 
+    def ordered_in(self, long_prompt_tokens: int) -> common_pb2.Lane.ValueType:
+        """The lane that its prompt waits and is computed in: a long one is batch work.
+
+        Args:
+            long_prompt_tokens: longer ones are long; 0: none is.
+        """
+        is_long = 0 < long_prompt_tokens < len(self.prompt_token_ids)
+        return common_pb2.LANE_BATCH if is_long else self.lane
+
 
 class Prediction(NamedTuple):
     """How soon a request will have its first token.

@@ -118,7 +118,7 @@ class Lanes:
         tracks = self._revisions.get(revision)
         if tracks is None:
             return 0.0
-        track = tracks.of(self._lane_of(submission.lane, len(submission.prompt_token_ids)))
+        track = tracks.of(submission.ordered_in(self._long_prompt_tokens))
         # Seconds of prefill work that can leave the track in a second.
         most_per_s, first_s = num_workers * (1 - self._batch_share), 0.0
         if track is tracks.batch:
@@ -145,7 +145,7 @@ class Lanes:
         tenant = self._tenants.find(submission.tenant)
         if tenant is None or tenant.slots is None:
             return None
-        lane = self._lane_of(submission.lane, len(submission.prompt_token_ids))
+        lane = submission.ordered_in(self._long_prompt_tokens)
         before = {lane, _INTERACTIVE}
         num_waiting = sum(len(one) for track, one in tenant.queues.items() if track.lane in before)
         return tenant.slots.wait_s(num_waiting, self.now)
@@ -367,22 +367,13 @@ class Lanes:
 
     # ---- Tickets in and out
 
-    def _lane_of(self, lane: Lane, num_prompt_tokens: int) -> Lane:
-        """The lane that a request is ordered in.
-
-        Args:
-            lane: the one it is submitted to.
-            num_prompt_tokens: long prompts are batch work, whoever waits for them.
-        """
-        return _BATCH if 0 < self._long_prompt_tokens < num_prompt_tokens else lane
-
     def _new_ticket(self, request: Request, now: float, num_tokens: int) -> Ticket:
         submission = request.submission
         tenant = self._tenants.awake(submission.tenant, now)
         if tenant.bucket is not None:
             tenant.bucket.take(num_tokens, now)
         self._num_pushed += 1
-        lane = self._lane_of(submission.lane, request.num_prompt_tokens)
+        lane = submission.ordered_in(self._long_prompt_tokens)
         queue = tenant.queue(self._join(request.revision).of(lane))
         ticket = Ticket(request, queue, self._num_pushed, num_tokens)
         self._tickets[request.key] = ticket

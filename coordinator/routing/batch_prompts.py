@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from baton.coordinator.core.request import Request, RequestKey, WorkerKey
+from baton.coordinator.core.request import RequestKey, WorkerKey
 from baton.coordinator.core.workers import AttachedWorkers, Worker
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.v1 import common_pb2
 
 
 class BatchPrompts:
@@ -39,7 +38,7 @@ class BatchPrompts:
             if not self._num_at[worker]:
                 del self._num_at[worker]
 
-    def that_yields(self, request: Request, placement: Placement | None) -> RequestKey | None:
+    def that_yields(self, placement: Placement | None) -> RequestKey | None:
         """The batch prompt that should make room for an interactive one; None where none should.
 
         Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
@@ -47,10 +46,9 @@ class BatchPrompts:
         requests behind it more than is won.
 
         Args:
-            request: whose turn it is.
-            placement: where it would go; None: no worker has room for it.
+            placement: where the interactive one would go; None: no worker has room for it.
         """
-        if request.submission.lane == common_pb2.LANE_BATCH or not self._worker_of:
+        if not self._worker_of:
             return None
         if placement is None:
             # Every worker has as much queued as it may.

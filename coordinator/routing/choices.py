@@ -66,3 +66,17 @@ class Placement(NamedTuple):
     def handoff(self) -> bool:
         """Whether the prefill worker hands the prompt's KV cache over to the decode worker."""
         return self.prefill is not None and self.decode is not None
+
+
+class RoomWanted(NamedTuple):
+    """What batch outputs on a decode worker should make room for.
+
+    Attributes:
+        worker: the decode worker.
+        num_tokens: KV tokens that are to be free there beside those that are.
+        num_requests: how many outputs have to leave at least.
+    """
+
+    worker: WorkerKey
+    num_tokens: int
+    num_requests: int

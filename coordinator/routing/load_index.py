@@ -25,8 +25,8 @@ class LoadIndex:
     """Load entries by worker. Whoever changes an entry calls `file` with it.
 
     Args:
-        max_prefill_requests, max_decode_requests: a worker with so many assigned is full, and
-            found by no index.
+        max_prefill_requests, max_decode_requests: a worker with so many assigned, or with as many
+            decodes as its engine has in its steps, is full, and found by no index but by_yielding.
 
     Attributes:
         entries: to be read; `add` and `remove` change it.
@@ -34,6 +34,9 @@ class LoadIndex:
         num_prefill_workers: in the prefill pool, full ones included.
         by_queue: of the prefill pool, by when their prefill work is done.
         by_itl, by_room: of the decode pool, by seconds per step and by KV tokens left, negated.
+        by_itl_apart: as by_itl, of those whose outputs are all batch requests'.
+        by_yielding: of the decode pool, full ones included, those with decodes that can be told to
+            make room: by the KV tokens that would be left without these, negated.
     """
 
     def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
@@ -44,7 +47,9 @@ class LoadIndex:
         self.num_prefill_workers = 0
         self.by_queue: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_itl: LeastLoaded[WorkerKey] = LeastLoaded()
+        self.by_itl_apart: LeastLoaded[WorkerKey] = LeastLoaded()
         self.by_room: LeastLoaded[WorkerKey] = LeastLoaded()
+        self.by_yielding: LeastLoaded[WorkerKey] = LeastLoaded()
         self._by_host: dict[str, LeastLoaded[WorkerKey]] = {}
 
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
@@ -76,6 +81,10 @@ class LoadIndex:
         on_host = self._by_host.get(host_id)
         return on_host.least() if on_host is not None else None
 
+    def most_decodes(self, entry: WorkerLoad) -> int:
+        """How many requests a decode worker may have at a time, whatever KV room it has."""
+        return min(self._max_decodes, entry.traits.max_seqs)
+
     def file(self, entry: WorkerLoad) -> None:
         """Puts a worker where its load belongs."""
         worker, pool = entry.key, self._pools.get(entry.key)
@@ -85,10 +94,18 @@ class LoadIndex:
         elif self.open_prefill & entry.bit:
             self.open_prefill ^= entry.bit
             self.by_queue.remove(worker)
-        if pool is Pool.DECODE and entry.num_decodes < self._max_decodes:
+        if pool is Pool.DECODE and entry.yielding_tokens:
+            self.by_yielding.set(worker, -entry.free_tokens - entry.yielding_tokens)
+        else:
+            self.by_yielding.remove(worker)
+        if pool is Pool.DECODE and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
+            if entry.num_urgent:
+                self.by_itl_apart.remove(worker)
+            else:
+                self.by_itl_apart.set(worker, itl_s)
             self.by_room.set(worker, -entry.free_tokens)
             on_host = self._by_host.get(entry.traits.host_id)
             if on_host is None:
@@ -97,6 +114,7 @@ class LoadIndex:
         elif self.open_decode & entry.bit:
             self.open_decode ^= entry.bit
             self.by_itl.remove(worker)
+            self.by_itl_apart.remove(worker)
             self.by_room.remove(worker)
             on_host = self._by_host[entry.traits.host_id]
             on_host.remove(worker)
@@ -112,10 +130,14 @@ class LoadIndex:
             if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:
                 prefills |= entry.bit
                 assert worker in self.by_queue
-            if pool is Pool.DECODE and entry.num_decodes < self._max_decodes:
+            assert (worker in self.by_yielding) == (
+                pool is Pool.DECODE and entry.yielding_tokens > 0
+            )
+            if pool is Pool.DECODE and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
                 assert worker in self.by_room
+                assert (worker in self.by_itl_apart) == (entry.num_urgent == 0)
                 assert worker in self._by_host[entry.traits.host_id]
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)
         assert len(self.by_queue) == prefills.bit_count()

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.core.request import Request, WorkerKey
 from baton.coordinator.core.workers import AttachedWorkers, Worker
 from baton.coordinator.routing.batch_prompts import BatchPrompts
-from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice, RoomWanted
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.routing.local_prompts import LocalPrompts
@@ -40,6 +41,8 @@ _AHEAD = {
 # Batch joins interactive outputs up to this share of their target, and is parked beyond all of it:
 # between the two nothing moves.
 _JOIN_SHARE = 0.9
+
+_Found = TypeVar("_Found")
 
 
 def _open_to(worker: Worker) -> Pool | None:
@@ -80,7 +83,7 @@ class Placer:
         self.batch_prompts = BatchPrompts(self.router, workers)
         self.prompts = PromptBlocks(self.router, workers)
         self.predictions = Predictions(
-            self.router, workers, self.prompts, self.batch_prompts, outputs, config.latency
+            self.router, workers, self.prompts, self.batch_prompts, outputs, config
         )
 
     # ---- Members.
@@ -121,18 +124,17 @@ class Placer:
         suspect (a request that workers may have died of) gets only workers that have answered
         every request they have, so that it endangers none that was not answered yet.
         """
-        if not request.avoid and not request.suspect:
-            return self._place(request)
-        # Lists and not sets: their order decides between workers that are equally good, and must
-        # be the same in each run of a simulation.
-        shunned = [key for key in request.avoid if self.router.load(key) is not None]
-        closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
-        with self._closed([*closed, *shunned]):
-            found = self._place(request)
-        if found is None and shunned:
-            with self._closed(closed):
-                found = self._place(request)
-        return found
+        return self._among_wanted(request, self._place)
+
+    def room_wanted(self, request: Request) -> RoomWanted | None:
+        """The decode worker where batch outputs should make room for a request that has no place.
+
+        Returns:
+            None where the request waits for something else, or is batch work itself.
+        """
+        if self.router.most_yielding() is None or self._lane_of(request) == _BATCH:
+            return None
+        return self._among_wanted(request, self._room_wanted)
 
     def room_at(self, request: Request) -> float:
         """When a prefill worker will have room for a prompt that finds none now.
@@ -144,7 +146,7 @@ class Placer:
         idlest = self.router.idlest_prefill()
         if idlest is None:
             return math.inf
-        return idlest.room_at(_AHEAD[request.submission.lane], self.router.now)
+        return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
 
     def is_crowded_out(self, request: Request) -> bool:
         """Whether every prefill worker is too full for a batch prompt, and one takes another."""
@@ -161,20 +163,25 @@ class Placer:
         Args:
             request: the request.
             placement: what `place` returned for it.
-            yields: whether it may be told to make room while its prompt is computed, should it be
-                a batch request.
+            yields: whether it may be told to make room, should it be a batch request.
         """
         session, urgent = request.submission.session_id, request.submission.lane != _BATCH
         if placement.prefill is not None:
             self.router.assign_prefill(
                 request.key, placement.prefill, self.prompts.hashes_of(request), session
             )
-            if yields and not urgent:
+            if yields and self._lane_of(request) == _BATCH:
                 self.batch_prompts.begins(request.key, placement.prefill.worker)
         if placement.decode is not None:
             if placement.prefill is None:
                 self._local_prompts.begins(placement.decode)
-            self.router.assign_decode(request.key, placement.decode, session, urgent=urgent)
+            self.router.assign_decode(
+                request.key,
+                placement.decode,
+                session,
+                urgent=urgent,
+                yields=yields and not urgent,
+            )
             if urgent:
                 self._crowded[placement.decode.worker] = None
 
@@ -194,7 +201,9 @@ class Placer:
             num_tokens=num_tokens,
         )
         urgent = submission.lane != _BATCH
-        self.router.assign_decode(request.key, choice, submission.session_id, urgent=urgent)
+        self.router.assign_decode(
+            request.key, choice, submission.session_id, urgent=urgent, yields=not urgent
+        )
         self.router.first_token(request.key)
 
     def computed(self, request: Request) -> None:
@@ -238,6 +247,27 @@ class Placer:
 
     # ---- Inside.
 
+    def _lane_of(self, request: Request) -> common_pb2.Lane.ValueType:
+        """The lane that the request's prompt is computed in."""
+        return request.submission.ordered_in(self._config.lanes.long_prompt_tokens)
+
+    def _among_wanted(
+        self, request: Request, look: Callable[[Request], _Found | None]
+    ) -> _Found | None:
+        """What is found while workers that the request should not have are given nothing."""
+        if not request.avoid and not request.suspect:
+            return look(request)
+        # Lists and not sets: their order decides between workers that are equally good, and must
+        # be the same in each run of a simulation.
+        shunned = [key for key in request.avoid if self.router.load(key) is not None]
+        closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
+        with self._closed([*closed, *shunned]):
+            found = look(request)
+        if found is None and shunned:
+            with self._closed(closed):
+                found = look(request)
+        return found
+
     @contextlib.contextmanager
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
         """While it is entered these workers are given nothing."""
@@ -255,7 +285,7 @@ class Placer:
         submission, match = request.submission, self.prompts.match(request)
         most = max_output_tokens(submission, self._workers.max_model_len)
         prefill = self.router.choose_prefill(
-            match, request.num_prefill_tokens, submission.session_id, _AHEAD[submission.lane]
+            match, request.num_prefill_tokens, submission.session_id, _AHEAD[self._lane_of(request)]
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)
@@ -272,6 +302,28 @@ class Placer:
             return Placement(prefill, decode, skip_tokens)
         unsplit = self._choose_decode(request, match, most, None)
         return Placement(None, unsplit) if unsplit is not None else None
+
+    def _room_wanted(self, request: Request) -> RoomWanted | None:
+        submission, match = request.submission, self.prompts.match(request)
+        most = max_output_tokens(submission, self._workers.max_model_len)
+        entry, num_known = self.router.most_yielding(), len(request.token_ids)
+        if entry is None or most == 1:
+            return None
+        if self.router.num_prefill_workers or not num_known:
+            prefill = self.router.choose_prefill(
+                match, request.num_prefill_tokens, submission.session_id, _AHEAD[submission.lane]
+            )
+            if prefill is None:
+                return None
+        num_more = self._outputs.expected(submission.lane, most, num_known)
+        needed = entry.in_blocks(request.num_prompt_tokens + num_known + num_more)
+        wanted = RoomWanted(
+            entry.key,
+            max(0, needed - entry.free_tokens),
+            max(0, entry.num_decodes + 1 - self.router.most_decodes(entry)),
+        )
+        is_there = not (wanted.num_tokens or wanted.num_requests)
+        return None if is_there or wanted.num_tokens > entry.yielding_tokens else wanted
 
     def _choose_decode(
         self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None
@@ -324,7 +376,7 @@ class Placer:
             return None
         if prefill is None:
             there_s = self.predictions.at_a_prefill_worker_s(request, match)
-        pays = self._local_prompts.pays(choice, entry, there_s, request.submission.lane)
+        pays = self._local_prompts.pays(choice, entry, there_s, self._lane_of(request))
         return choice if pays else None
 
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable
 
+from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.core.request import Prediction, Request, Submission
 from baton.coordinator.core.workers import AttachedWorkers
@@ -14,7 +15,6 @@ from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
 
 
@@ -29,7 +29,7 @@ class Predictions:
         prompts: cuts prompts into these workers' blocks.
         batch_prompts: batch prompts that may make room for interactive ones.
         outputs: how long outputs are.
-        unmeasured: what steps cost where no worker can be asked.
+        config: what steps cost where no worker can be asked, and which prompts are long.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Predictions:
         prompts: PromptBlocks,
         batch_prompts: BatchPrompts,
         outputs: OutputLengths,
-        unmeasured: LatencyModel,
+        config: CoreConfig,
     ) -> None:
         self._router, self._workers, self._prompts = router, workers, prompts
         self._batch_prompts, self._outputs = batch_prompts, outputs
-        self._unmeasured = unmeasured
+        self._unmeasured = config.latency
+        self._long_prompt_tokens = config.lanes.long_prompt_tokens
 
     def prefill_s(self, request: Request) -> float:
         """Seconds of prefill work in a request that is to wait."""
@@ -99,7 +100,7 @@ class Predictions:
         wait_s = choice.predicted_s - choice.work_s
         entry, worker = self._router.load(choice.worker), self._workers.get(choice.worker)
         if (
-            submission.lane != common_pb2.LANE_BATCH
+            submission.ordered_in(self._long_prompt_tokens) != common_pb2.LANE_BATCH
             and entry is not None
             and self._batch_prompts.give_way(entry, worker)
         ):

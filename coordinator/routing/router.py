@@ -57,7 +57,8 @@ class Router:
     Whoever uses it assigns what it chose, reports what it hears, and releases every request once.
 
     Args:
-        max_prefill_requests, max_decode_requests: of one worker, assigned at a time.
+        max_prefill_requests, max_decode_requests: of one worker, assigned at a time; also no more
+            decodes than its engine has in its steps.
 
     Attributes:
         index: where prefixes are; fed by `apply_cache`.
@@ -114,6 +115,14 @@ class Router:
         """The prefill worker with the shortest queue; None when every one is full."""
         return self._loads.get(self._loads.by_queue.least())
 
+    def most_yielding(self) -> WorkerLoad | None:
+        """The decode worker with most KV room, had those left that can; None: none can."""
+        return self._loads.get(self._loads.by_yielding.least())
+
+    def most_decodes(self, entry: WorkerLoad) -> int:
+        """How many requests a decode worker may have at a time, whatever KV room it has."""
+        return self._loads.most_decodes(entry)
+
     def longest_prefill(self, match: PrefixMatch) -> int:
         """How many blocks of a prompt the prefill worker with room holds that holds most."""
         return max(match.longest(1, self._loads.open_prefill).values(), default=0)
@@ -158,11 +167,25 @@ class Router:
             self._session(session).prefill = choice.worker
 
     def assign_decode(
-        self, request_id: str, choice: DecodeChoice, session: str = "", *, urgent: bool = False
+        self,
+        request_id: str,
+        choice: DecodeChoice,
+        session: str = "",
+        *,
+        urgent: bool = False,
+        yields: bool = False,
     ) -> None:
-        """Counts an output on the worker that was chosen for it; batch yields to urgent ones."""
+        """Counts an output on the worker that was chosen for it.
+
+        Args:
+            request_id: of the request.
+            choice: what `choose_decode` returned for it.
+            session: "" for none.
+            urgent: whether batch requests yield to it.
+            yields: whether it can be told to make room for an urgent one.
+        """
         entry = self._loads.entries[choice.worker]
-        entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent)
+        entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent, yields=yields)
         self._decoding[request_id] = choice.worker
         if urgent:
             self._urgent.add(request_id)
@@ -198,8 +221,7 @@ class Router:
     def grow(self, request_id: str, num_tokens: int) -> None:
         """Reserves KV room for at least so many tokens of a request, in whole blocks."""
         entry = self._loads.entries[self._decoding[request_id]]
-        block_size = entry.traits.block_size_tokens
-        entry.grow(request_id, -(-num_tokens // block_size) * block_size)
+        entry.grow(request_id, entry.in_blocks(num_tokens))
         self._loads.file(entry)
 
     def release(self, request_id: str) -> None:
@@ -304,9 +326,10 @@ class Router:
             num_output_tokens: how many more are expected (OutputLengths).
             prefill: where the prompt is computed; None: on the decode worker itself.
             session: "" for none.
-            max_itl_s: what a step with this request may take at most, where others run.
-            yields: whether it is a batch request. `max_itl_s` then counts only where urgent outputs
-                and another batch output run; and the request goes where other batch outputs are,
+            max_itl_s: what a step with this request should take at most, where others run. Where it
+                takes longer everywhere the request goes where it would be fastest.
+            yields: whether it is a batch request. It waits where `max_itl_s` is exceeded and urgent
+                outputs and another batch output run; and it goes where other batch outputs are,
                 rather than where it would be fastest.
 
         Returns:
@@ -314,18 +337,21 @@ class Router:
         """
         source = self._loads.get(prefill)
         best: _Target | None = None
-        least = math.inf
-        for worker, num_blocks in self._decode_candidates(match, session, source).items():
+        least = True, math.inf
+        for worker, num_blocks in self._decode_candidates(
+            match, session, source, apart=yields
+        ).items():
             entry = self._loads.entries[worker]
             found = self._target(entry, num_blocks, num_tokens, num_output_tokens)
             if found is None:
                 continue
-            if found.itl_s > max_itl_s and entry.num_decodes and not (yields and entry.may_yield):
+            is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
+            if yields and is_slow and not entry.may_yield:
                 continue
             rest = num_tokens - found.num_cached_tokens
             cost = found.itl_s * num_output_tokens + self._begin_s(source, entry, rest)
-            if cost < least:
-                least, best = cost, found
+            if (is_slow and not yields, cost) < least:
+                least, best = (is_slow and not yields, cost), found
         if best is None:
             return None
         packed = self._loads.get(self._packed) if yields and self._urgent else None
@@ -339,12 +365,13 @@ class Router:
         )
 
     def _decode_candidates(
-        self, match: PrefixMatch, session: str, source: WorkerLoad | None
+        self, match: PrefixMatch, session: str, source: WorkerLoad | None, *, apart: bool
     ) -> dict[WorkerKey, int]:
         """The workers that `choose_decode` compares, and how many blocks of the prompt each holds.
 
         These are the session's last one, those that hold most of the prompt, the fastest, the one
-        with most room (without which none has any), and the fastest on the prefill worker's host.
+        with most room (without which none has any), the fastest on the prefill worker's host, and
+        for a batch request (`apart`) the fastest that has no urgent outputs.
         """
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.decode if last is not None else None
@@ -353,7 +380,8 @@ class Router:
             candidates[sticky] = match.blocks_of(sticky)
         candidates |= match.longest(_NUM_HOLDERS, loads.open_decode)
         near = loads.fastest_on(source.traits.host_id) if source is not None else None
-        for idle in (loads.by_itl.least(), loads.by_room.least(), near):
+        alone = loads.by_itl_apart.least() if apart else None
+        for idle in (loads.by_itl.least(), loads.by_room.least(), near, alone):
             if idle is not None and idle not in candidates:
                 candidates[idle] = match.blocks_of(idle)
         return candidates
@@ -370,12 +398,11 @@ class Router:
             num_tokens: how many tokens prompt and known output have.
             num_output_tokens: how many more are expected.
         """
-        block_size = entry.traits.block_size_tokens
-        needed = -(-(num_tokens + num_output_tokens) // block_size) * block_size
+        needed = entry.in_blocks(num_tokens + num_output_tokens)
         # A request that needs more than a whole worker has is the engine's to refuse.
         if needed > entry.free_tokens and entry.num_decodes:
             return None
-        cached = min(num_blocks * block_size, num_tokens)
+        cached = min(num_blocks * entry.traits.block_size_tokens, num_tokens)
         return _Target(entry, entry.itl_with_s(1, needed), needed, cached)
 
     def _joins(

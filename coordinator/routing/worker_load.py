@@ -28,6 +28,7 @@ class WorkerTraits:
         block_size_tokens: of its KV cache.
         kv_bytes_per_token: what a handoff moves, all layers and ranks.
         chunk_tokens: of prompts, computed in one step at most.
+        max_seqs: requests that its engine has in its steps at a time; others wait inside it.
     """
 
     latency: Latency
@@ -36,9 +37,10 @@ class WorkerTraits:
     block_size_tokens: int
     kv_bytes_per_token: int = 0
     chunk_tokens: int = 2048
+    max_seqs: int = 2**31
 
     def __post_init__(self) -> None:
-        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens"):
+        for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
 
@@ -50,11 +52,13 @@ class _Decode:
     Attributes:
         num_kv_tokens: KV room that is reserved for it.
         urgent: whether batch requests yield to it.
+        yields: whether it can be told to make room for an urgent one.
         arrived: whether its prompt is computed.
     """
 
     num_kv_tokens: int
     urgent: bool
+    yields: bool
     arrived: bool = False
 
 
@@ -94,6 +98,7 @@ class WorkerLoad:
             steps too long as is agreed until then: none may before.
         reserved_tokens: KV tokens of all decodes assigned here, with their expected output; also
             of those whose prompts are still computed elsewhere.
+        yielding_tokens: of these, of the decodes that can be told to make room.
         free_tokens: KV room that nothing assigned here is expected to need.
     """
 
@@ -105,6 +110,7 @@ class WorkerLoad:
     num_urgent: int = 0
     held_up_until: float = -math.inf
     reserved_tokens: int = 0
+    yielding_tokens: int = 0
     free_tokens: int = field(init=False)
     # In the order they came. (The first entry of a dict that loses its first ones is slow to find.)
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
@@ -216,10 +222,13 @@ class WorkerLoad:
         until = now + num_steps * self.itl_with_s(0, 0) / share
         self.held_up_until = max(self.held_up_until, until)
 
-    def assign_decode(self, request_id: str, num_kv_tokens: int, *, urgent: bool = False) -> None:
+    def assign_decode(
+        self, request_id: str, num_kv_tokens: int, *, urgent: bool = False, yields: bool = False
+    ) -> None:
         assert request_id not in self._decodes
-        self._decodes[request_id] = _Decode(num_kv_tokens, urgent)
+        self._decodes[request_id] = _Decode(num_kv_tokens, urgent, yields)
         self.num_urgent += urgent
+        self.yielding_tokens += num_kv_tokens if yields else 0
         self.reserved_tokens += num_kv_tokens
         self.free_tokens -= num_kv_tokens
 
@@ -228,6 +237,16 @@ class WorkerLoad:
         decode = self._decodes.get(request_id)
         if decode is not None:
             decode.arrived = True
+
+    def in_blocks(self, num_tokens: int) -> int:
+        """As many tokens as the blocks have that so many take."""
+        block_size = self.traits.block_size_tokens
+        return -(-num_tokens // block_size) * block_size
+
+    def yielding_tokens_of(self, request_id: str) -> int:
+        """KV tokens that a decode would make room with; 0 where it cannot be told to."""
+        decode = self._decodes.get(request_id)
+        return decode.num_kv_tokens if decode is not None and decode.yields else 0
 
     def outgrows(self, request_id: str, num_kv_tokens: int) -> bool:
         """Whether a decode needs more KV tokens than are reserved for it."""
@@ -239,6 +258,7 @@ class WorkerLoad:
         decode = self._decodes[request_id]
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
+        self.yielding_tokens += num_more if decode.yields else 0
         self.reserved_tokens += num_more
         self.free_tokens -= num_more
 
@@ -247,6 +267,7 @@ class WorkerLoad:
         decode = self._decodes.pop(request_id, None)
         if decode is not None:
             self.num_urgent -= decode.urgent
+            self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
             self.reserved_tokens -= decode.num_kv_tokens
             self.free_tokens += decode.num_kv_tokens
 
@@ -268,5 +289,7 @@ class WorkerLoad:
         assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
         assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
+        yielding = sum(one.num_kv_tokens for one in decodes if one.yields)
+        assert self.yielding_tokens == yielding
         taken = self.reserved_tokens + self._unassigned_tokens
         assert self.free_tokens == self.traits.kv_tokens - taken

@@ -38,6 +38,7 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
         block_size_tokens=block_size,
         kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
         chunk_tokens=chunk_tokens,
+        max_seqs=hello.capacity.max_num_seqs or 2**31,
     )
 
 

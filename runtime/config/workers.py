@@ -15,7 +15,8 @@ class PoolConfig(Section):
 
     workers: NumWorkers = Field(1, description="that baton up starts")
     max_requests_per_worker: PositiveInt = Field(
-        256, description="dispatched to one worker at a time"
+        256,
+        description="dispatched to one worker at a time; decodes no more than its engine runs",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="for this pool, over the common engine_args"

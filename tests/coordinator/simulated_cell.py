@@ -53,6 +53,8 @@ class Cell:
         self._order = itertools.count()
         self._prefill_free_at: dict[str, float] = defaultdict(float)
         self._decoding: dict[str, dict[str, int]] = {"d1": {}, "d2": {}}
+        # The attempt that workers are at, by request.
+        self._attempts: dict[str, int] = {}
         self._prompts: dict[int, list[int]] = {}
         model = common_pb2.ModelDescription(
             name="demo", revision="r1", max_model_len=8192, vocab_size=512
@@ -116,26 +118,38 @@ class Cell:
 
     def _command(self, worker: str, command) -> None:
         if isinstance(command, cluster_pb2.PrefillCommand):
-            request_id = command.spec.request_id
+            spec = command.spec
+            request_id = spec.request_id
             submission, _ = self._submissions[request_id]
-            self.dispatched.append(request_id)
-            self.waits.append((submission.lane, self.now - submission.arrived_at))
-            num_prompt = len(submission.prompt_token_ids)
+            if spec.attempt == 1:
+                self.dispatched.append(request_id)
+                self.waits.append((submission.lane, self.now - submission.arrived_at))
+            self._attempts[request_id] = spec.attempt
+            num_prompt = len(spec.prompt_token_ids)
             end = max(self.now, self._prefill_free_at[worker]) + num_prompt * self.prefill_token_s
             self._prefill_free_at[worker] = end
-            self.at(end, lambda: self._prefilled(worker, request_id))
+            self.at(end, lambda: self._prefilled(worker, request_id, spec.attempt))
         elif isinstance(command, cluster_pb2.DecodeCommand):
             running = self._decoding[worker]
             if not running:
                 self.at(self.now + self.step_s, lambda: self._step(worker))
-            running[command.spec.request_id] = 1
+            running[command.spec.request_id] = len(command.spec.known_token_ids)
+        elif isinstance(command, cluster_pb2.CancelCommand):
+            if self._attempts.get(command.request_id) == command.attempt:
+                del self._attempts[command.request_id]
+            if worker in self._decoding:
+                self._decoding[worker].pop(command.request_id, None)
 
-    def _prefilled(self, worker: str, request_id: str) -> None:
+    def _prefilled(self, worker: str, request_id: str, attempt: int) -> None:
+        if self._attempts.get(request_id) != attempt:
+            return
         submission, _ = self._submissions[request_id]
-        self._serve(submission, len(submission.prompt_token_ids) + 2)
-        output = cluster_pb2.RequestOutput(request_id=request_id, attempt=1)
-        output.delta.token_ids.append(0)
+        output = cluster_pb2.RequestOutput(request_id=request_id, attempt=attempt)
         output.finished.SetInParent()
+        if attempt == 1:
+            # What is computed again is no service.
+            self._serve(submission, len(submission.prompt_token_ids) + 2)
+            output.delta.token_ids.append(0)
         step = cluster_pb2.StepOutputs(outputs=[output])
         self._handle(ev.WorkerStep((worker, 1), step))
 
@@ -145,7 +159,8 @@ class Cell:
         for request_id, offset in tuple(running.items()):
             submission, num_output = self._submissions[request_id]
             self._serve(submission, 2)
-            output = step.outputs.add(request_id=request_id, attempt=1)
+            attempt = self._attempts[request_id]
+            output = step.outputs.add(request_id=request_id, attempt=attempt)
             output.delta.offset = offset
             output.delta.token_ids.append(0)
             running[request_id] = offset + 1

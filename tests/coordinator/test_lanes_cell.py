@@ -106,11 +106,11 @@ def test_interactive_goes_first_and_batch_gets_all_that_is_spare(say_hello):
 
     alone, both = run(interactive=False), run(interactive=True)
     total, total_alone = (sum(one.tokens(1010, 1060, key=2).values()) for one in (both, alone))
-    assert total >= 0.99 * total_alone
+    assert total >= 0.98 * total_alone
     waits_s = [wait_s for lane, wait_s in both.waits if lane == INTERACTIVE]
     assert len(waits_s) > 400
-    # Whatever waits behind them: at most until the next of 16 places is left.
-    assert max(waits_s) <= 32 * Cell.step_s
+    # Whatever runs there: batch outputs leave their places, and are computed again.
+    assert max(waits_s) <= Cell.step_s
 
 
 def test_what_batch_could_not_use_is_not_saved_up(say_hello):

@@ -478,3 +478,32 @@ def test_batch_gets_its_share_of_prefill_workers_that_interactive_prompts_would_
     assert served[BATCH] / sum(served.values()) == pytest.approx(share, abs=0.02)
     # None was told to make room for those that it goes before by right.
     assert made.core.stats.num_parked <= 5
+
+
+def test_a_long_prompt_that_is_kept_off_the_low_latency_path_makes_room_as_batch_does():
+    """It was begun while nobody waited: short ones that come then do not wait for all of it."""
+    config = CoreConfig.of(
+        parse(
+            {
+                "model": "simulated",
+                "decode": {"local_prefill": False},
+                "lanes": {"long_prompt_tokens": 2000},
+            },
+            "test",
+        )
+    )
+    made = VirtualCell(config)
+    made.add_worker("p", common_pb2.ROLE_PREFILL, SHAPE)
+    made.add_worker("d", common_pb2.ROLE_DECODE, SHAPE)
+    made.run(made.now + 1)
+    # 0.7 s of work.
+    long = made.submit(6000, 20)
+    shorts = []
+    for _ in range(10):
+        made.run(made.now + 0.15)
+        shorts.append(made.submit(64, 2))
+    made.run(made.now + 10)
+    assert max(one.ttft_s for one in shorts) < 0.1
+    assert long.ttft_s < 2.0
+    assert len(long.token_times) == 20
+    made.core.check_integrity()

@@ -393,6 +393,7 @@ class VirtualCell:
         prompt: Sequence[int] | None = None,
         timeout_s: float | None = None,
         slo_ttft_s: float | None = None,
+        slo_itl_s: float | None = None,
         session_id: str = "",
     ) -> Outcome:
         """A request arrives now; prompts share nothing unless they are given."""
@@ -414,6 +415,7 @@ class VirtualCell:
             timeout_s=timeout_s,
             tenant=tenant,
             slo_ttft_s=slo_ttft_s,
+            slo_itl_s=slo_itl_s,
             session_id=session_id,
         )
         self.post(ev.Submitted(submission))

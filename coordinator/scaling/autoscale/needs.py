@@ -160,7 +160,7 @@ def decode_need(
     by_time = queueing.most_requests(latency, within_s, held_each)
     room = load.kv_tokens * _KV_SHARE
     by_room = max(1.0, room / room_each) if room and room_each else math.inf
-    each = min(by_time, by_room)
+    each = min(by_time, by_room, load.most_requests or math.inf)
     # Little's law, with steps as long as they then are.
     step_s = latency.decode_step_s(1, 0)
     if math.isfinite(each):
@@ -173,7 +173,7 @@ def decode_need(
     # Outputs may be longer than expected: who has been here for a while counts as expected.
     lasting = forecast.load(samples, now, lambda one: one.present)
     # Requests differ in what they hold: a few long ones more make steps as long as many.
-    uneven = _unevenness(observation, config) if by_time <= by_room else 0.0
+    uneven = _unevenness(observation, config) if by_time <= each else 0.0
     slope_s = latency.step_per_request_s + latency.step_per_kv_token_s * held_each
     share = latency.step_per_kv_token_s * held_each / slope_s if slope_s > 0 else 0.0
     percentile = max(
@@ -192,8 +192,13 @@ def decode_need(
         reason = (
             f"{present} requests, {load.num_in_prefill + waiting} of them before their first token"
         )
-    limit = f"{itl_s * 1e3:.0f} ms" if by_time <= by_room else "its KV cache"
-    reason += f": a worker takes {each:.0f} within {limit}"
+    reason += f": a worker takes {each:.0f}"
+    if by_time <= each:
+        reason += f" within {itl_s * 1e3:.0f} ms"
+    elif by_room <= each:
+        reason += " within its KV cache"
+    else:
+        reason += " at a time"
     if correction > _TOLD:
         reason += f" (ITL is {correction:.2f} x what is predicted)"
     return Need(max(number, at_once), reason)

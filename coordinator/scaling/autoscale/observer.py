@@ -126,6 +126,7 @@ class Observer:
         self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
     ) -> DecodeLoad:
         num_decodes = sum(entry.num_decodes for entry in loads)
+        router = self._placers.of(self._workers.stable).router
         steps = [
             step
             for worker in workers
@@ -157,6 +158,7 @@ class Observer:
             num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
             reserved_tokens=sum(entry.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),
+            most_requests=min(map(router.most_decodes, loads), default=0),
             itl_s=_percentile(gaps, percentile) if gaps else None,
             itl_predicted_s=_percentile(predicted, percentile) if predicted else None,
         )
@@ -168,7 +170,9 @@ def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
         return False
     usual = decode.reserved_tokens / decode.num_decodes
     # Outputs that outgrow what was expected of them leave less than nothing.
-    return all(entry.free_tokens < usual for entry in loads)
+    return all(
+        entry.free_tokens < usual or entry.num_decodes >= decode.most_requests for entry in loads
+    )
 
 
 def _view(worker: Worker) -> WorkerView:

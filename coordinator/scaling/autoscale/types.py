@@ -189,6 +189,7 @@ class DecodeLoad:
         num_in_prefill: of these.
         reserved_tokens: KV tokens of them all, expected output included.
         kv_tokens: room of one worker.
+        most_requests: that one worker may have, whatever room it has; 0: not known.
         itl_s: measured at the target's percentile of the latest steps; None: none was made.
         itl_predicted_s: the model's for the same steps, at the same percentile.
     """
@@ -197,6 +198,7 @@ class DecodeLoad:
     num_in_prefill: int = 0
     reserved_tokens: int = 0
     kv_tokens: int = 0
+    most_requests: int = 0
     itl_s: float | None = None
     itl_predicted_s: float | None = None
 

@@ -1,0 +1,138 @@
+"""Decode workers that are full of batch outputs: who gets their room, under the virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from virtual_cell import VirtualCell, WorkerShape
+
+from baton.coordinator.core.core_config import CoreConfig
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+from baton.v1 import common_pb2
+
+INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
+MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
+SHAPE = WorkerShape(MODEL, max_num_batched_tokens=256)
+# Room for some 25 batch outputs on each worker, and steps for as many as anybody sends.
+LITTLE_ROOM = replace(SHAPE, kv_tokens=16_000, max_num_seqs=256)
+# The other way round.
+FEW_SEATS = replace(SHAPE, kv_tokens=200_000, max_num_seqs=16)
+
+
+def cell(shape: WorkerShape, *, num_pairs: int = 2, **interactive: object) -> VirtualCell:
+    free = {"max_queued": 10**6, "max_queue_s": 3600}
+    values = {
+        "model": "simulated",
+        "coordinator": {"max_running_requests": 10**6},
+        "decode": {"local_prefill": False},
+        "lanes": {"interactive": {**free, **interactive}, "batch": free},
+    }
+    made = VirtualCell(CoreConfig.of(parse(values, "test")))
+    for index in range(num_pairs):
+        made.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, shape)
+        made.add_worker(f"d{index}", common_pb2.ROLE_DECODE, shape)
+    return made
+
+
+class Flooded:
+    """A little interactive load beside batch outputs that fill every decode worker, or without."""
+
+    def __init__(self, shape: WorkerShape, *, interactive: bool, flood: bool, **lane) -> None:
+        self.cell = made = cell(shape, **lane)
+        begin, end = made.now + 15, made.now + 45
+        if flood:
+            made.poisson(8, made.now, end, lambda: made.submit(200, 400, lane=BATCH))
+        if interactive:
+            made.poisson(2, begin - 5, end, lambda: made.submit(400, 60))
+        made.run(end)
+        self.answered = [
+            one
+            for one in made.outcomes
+            if one.lane == INTERACTIVE and begin <= one.arrived_at < end - 5
+        ]
+        self.num_tokens = sum(begin <= at < end for one in made.outcomes for at in one.token_times)
+        made.core.check_integrity()
+
+    def worst_ttft_s(self) -> float:
+        assert all(one.token_times for one in self.answered)
+        return max(one.ttft_s for one in self.answered)
+
+    def worst_gap_s(self) -> float:
+        return max(gap for one in self.answered for gap in one.gaps_s)
+
+
+@pytest.mark.parametrize("shape", [LITTLE_ROOM, FEW_SEATS], ids=["kv", "seats"])
+def test_batch_outputs_that_fill_every_worker_make_room(shape):
+    alone = Flooded(shape, interactive=True, flood=False)
+    flood = Flooded(shape, interactive=False, flood=True)
+    both = Flooded(shape, interactive=True, flood=True)
+    assert len(both.answered) > 30
+    assert both.worst_ttft_s() < 2 * alone.worst_ttft_s()
+    assert both.worst_gap_s() < 0.06
+    assert both.num_tokens >= 0.95 * flood.num_tokens
+
+
+def test_a_large_request_does_not_wait_for_small_ones_of_the_batch_lane():
+    """Whatever room one of them leaves, the next one would take it."""
+    made = cell(LITTLE_ROOM, num_pairs=1)
+    made.poisson(8, made.now, made.now + 60, lambda: made.submit(200, 400, lane=BATCH))
+    made.run(made.now + 15)
+    large = made.submit(6000, 20)
+    made.run(made.now + 30)
+    assert large.token_times
+    assert large.ttft_s < 1.5
+
+
+def test_what_made_room_comes_back_whole():
+    made = cell(LITTLE_ROOM, num_pairs=1)
+    batch = [made.submit(200, 400, lane=BATCH) for _ in range(60)]
+    made.run(made.now + 5)
+    people = [made.submit(1500, 40) for _ in range(4)]
+    made.run(made.now + 120)
+    assert made.core.stats.num_parked > 0
+    for one in batch + people:
+        assert one.error is None
+        assert len(one.token_times) == one.num_output_tokens
+    made.core.check_integrity()
+
+
+def test_batch_fills_workers_that_nobody_yields_on():
+    """Outputs of people keep batch off their own workers, and off no other."""
+
+    def num_tokens(num_people: int) -> int:
+        made = cell(replace(SHAPE, kv_tokens=200_000, max_num_seqs=256), itl_ms=14)
+        for _ in range(num_people):
+            made.submit(100, 3000)
+        made.run(made.now + 1)
+        begin = made.now + 15
+        made.poisson(40, made.now, begin + 10, lambda: made.submit(100, 1000, lane=BATCH))
+        made.run(begin + 10)
+        batch = [one for one in made.outcomes if one.lane == BATCH]
+        return sum(at >= begin for one in batch for at in one.token_times)
+
+    # One of two workers is all theirs.
+    assert num_tokens(1) > 0.5 * num_tokens(0)
+
+
+def test_a_target_that_no_worker_keeps_holds_nobody_up():
+    """A gap wanted of 1 ms: who wants it goes where it is fastest, and others behind it too."""
+    made = cell(SHAPE, num_pairs=1)
+    running = [made.submit(100, 2000) for _ in range(3)]
+    made.run(made.now + 1)
+    impatient = made.submit(100, 10, slo_itl_s=0.001)
+    others = [made.submit(100, 10) for _ in range(3)]
+    made.run(made.now + 5)
+    assert all(len(one.token_times) < 2000 for one in running)
+    assert all(one.token_times and one.ttft_s < 0.2 for one in (impatient, *others))
+
+
+def test_a_target_that_some_worker_keeps_decides_where_an_output_goes():
+    made = cell(SHAPE, num_pairs=2)
+    for _ in range(20):
+        made.submit(100, 200)
+    made.run(made.now + 2)
+    slow = made.submit(100, 5, slo_itl_s=0.05)
+    made.run(made.now + 2)
+    assert slow.token_times
