@@ -23,6 +23,8 @@ _RETRY_AFTER_S = 1.0
 _WINDOW = 256
 # Of a revision that has had no first token for so long nobody knows any more what prompts take.
 _UNTRIED_S = 5.0
+# Predictions are not wrong by more than that.
+_MOST_WRONG = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ class Admission:
         if outlook.is_hopeless and not prediction.wait_s and outlook.slot_s is None:
             # Were all refused, a prediction that is wrong would never be found out.
             tried_at = self._tried_at.get(revision, -math.inf)
-            if now - tried_at >= _UNTRIED_S:
+            may_be = prediction.work_s <= _MOST_WRONG * wanted_s
+            if may_be and now - tried_at >= _UNTRIED_S:
                 self._tried_at[revision] = now
                 return None
         return outlook

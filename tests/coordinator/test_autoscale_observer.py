@@ -22,7 +22,12 @@ SHAPE = WorkerShape(MODEL, kv_tokens=100_000, noise=0.0)
 
 
 def cell(
-    tenants=None, kv_tokens=SHAPE.kv_tokens, *, local_prefill=False, **interactive
+    tenants=None,
+    kv_tokens=SHAPE.kv_tokens,
+    max_num_seqs=SHAPE.max_num_seqs,
+    *,
+    local_prefill=False,
+    **interactive,
 ) -> VirtualCell:
     values = {
         "model": "simulated",
@@ -37,7 +42,8 @@ def cell(
     }
     made = VirtualCell(CoreConfig.of(parse(values, "test")))
     made.add_worker("p", common_pb2.ROLE_PREFILL, SHAPE)
-    made.add_worker("d", common_pb2.ROLE_DECODE, replace(SHAPE, kv_tokens=kv_tokens))
+    shape = replace(SHAPE, kv_tokens=kv_tokens, max_num_seqs=max_num_seqs)
+    made.add_worker("d", common_pb2.ROLE_DECODE, shape)
     return made
 
 
@@ -111,6 +117,17 @@ def test_what_waits_for_room_to_decode_is_no_work_for_prefill_workers(outgrown):
     seen = lane(made.core.observer().observe(ScalingConfig(), made.now))
     assert seen.num_waiting > 0
     assert seen.queued_s == 0
+
+
+def test_nor_is_what_waits_for_a_seat():
+    made = cell(max_num_seqs=4)
+    for _ in range(10):
+        made.submit(500, 500)
+    made.run(made.now + 1)
+    seen = made.core.observer().observe(ScalingConfig(), made.now)
+    assert seen.decode.most_requests == seen.decode.num_decodes == 4
+    assert lane(seen).num_waiting == 6
+    assert lane(seen).queued_s == 0
 
 
 def test_latencies_are_measured_since_the_last_look():

@@ -121,6 +121,17 @@ def test_kv_room_counts():
     assert "its KV cache" in decision.decode.reason
 
 
+def test_seats_count():
+    days = Days(config=replace(CONFIG, flip=False))
+    days.decode = DecodeLoad(
+        num_decodes=40, reserved_tokens=400_000, kv_tokens=10**7, most_requests=16
+    )
+    decision = days.passes(20, rate=1, work_s=0.01)
+    # 50 for one time in twenty.
+    assert decision.decode.needed == 4
+    assert "a worker takes 16 at a time" in decision.decode.reason
+
+
 def test_requests_in_prefill_count_before_they_decode():
     days = Days(config=replace(CONFIG, flip=False), obeyed=False)
     few = days.passes(10, rate=1, work_s=0.01)
