@@ -16,6 +16,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from random_clients import RandomClients
 from random_conditions import draw
@@ -304,6 +305,7 @@ class RandomCell:
         """Nothing more happens to it: everything ends, nothing is left, and it serves."""
         self.say("from here on nothing happens to the cell")
         self.network.breaks, self._starts_fail = False, False
+        self.conditions = replace(self.conditions, gives_up=0.0)
         if not self.coordinator.listens:
             self.run(15.0)
         coordinator, core = self.coordinator, self.coordinator.core
