@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.coordinator.server.server import Coordinator
 from baton.gateway.scrapers import Scrapers
 from baton.gateway.server import CellPlace, serve
 from baton.runtime.access import Access
@@ -109,6 +110,13 @@ async def test_a_gateway_that_only_dials_names_its_ca_as_configured(pki, tmp_pat
                 ready=lambda: None,
                 security=config.security,
             )
+
+
+async def test_a_cell_whose_workers_could_not_read_theirs_does_not_start_them(tmp_path):
+    config = parse({"engine": "simulated", "security": {"ca_file": str(tmp_path)}}, "test")
+    with pytest.raises(ConfigError, match=f"^security.ca_file: {tmp_path} cannot be read"):
+        async with Coordinator(config, launched=True):
+            pass
 
 
 def test_a_key_that_needs_a_password_is_not_asked_for_one(pki, tmp_path):
