@@ -224,6 +224,8 @@ class Rollouts:
                 and not self._needs_start(rollout.stable)
             ):
                 self._switch(rollout, rollout.drains_s, now)
+        for revision in self.retiring:
+            self._scaler.launches.give_up_stuck(revision, self._scaler.start_timeout_s, now)
         if self.retiring.advance(now):
             self._changed()
         self._reserve()
