@@ -86,7 +86,8 @@ class Connection:
             if self.cert_file or self.server_name:
                 raise ConfigError("--tls-cert and --tls-server-name need --tls-ca")
             return None
-        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name)
+        names = ("--tls-ca", "--tls-cert", "--tls-key")
+        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name, names)
 
     def key(self) -> str:
         """The API key or JWT; empty: none.

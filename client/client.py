@@ -49,8 +49,9 @@ class BatonClient(AsyncClosing):
         api_key: of requests that bring no `authorization` of their own: an API key, a JWT, or what
             gives one; empty: none.
         elsewhere: asked for an open client of another cell that serves a model, when a request of
-            that model has been without a session for 5 s: it goes on there with the tokens it has,
-            within resume_timeout_s. None, or an answer of None: it waits for this client's own.
+            that model has been without a session for 5 s, or has lost it before its first token: it
+            goes on there with the tokens it has, within resume_timeout_s. None, or an answer of
+            None: it waits for this client's own.
     """
 
     def __init__(

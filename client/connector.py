@@ -37,7 +37,8 @@ class Connector:
             fails instead.
         dial: how; each session reads the files again.
         elsewhere: says which other connector may go on with a request that has been without a
-            session for MOVES_AFTER_S; None: such a request waits here.
+            session for MOVES_AFTER_S, or has lost its session and no token has come of; None: such
+            a request waits here.
     """
 
     def __init__(
@@ -229,12 +230,11 @@ class Connector:
         if end is None:
             self._wait(state)
         elif not state.ended:
-            self._go_on_with(state)
+            # Nobody has anything of one without a token that would be worth waiting for.
+            self._go_on_with(state, MOVES_AFTER_S if state.token_ids else 0.0)
 
-    def _move_later(self, state: RequestState) -> None:
-        self._moving[state] = asyncio.get_running_loop().call_later(
-            MOVES_AFTER_S, self._move, state
-        )
+    def _move_later(self, state: RequestState, delay_s: float) -> None:
+        self._moving[state] = asyncio.get_running_loop().call_later(delay_s, self._move, state)
 
     def _move(self, state: RequestState) -> None:
         """Gives a request that still waits to another connector, or looks for one again later."""
@@ -244,16 +244,16 @@ class Connector:
         assert self._elsewhere is not None
         other = self._elsewhere(state) if state in self._waiting or state in self._delayed else None
         if other is None or other.num_requests >= other._max_requests:
-            self._move_later(state)
+            self._move_later(state, MOVES_AFTER_S)
             return
         self._drop(state)
-        other._go_on_with(state)
+        other._go_on_with(state, MOVES_AFTER_S)
 
-    def _go_on_with(self, state: RequestState) -> None:
+    def _go_on_with(self, state: RequestState, moves_after_s: float) -> None:
         """Takes a request that lost its session."""
         self._place(state)
         if state.resuming and self._elsewhere is not None and state not in self._moving:
-            self._move_later(state)
+            self._move_later(state, moves_after_s)
 
     def _leave(self) -> bool:
         """Lets the session go on by itself, for what it has; False with nowhere else to go."""

@@ -25,12 +25,14 @@ class Tls:
         ca_file: who signs the coordinator's certificate; empty: whom gRPC trusts by default.
         cert_file, key_file: of this client, where the coordinator asks for a certificate.
         server_name: what the coordinator's certificate must name; empty: the host that is dialled.
+        names: what errors call the three files.
     """
 
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
     server_name: str = ""
+    names: tuple[str, str, str] = ("tls.ca_file", "tls.cert_file", "tls.key_file")
 
 
 def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
@@ -49,7 +51,7 @@ def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
     credential = bearer(checked)
     if tls is None:
         return Dial(credential=credential)
-    files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file)
+    files = TlsFiles(tls.ca_file, tls.cert_file, tls.key_file, names=tls.names)
     return Dial(files, tls.server_name, credential)
 
 

@@ -34,6 +34,7 @@ class RequestState:
 
     Attributes:
         number: of the stream in its session.
+        address: of the coordinator that it was submitted to last; empty: to none yet.
         on_cancel: tells whoever holds the request that it is cancelled, or over (`ended`).
         accepted: the first one.
         resuming: it lost its session, and no coordinator has accepted it since.
@@ -53,7 +54,7 @@ class RequestState:
         credential: Callable[[], str] | None = None,
     ) -> None:
         self._request, self._credential = request, credential
-        self.number = 0
+        self.number, self.address = 0, ""
         self.on_cancel: Callable[[RequestState], None] | None = None
         self.accepted: events.Accepted | None = None
         self.resuming = False

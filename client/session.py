@@ -121,6 +121,7 @@ class Session:
     def submit(self, state: RequestState) -> None:
         """Queues a request for sending."""
         state.number = number = self._next_number()
+        state.address = self.address
         state.on_cancel = self._cancel
         self._requests[number] = state
         if state.resuming:

@@ -36,6 +36,12 @@ class TokenStream(AsyncClosing):
         return tuple(self._state.token_ids)
 
     @property
+    def address(self) -> str | None:
+        """Of the coordinator that has accepted it; None while none has, first or again."""
+        is_with_one = self._state.accepted is not None and not self._state.resuming
+        return self._state.address if is_with_one else None
+
+    @property
     def num_resumes(self) -> int:
         """How often the request went on at a coordinator after its session was lost."""
         return self._state.num_resumes

@@ -39,7 +39,7 @@ class Cells(AsyncClosing):
     Their clients are opened and closed by whoever adds them.
 
     Attributes:
-        failovers: requests that went on to another cell, by the name of the one that was away.
+        failovers: requests that another cell has taken, by the name of the one that was away.
     """
 
     def __init__(self) -> None:
@@ -116,24 +116,24 @@ class Cells(AsyncClosing):
         raise found[0]
 
     def elsewhere(self, away: Cell, model: str) -> BatonClient | None:
-        """Of a cell that can go on with a request of another one, which does not come back.
+        """Of a cell that can go on with a request of another one, which is away or refuses it.
 
         Args:
             away: where the request was.
             model: that it needs; empty: the base model there.
         """
-        away.outage.began(f"streams have waited for {away.name} in vain")
-        self._leave(away)
+        if away.client.address is None:
+            away.outage.began(f"requests have lost their session with {away.name}")
+            self._leave(away)
         wanted = model or next(iter(self._served.get(away.name, ())), None)
         found = [
             cell
             for cell in self._cells
-            if not self.is_away(cell) and wanted in self._served.get(cell.name, ())
+            if cell is not away
+            and not self.is_away(cell)
+            and wanted in self._served.get(cell.name, ())
         ]
-        if not found:
-            return None
-        self.failovers[away.name] += 1
-        return random.choice(found).client
+        return random.choice(found).client if found else None
 
     def failed(self, cell: Cell, error: RemoteError) -> None:
         """A request failed there, for that."""

@@ -76,7 +76,8 @@ class Exchange:
         chat = to.route == CHAT
         self._id = self._headers.get("x-request-id") or asks.new_id(chat=chat)
         self._streams: list[TokenStream] = []
-        # That was asked last.
+        # That was asked first, and last.
+        self._first: Cell | None = None
         self._cell: Cell | None = None
         self._left = self._started = False
 
@@ -118,12 +119,14 @@ class Exchange:
             # What must be done comes before what can be cancelled.
             stats.num_running -= running
             stats.requests[self._to.route, status] += 1
+            self._count_failover()
             if watch is not None:
                 watch.cancel()
             await self._close_streams()
 
     async def _try(self, cells: Sequence[Cell], ask: Ask, chat: ChatBody | None) -> None:
         """Has the first cell that can be reached answer."""
+        self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
                 await self._answer_from(cell, self._in_time(ask), chat)
@@ -134,8 +137,14 @@ class Exchange:
                 # What the client has been told of an answer is that cell's to finish.
                 if self._started or self._left or not is_away or number == len(cells):
                     raise
-                self._to.cells.failovers[cell.name] += 1
                 await self._close_streams()
+
+    def _count_failover(self) -> None:
+        """Counts a request that another cell has taken than the one that was asked first."""
+        first = self._first
+        taken_at = {stream.address for stream in self._streams} - {None}
+        if first is not None and not taken_at <= {*first.client.addresses}:
+            self._to.cells.failovers[first.name] += 1
 
     async def _answer_from(self, cell: Cell, ask: Ask, chat: ChatBody | None) -> None:
         parsed = await self._parsed(cell, chat) if chat is not None else None
@@ -306,8 +315,9 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        if status == 200 and self._cell is not None:
-            self._cell.outage.served()
+        cell = self._cell
+        if status == 200 and cell is not None and not self._to.cells.is_away(cell):
+            cell.outage.served()
         own = (b"x-request-id", self._id.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}

@@ -93,7 +93,7 @@ class GatewayCollector(Collector):
         )
         yield _counter(
             "baton_http_failovers",
-            "Requests that went on to another cell since this one was away.",
+            "Requests that another cell has taken since this one was away.",
             "coordinator",
             stats.failovers,
         )

@@ -9,7 +9,7 @@ from baton.gateway.problems import Problem
 from baton.runtime.dial import bearer
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
-from baton.runtime.watched_file import WatchedFiles, read_secret
+from baton.runtime.watched_file import WatchedFiles, watched_secret
 
 
 class Scrapers:
@@ -26,8 +26,7 @@ class Scrapers:
         self._token: WatchedFiles[str] | None = None
         self._closed = security.has_keys and security.http_client_auth == "none"
         if path := security.metrics_token_file:
-            key = "security.metrics_token_file"
-            self._token = WatchedFiles([path], lambda: read_secret(path, key))
+            self._token = watched_secret(path, "security.metrics_token_file")
 
     def check(self, headers: Mapping[str, str], peer: str) -> None:
         """Raises Problem, 401, where somebody may not read them."""

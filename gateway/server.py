@@ -26,7 +26,7 @@ from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.security_config import SecurityConfig
-from baton.runtime.tls import Handshakes, TlsFiles
+from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
 
 _log = logging.getLogger(__name__)
 
@@ -140,12 +140,12 @@ async def serve(
     """
     security = security or SecurityConfig()
     tls, context, handshakes = None, None, None
+    files = security.ca_file, security.cert_file, security.key_file
     if security.dials_tls:
-        tls = Tls(security.ca_file, security.cert_file, security.key_file, security.server_name)
+        tls = Tls(*files, security.server_name, CONFIG_KEYS)
     if security.serves_tls:
         handshakes = Handshakes("http.listen", security.handshake_timeout_s)
-        files = TlsFiles(security.ca_file, security.cert_file, security.key_file)
-        context = files.server_context(
+        context = TlsFiles(*files).server_context(
             client_auth=security.http_client_auth == "require", handshakes=handshakes
         )
     stop = stop if stop is not None else stop_requested()

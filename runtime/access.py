@@ -19,7 +19,7 @@ from baton.runtime.errors import (
 from baton.runtime.jwt_tokens import BadToken, JwtVerifier
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import JwtConfig, SecurityConfig
-from baton.runtime.watched_file import WatchedFiles, read_secret
+from baton.runtime.watched_file import WatchedFiles, watched_secret
 from baton.v1 import common_pb2
 
 _SCHEME = "bearer "
@@ -67,13 +67,12 @@ class Access:
         self._config, self.refusals, self._wall_clock = config, refusals, wall_clock
         self._keys: WatchedFiles[dict[str, api_keys.ApiKey]] | None = None
         if path := config.api_keys_file:
-            self._keys = WatchedFiles([path], lambda: api_keys.read(path))
+            key = "security.api_keys_file"
+            self._keys = WatchedFiles({key: path}, lambda: api_keys.read(path, f"{key}: {path}"))
         self._jwt = JwtVerifier(config.jwt) if config.jwt.key_file else None
         self._cluster_token: WatchedFiles[str] | None = None
         if token := config.cluster_token_file:
-            self._cluster_token = WatchedFiles(
-                [token], lambda: read_secret(token, "security.cluster_token_file")
-            )
+            self._cluster_token = watched_secret(token, "security.cluster_token_file")
         # By account: its places, and how many requests are in each.
         self._places: defaultdict[str, Counter[object]] = defaultdict(Counter)
         # By tenant: its places for calls, and how many calls are in each; and which each one is in.

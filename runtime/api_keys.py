@@ -124,24 +124,29 @@ def make(name: str, **grants: Any) -> tuple[str, ApiKey]:
         raise ConfigError("\n".join(_explain(error))) from None
 
 
-def read(path: str) -> dict[str, ApiKey]:
+def read(path: str, called: str = "") -> dict[str, ApiKey]:
     """The file's keys by id.
+
+    Args:
+        path: of the file.
+        called: what errors call it; empty: by its path.
 
     Raises:
         ConfigError: it is wrong; the message names the entry and shows no value of it.
         OSError: it cannot be read.
     """
+    called = called or path
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         found = _File.model_validate(values).keys
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(error))) from None
+        raise ConfigError("\n".join(f"{called}: {line}" for line in _explain(error))) from None
     except (yaml.YAMLError, ValueError):
         # Of bytes that are no text, and of dates that there are none of.
-        raise ConfigError(f"{path}: not YAML, or with a date that does not exist") from None
+        raise ConfigError(f"{called}: not YAML, or with a date that does not exist") from None
     by_id = {key.id: key for key in found}
     if len(by_id) < len(found):
-        raise ConfigError(f"{path}: an id is there twice")
+        raise ConfigError(f"{called}: an id is there twice")
     return by_id
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.runtime.tls import TlsFiles
-from baton.runtime.watched_file import WatchedFiles, read_secret
+from baton.runtime.watched_file import watched_secret
 
 if TYPE_CHECKING:
     from baton.runtime.security_config import SecurityConfig
@@ -68,6 +68,5 @@ def within_cluster(config: SecurityConfig, *, with_tls: bool) -> Dial:
         tls = TlsFiles(config.ca_file, config.cert_file, config.key_file)
     credential = _nobody
     if path := config.cluster_token_file:
-        token = WatchedFiles([path], lambda: read_secret(path, "security.cluster_token_file"))
-        credential = bearer(token.get)
+        credential = bearer(watched_secret(path, "security.cluster_token_file").get)
     return Dial(tls, config.server_name, credential)

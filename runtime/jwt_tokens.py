@@ -67,7 +67,7 @@ class JwtVerifier:
                 "security.jwt.key_file: needs PyJWT and cryptography (install baton[security])"
             ) from None
         self._jwt, self._config = jwt, config
-        self._keys = WatchedFiles([config.key_file], self._read)
+        self._keys = WatchedFiles({"security.jwt.key_file": config.key_file}, self._read)
         self._known: OrderedDict[bytes, Token] = OrderedDict()
         self._version = self._keys.version
 

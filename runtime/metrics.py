@@ -21,7 +21,7 @@ from baton.runtime.dial import bearer
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import TlsFiles
-from baton.runtime.watched_file import WatchedFiles, read_secret
+from baton.runtime.watched_file import WatchedFiles, watched_secret
 
 # Each has a thread. Scrapes take milliseconds: whoever has been here for longest makes room.
 _MAX_CONNECTIONS = 32
@@ -58,7 +58,7 @@ class MetricsServer:
         security, refusals = security or SecurityConfig(), refusals or Refusals()
         app = make_wsgi_app(registry)
         if path := security.metrics_token_file:
-            token = WatchedFiles([path], lambda: read_secret(path, "security.metrics_token_file"))
+            token = watched_secret(path, "security.metrics_token_file")
             app = _guarded(app, token, refusals)
 
         context = None

@@ -25,6 +25,8 @@ from baton.runtime.watched_file import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
+# Of a configuration.
+CONFIG_KEYS = ("security.ca_file", "security.cert_file", "security.key_file")
 # Connections over which calls have come.
 _MAX_PEERS = 65_536
 _SAME_CONNECTION_S = 60.0
@@ -47,14 +49,23 @@ class TlsFiles:
     Args:
         ca_file: who signs peers' certificates; empty: whom the system trusts.
         cert_file, key_file: of this process; empty: it has none.
+        names: what errors call the three.
 
     Raises:
         ConfigError: a file cannot be read, or they do not fit together.
     """
 
-    def __init__(self, ca_file: str, cert_file: str = "", key_file: str = "") -> None:
+    def __init__(
+        self,
+        ca_file: str,
+        cert_file: str = "",
+        key_file: str = "",
+        *,
+        names: tuple[str, str, str] = CONFIG_KEYS,
+    ) -> None:
         self._ca_file, self._cert_file, self._key_file = ca_file, cert_file, key_file
-        self._pems = WatchedFiles([ca_file, cert_file, key_file], self._read)
+        self._files = dict(zip(names, (ca_file, cert_file, key_file), strict=True))
+        self._pems = WatchedFiles(self._files, self._read)
 
     @property
     def version(self) -> int:
@@ -117,7 +128,8 @@ class TlsFiles:
     def _server_context(self, client_auth: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._cert_file, self._key_file)
+        # Without a password a key that needs one would be asked for at the terminal.
+        context.load_cert_chain(self._cert_file, self._key_file, password="")
         if client_auth:
             context.load_verify_locations(self._ca_file)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -125,22 +137,19 @@ class TlsFiles:
 
     def _read(self) -> Pems:
         """Raises ConfigError where the files are no PEM, or key and certificate no pair."""
+        # First: ssl does not say which one it cannot read.
+        pems = Pems(*(Path(one).read_bytes() if one else b"" for one in self._files.values()))
+        ca, *own = (f"{name}: {path}" for name, path in self._files.items())
         try:
+            told = f"{ca} is no certificate in PEM"
             if self._ca_file:
                 ssl.create_default_context(cafile=self._ca_file)
+            told = f"{' and '.join(own)} are no PEM, or not of one another"
             if self._cert_file:
                 self._server_context(client_auth=False)
         except ssl.SSLError as error:
-            files = [one for one in (self._ca_file, self._cert_file, self._key_file) if one]
-            raise ConfigError(
-                f"{', '.join(files)}: no PEM, or not of one another: {error.reason or error}"
-            ) from None
-        return Pems(
-            *(
-                Path(one).read_bytes() if one else b""
-                for one in (self._ca_file, self._cert_file, self._key_file)
-            )
-        )
+            raise ConfigError(f"{told}: {error.reason or error}") from None
+        return pems
 
 
 class Handshakes:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from baton.runtime.config_error import ConfigError
@@ -29,7 +29,8 @@ class WatchedFiles(Generic[T]):
     state holds.
 
     Args:
-        paths: of the files that `read` reads.
+        files: that `read` reads: their paths, by what errors call them, such as a configuration's
+            key; those with an empty path are not there.
         read: makes the value of them; raises ConfigError or OSError.
 
     Attributes:
@@ -39,15 +40,15 @@ class WatchedFiles(Generic[T]):
         ConfigError: they cannot be read now.
     """
 
-    def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
-        self._paths, self._read = [path for path in paths if path], read
+    def __init__(self, files: Mapping[str, str], read: Callable[[], T]) -> None:
+        self._files, self._read = {name: path for name, path in files.items() if path}, read
         self._lock = threading.Lock()
         self.version = 1
         try:
             self._stamp = self._stamped()
             self._value = read()
         except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+            raise ConfigError(self._unreadable(error)) from None
         self._checked_at = time.monotonic()
         self._problem = ""
 
@@ -69,18 +70,38 @@ class WatchedFiles(Generic[T]):
                 return
             value = self._read()
         except (OSError, ConfigError) as error:
-            if self._problem != str(error):
-                self._problem = str(error)
-                _log.error("files have changed and cannot be used, the old ones hold: %s", error)
+            said = self._unreadable(error) if isinstance(error, OSError) else str(error)
+            if self._problem != said:
+                self._problem = said
+                _log.error("files have changed and cannot be used, the old ones hold: %s", said)
             return
         # Taken as of before they were read: what changed meanwhile is read again.
         self._stamp, self._value, self._problem = stamp, value, ""
         self.version += 1
-        _log.info("files have changed and are used", extra={"files": ",".join(self._paths)})
+        files = ",".join(self._files.values())
+        _log.info("files have changed and are used", extra={"files": files})
+
+    def _unreadable(self, error: OSError) -> str:
+        found = {n: path for n, path in self._files.items() if path == error.filename}
+        told = " and ".join(f"{name}: {path}" for name, path in (found or self._files).items())
+        return f"{told} cannot be read: {error.strerror or error}"
 
     def _stamped(self) -> _Stamp:
-        found = [os.stat(path) for path in self._paths]
+        found = [os.stat(path) for path in self._files.values()]
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+
+
+def watched_secret(path: str, key: str) -> WatchedFiles[str]:
+    """The key or token in a file, as `read_secret` reads it.
+
+    Args:
+        path: of the file.
+        key: the configuration's, which names it.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    return WatchedFiles({key: path}, lambda: read_secret(path, key))
 
 
 def read_secret(path: str, key: str) -> str:
@@ -88,6 +109,7 @@ def read_secret(path: str, key: str) -> str:
 
     Raises:
         ConfigError: it holds something else.
+        OSError: it cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -11,6 +11,7 @@ from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.endings import ended_request, outcome
 from baton.coordinator.core.entry import Entrant, Entry
+from baton.coordinator.core.kept_deltas import KeptDeltas
 from baton.coordinator.core.register import Register
 from baton.coordinator.core.request import (
     Interruption,
@@ -122,9 +123,11 @@ class RequestBook:
             goes_on: a worker may go on with it, from before this coordinator was there.
 
         Returns:
-            None when it was refused.
+            None when it was refused, or has taken over an output that runs.
         """
         older = self.requests.get(submission.key)
+        if older is not None and self._takes_over(older, submission):
+            return None
         entrant = self._entry.check(submission, older, now, goes_on=goes_on)
         if entrant.refused is not None:
             self.out.append(ev.SendFailed(submission.to, entrant.refused))
@@ -134,11 +137,7 @@ class RequestBook:
         request = self._new_request(submission, entrant, now)
         self.requests.add(request)
         self.stats.admitted(request, now)
-        self.out.append(
-            ev.SendAccepted(
-                submission.to, request.id, request.num_prompt_tokens, submission.adapter
-            )
-        )
+        self._accept(request)
         self._queue(request, now, entrant.num_tokens)
         self._set_timer(request)
         self.room_made = True
@@ -160,6 +159,7 @@ class RequestBook:
         request.attempts_before, request.attempt = attempt - 1, 1
         self.requests.begin_attempt(request)
         request.decode, request.decoding_at = worker.key, now
+        self._keep_deltas(request, worker)
         if request.dispatched_at is None:
             request.dispatched_at = now
             self.stats.dispatched(request, now, after_start=False)
@@ -189,6 +189,7 @@ class RequestBook:
         # A lost attempt was no service.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
+        self._keep_deltas(request, decoder)
         if prefiller is None:
             self._send_decode(request, now)
             return
@@ -386,14 +387,11 @@ class RequestBook:
     # ---- Inside
 
     def _new_request(self, submission: Submission, entrant: Entrant, now: float) -> Request:
-        life_s = self._config.max_request_s
-        if submission.timeout_s is not None:
-            life_s = min(life_s, submission.timeout_s)
         outlook, before = entrant.outlook, self.requests.ended.get(submission.key)
         return Request(
             submission=submission,
             submitted_at=now,
-            deadline=submission.arrived_at + life_s,
+            deadline=self._deadline(submission),
             state_since=now,
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
@@ -402,6 +400,21 @@ class RequestBook:
             prediction=outlook.prediction if outlook is not None and outlook.tells else None,
             attempts_before=before.attempt_number if before is not None else 0,
         )
+
+    def _deadline(self, submission: Submission) -> float:
+        """When it must end, by the core's clock."""
+        life_s = self._config.max_request_s
+        if submission.timeout_s is not None:
+            life_s = min(life_s, submission.timeout_s)
+        return submission.arrived_at + life_s
+
+    @staticmethod
+    def _keep_deltas(request: Request, decoder: Worker | None) -> None:
+        """Has an output's deltas kept from now on, where no other worker could go on with it."""
+        if decoder is None or decoder.can_replay(request.submission.sampling):
+            return
+        if request.kept is None:
+            request.kept = KeptDeltas()
 
     def _pay(self, request: Request) -> None:
         num_tokens = len(request.token_ids)
@@ -473,15 +486,41 @@ class RequestBook:
             )
         )
 
-    def _replace(self, older: Request, now: float) -> None:
-        """Ends the older self of a resumed request, whose session is not known to be lost yet.
+    def _takes_over(self, older: Request, submission: Submission) -> bool:
+        """Lets a resumed request go on with its older self's output; whether that was possible.
 
-        A stream that nobody reads any more is told in vain. Any other client, which need not be
-        the one that resumes, learns why its stream ends.
+        It is where no worker could begin that output anew. What its client lacks of it was kept.
         """
+        if self.admission.closing is not None or not older.is_resumed_by(submission):
+            return False
+        if (lacking := older.lacking(submission)) is None:
+            return False
+        self._tell_resumed(older)
+        self.requests.redirect(older, submission.to)
+        self._accept(older)
+        self.deltas().extend((submission.to, encoded) for encoded in lacking)
+        # The worker was told of the older one.
+        older.deadline = min(older.deadline, self._deadline(submission))
+        self._set_timer(older)
+        return True
+
+    def _replace(self, older: Request, now: float) -> None:
+        """Ends the older self of a resumed request, whose session is not known to be lost yet."""
         self.cancel(older, now, tell=False)
+        self._tell_resumed(older)
+
+    def _tell_resumed(self, older: Request) -> None:
+        """Tells the older stream of a resumed request that it is over.
+
+        One that nobody reads any more is told in vain. Any other client, which need not be the one
+        that resumes, learns why its stream ends.
+        """
         what = f"request {older.id} goes on over another connection, which has resumed it"
         self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
+
+    def _accept(self, request: Request) -> None:
+        to, adapter = request.submission.to, request.submission.adapter
+        self.out.append(ev.SendAccepted(to, request.id, request.num_prompt_tokens, adapter))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
         work_s = self._placers.of(request.revision).predictions.prefill_s(request)

@@ -100,7 +100,9 @@ class Entry:
         """Why a submission is refused whatever is predicted of it; None: it is not."""
         if older is not None:
             # It is in the way, or it is what the submission resumes.
-            return self._admission.closing or _same_request_error(older, submission)
+            if self._admission.closing is not None or older.is_resumed_by(submission):
+                return self._admission.closing
+            return errors.AlreadyExists(f"request {submission.request_id} is running")
         refused = self._admission.error(submission.lane, len(self._requests))
         if refused is not None or goes_on or self._was_cut_off(submission):
             return refused
@@ -119,11 +121,3 @@ class Entry:
 
 def _is_late(outlook: Outlook | None) -> bool:
     return outlook is not None and outlook.late_s > 0
-
-
-def _same_request_error(older: Request, submission: Submission) -> errors.BatonError | None:
-    """Why a submission with the key of a running request is refused; None: it resumes that."""
-    same_session = older.submission.to.session == submission.to.session
-    if len(submission.known_token_ids) and not same_session:
-        return None
-    return errors.AlreadyExists(f"request {submission.request_id} is running")

@@ -115,14 +115,17 @@ class _Step:
             delta.revision = request.revision
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
-        self.book.deltas().append((request.submission.to, delta.SerializeToString()))
+        encoded = delta.SerializeToString()
+        self.book.deltas().append((request.submission.to, encoded))
+        if request.kept is not None:
+            request.kept.add(encoded)
         if num_tokens:
             self._served(request, num_tokens)
             if request.interruptions:
                 request.losses, request.suspect = [], False
                 if request.interruptions[-1].ended_at is None:
                     request.interruptions[-1].ended_at = self.now
-            if request.state is RequestState.DECODING:
+            if request.state is RequestState.DECODING and request.kept is None:
                 request.flows_from = self.worker
         return True
 

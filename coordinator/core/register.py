@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from baton.coordinator.core.request import EndedRequest, Request, RequestKey, StreamKey
@@ -92,8 +93,14 @@ class Register:
         self._requests[request.key] = request
         self._by_session.setdefault(to.session, {})[to.stream] = request
 
+    def redirect(self, request: Request, to: StreamKey) -> None:
+        """The request's events go there from now on."""
+        self.remove(request)
+        request.submission = replace(request.submission, to=to)
+        self.add(request)
+
     def remove(self, request: Request) -> None:
-        """Takes out a request that has ended, and of which no attempt runs."""
+        """Takes out a request; the handle of its attempt is taken back by `end_attempt`."""
         to = request.submission.to
         del self._requests[request.key]
         session = self._by_session[to.session]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
+from baton.coordinator.core.kept_deltas import KeptDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
 from baton.runtime.sampling import needs_exact_state
@@ -208,6 +209,8 @@ class Request:
         revision: the revision whose workers it may run on; it stays once the output has begun.
         prediction: what was predicted of its first token, where that tells how good predictions
             are; else None.
+        kept: what its client was sent, where only its own worker can go on with the output; None:
+            others can.
     """
 
     submission: Submission
@@ -251,6 +254,7 @@ class Request:
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
     revision: str = FIRST_REVISION
     prediction: Prediction | None = None
+    kept: KeptDeltas | None = None
 
     def __post_init__(self) -> None:
         self.key = self.submission.key
@@ -294,6 +298,31 @@ class Request:
     def waits(self) -> bool:
         """Whether the request waits in its lane."""
         return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
+
+    def is_resumed_by(self, submission: Submission) -> bool:
+        """Whether a submission of the same key resumes this request, and is not in its way."""
+        same_session = self.submission.to.session == submission.to.session
+        return len(submission.known_token_ids) > 0 and not same_session
+
+    def lacking(self, submission: Submission) -> list[bytes] | None:
+        """The deltas, encoded, that a client lacks which comes back for this output.
+
+        Returns:
+            None where they are not kept, or this is the output of another request.
+        """
+        ours, known = self.submission, list(submission.known_token_ids)
+        if (
+            self.kept is None
+            or self.state is not RequestState.DECODING
+            or submission.adapter != ours.adapter
+            or submission.sampling != ours.sampling
+            or list(submission.prompt_token_ids) != list(ours.prompt_token_ids)
+            or known != list(self.token_ids[: len(known)])
+        ):
+            return None
+        return self.kept.between(
+            (len(known), submission.known_text_chars), (len(self.token_ids), self.text_chars)
+        )
 
     def stays_on(self, revision: str) -> bool:
         """Whether the request has begun on a revision, so that no other may go on with it."""

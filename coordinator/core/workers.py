@@ -171,11 +171,11 @@ class Worker:
 
     def can_resume(self, request: Request) -> bool:
         """Whether it could go on with what another worker has put out."""
-        return (
-            not len(request.token_ids)
-            or self.hello.capacity.supports_forced_tokens
-            or not needs_exact_state(request.submission.sampling)
-        )
+        return not len(request.token_ids) or self.can_replay(request.submission.sampling)
+
+    def can_replay(self, sampling: common_pb2.SamplingParams) -> bool:
+        """Whether it could go on with outputs of others that are sampled so."""
+        return self.hello.capacity.supports_forced_tokens or not needs_exact_state(sampling)
 
     def release(self, key: RequestKey) -> bool:
         """Takes a request off the worker; returns whether it was there."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from baton.coordinator.core.book import RequestBook
 from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.routing.load_index import ROLE_OF
+from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.scaling.launches import Launches
 from baton.runtime import errors
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
 # Clients whose connection broke come back with what they have: until then there is still somebody.
@@ -67,6 +67,18 @@ class Retiring:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._leaving))
 
+    def decodes(self, revision: str) -> bool:
+        """Whether it has a decode worker that is not to leave."""
+        return any(
+            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
+            for one in self._workers.of(revision)
+        )
+
+    def awaits_decode(self, revision: str) -> bool:
+        """Whether all decode workers that it is to keep only start now."""
+        is_starting = self._launches.num_starting(Pool.DECODE, revision) > 0
+        return is_starting and not self.decodes(revision)
+
     def begin(self, revision: str, why: str, drain_s: float, now: float) -> None:
         """It gets nothing new. What it has begun and not ended within `drain_s` fails."""
         self._leaving[revision] = _Leaving(now + drain_s, why, busy_at=now)
@@ -88,21 +100,23 @@ class Retiring:
         """Those leave that are not needed, the last one of each pool when nothing is left to do.
 
         So what waits for another attempt there (a worker died, batch made room) has somewhere to
-        go.
+        go. Where the last decode worker drains already, that is the one that starts in its place.
         """
-        stays = [one for one in self._book.requests.all() if one.stays_on(revision)]
+        # What waits here and has not begun is what the stable revision cannot compute.
+        stays = [one for one in self._book.requests.all() if one.revision == revision]
         if now >= leaving.until:
             for request in stays:
                 if len(request.token_ids):
                     self._book.fail(request, gone_error(revision), now)
-                else:
+                elif not request.waits:
                     # Nobody has seen anything of it: another revision may compute it.
                     self._book.move(request, now)
             stays = []
         if stays:
             leaving.busy_at = now
         is_needed = now < min(leaving.until, leaving.busy_at + _QUIET_S)
-        self._launches.give_up_all(revision)
+        if not (stays and self.awaits_decode(revision)):
+            self._launches.give_up_all(revision)
         members = self._workers.of(revision)
         for role in ROLE_OF.values():
             there = [one for one in members if one.role == role and one.state != _DRAINING]

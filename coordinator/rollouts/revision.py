@@ -15,6 +15,7 @@ import xxhash
 from baton.coordinator.core.request import Submission
 from baton.runtime.config import BatonConfig, parse
 from baton.runtime.names import FIRST_REVISION
+from baton.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,13 @@ class Traffic:
         canary: gets `share` of new sessions while it is `open`; empty: there is none.
         share: 0 to 1.
         open: whether the canary has workers that serve, in both pools.
-        max_model_len: of the canary, in tokens; 0: not known.
-        adapters: LoRA adapters that the canary has, by name.
+        canary_model: what the canary's workers serve; None: not known.
     """
 
     def __init__(self, stable: str) -> None:
         self.stable, self.canary = stable, ""
-        self.share, self.open, self.max_model_len = 0.0, False, 0
-        self.adapters: frozenset[str] = frozenset()
+        self.share, self.open = 0.0, False
+        self.canary_model: common_pb2.ModelDescription | None = None
 
     def gets_new(self, revision: str) -> bool:
         return revision == self.stable or (revision == self.canary and self.open)
@@ -80,14 +80,18 @@ class Traffic:
         """
         if submission.revision and len(submission.known_token_ids):
             return submission.revision
-        if not (self.open and self._fits(submission)):
+        # What is let in is checked by the stable one's context, and by its adapters.
+        if not (self.open and fits(submission, self.canary_model)):
             return self.stable
         key = submission.session_id or submission.request_id
         place = xxhash.xxh3_64_intdigest(f"{self.canary}\0{key}".encode()) / 2**64
         return self.canary if place < self.share else self.stable
 
-    def _fits(self, submission: Submission) -> bool:
-        """What is let in is checked by the stable one's context, and by its adapters."""
-        if submission.adapter and submission.adapter not in self.adapters:
-            return False
-        return not self.max_model_len or len(submission.prompt_token_ids) < self.max_model_len
+
+def fits(submission: Submission, model: common_pb2.ModelDescription | None) -> bool:
+    """Whether workers that serve this model can compute a request; yes where it is not known."""
+    if model is None:
+        return True
+    if submission.adapter and all(one.name != submission.adapter for one in model.adapters):
+        return False
+    return not model.max_model_len or len(submission.prompt_token_ids) < model.max_model_len

@@ -20,12 +20,12 @@ from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.rollouts import rollout_errors as why
 from baton.coordinator.rollouts.comparison import Side, Verdict, judge
 from baton.coordinator.rollouts.retiring import Retiring
-from baton.coordinator.rollouts.revision import Revision, Traffic
+from baton.coordinator.rollouts.revision import Revision, Traffic, fits
 from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.runtime import errors
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2
 
 ROLLOUT: WorkerKey = ("", 2)
 """The timer at which a rollout is looked at; no worker has this key."""
@@ -111,7 +111,8 @@ class Rollouts:
         return (
             revision not in (traffic.stable, traffic.canary)
             and len(self._workers) > 0
-            and not self._decodes(revision)
+            and not self.retiring.decodes(revision)
+            and not self.retiring.awaits_decode(revision)
         )
 
     def flip_error(self, worker: Worker) -> errors.BatonError | None:
@@ -220,9 +221,11 @@ class Rollouts:
             elif (
                 rollout.drains_s is not None
                 and self._has_sizes(rollout)
-                and not self._awaits_decode(rollout.stable)
+                and not self._needs_start(rollout.stable)
             ):
                 self._switch(rollout, rollout.drains_s, now)
+        for revision in self.retiring:
+            self._scaler.launches.give_up_stuck(revision, self._scaler.start_timeout_s, now)
         if self.retiring.advance(now):
             self._changed()
         self._reserve()
@@ -314,8 +317,8 @@ class Rollouts:
     def _reserve(self) -> None:
         """GPUs that the pools may not grow into.
 
-        The canary's, and those of workers that stay until what they have has ended: those that
-        drain the pools count themselves.
+        The canary's, and those of workers that stay, or still start, until what their revision has
+        has ended: those that drain the pools count themselves.
         """
         scaler, rollout = self._scaler, self.rollout
         held = 0
@@ -327,16 +330,15 @@ class Rollouts:
             for one in self._workers.of(revision)
             if one.state != _DRAINING
         )
-        scaler.reserve(held + scaler.gpus_of(stay))
+        starting = sum(scaler.gpus_starting(revision) for revision in self.retiring)
+        scaler.reserve(held + scaler.gpus_of(stay) + starting)
 
     def _open(self, rollout: Rollout, now: float) -> None:
         """New requests go to the canary while it serves in both pools."""
         traffic, name = self.traffic, rollout.revision.name
-        counts, model = why.serving(self._workers, name), self._workers.of(name).model
+        counts = why.serving(self._workers, name)
         traffic.open = all(counts[pool] for pool in Pool)
-        traffic.max_model_len = model.max_model_len if model is not None else 0
-        adapters = model.adapters if model is not None else ()
-        traffic.adapters = frozenset(one.name for one in adapters)
+        traffic.canary_model = self._workers.of(name).model
         if traffic.open and not rollout.sides:
             rollout.sides, rollout.since = {rollout.stable: Side(), name: Side()}, now
             self._book.stats.sides = rollout.sides
@@ -348,22 +350,13 @@ class Rollouts:
         counts = why.serving(self._workers, rollout.revision.name)
         return all(counts[pool] >= self._promoted_size(pool) for pool in Pool)
 
-    def _decodes(self, revision: str) -> bool:
-        """Whether it has a decode worker that is not to leave."""
-        return any(
-            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
-            for one in self._workers.of(revision)
-        )
-
-    def _awaits_decode(self, revision: str) -> bool:
+    def _needs_start(self, revision: str) -> bool:
         """Whether what it began may have to go on with a decode worker that only starts now.
 
-        As a revision that leaves it would not get that one.
+        As a revision that leaves it would get no other one, should that fail to start.
         """
-        return (
-            self._scaler.launches.num_starting(Pool.DECODE, revision) > 0
-            and not self._decodes(revision)
-            and any(one.stays_on(revision) for one in self._book.requests.all())
+        return self.retiring.awaits_decode(revision) and any(
+            one.stays_on(revision) for one in self._book.requests.all()
         )
 
     def _switch(self, rollout: Rollout, drain_s: float, now: float) -> None:
@@ -398,11 +391,17 @@ class Rollouts:
         self.retiring.begin(revision, reason, drain_s or self._max_request_s, now)
 
     def _move_waiting(self) -> None:
-        """What waits on a revision that gets nothing new goes to the stable one."""
+        """What waits on a revision that gets nothing new goes to the stable one.
+
+        What the stable one cannot compute (it lacks an adapter, its context is shorter) stays as
+        long as there are workers that can.
+        """
+        model = self._workers.of(self.traffic.stable).model
         for request in self._book.requests.all():
             if (
                 request.waits
                 and not len(request.token_ids)
                 and not self.traffic.gets_new(request.revision)
+                and (fits(request.submission, model) or self.is_gone(request.revision))
             ):
                 self._book.change_revision(request, self.traffic.stable)

@@ -27,7 +27,6 @@ from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
-from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
@@ -403,8 +402,5 @@ class Placer:
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes
             and num_bytes <= receiver.hello.capacity.max_receive_bytes
-            and (
-                receiver.hello.capacity.supports_forced_tokens
-                or not needs_exact_state(request.submission.sampling)
-            )
+            and receiver.can_replay(request.submission.sampling)
         )

@@ -115,6 +115,14 @@ class Launches:
         """How many processes start and have not attached; of the stable revision unless told."""
         return self._num_starting[pool, revision or self.stable.name]
 
+    def starting(self, revision: str) -> list[tuple[str, Pool]]:
+        """The processes that start as this revision and have not attached."""
+        return [
+            (one.worker_id, one.pool)
+            for one in self._all.values()
+            if one.starting and one.revision.name == revision
+        ]
+
     def is_starting(self, worker_id: str) -> bool:
         """Whether a process that was started here is waited for."""
         one = self._all.get(worker_id)

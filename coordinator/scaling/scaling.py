@@ -169,6 +169,10 @@ class Scaler:
             self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
         )
 
+    def gpus_starting(self, revision: str) -> int:
+        """How many GPUs the processes are to have that start as this revision."""
+        return sum(self._gpus_of(*one) for one in self.launches.starting(revision))
+
     def error(self) -> BatonError | None:
         """Why pools have no sizes here; None when they have."""
         if self.active:

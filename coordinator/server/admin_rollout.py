@@ -97,6 +97,11 @@ class RolloutCalls:
             judged = judge(rollout.sides[old], rollout.sides[name])
             if judged.verdict is not Verdict.NO_WORSE:
                 message += f"; {judged.reason}"
+        if lost := self._adapters(old) - self._adapters(name):
+            message += (
+                f"; it has no adapter {', '.join(sorted(lost))}: what was admitted for that ends "
+                f"with revision {old}, and what is new is refused"
+            )
         wanted = _in_configuration(rollout.revision)
         message += f". So that the next coordinator serves it too, {wanted} in the configuration"
         return admin_pb2.PromoteRolloutResponse(message=message)
@@ -161,6 +166,10 @@ class RolloutCalls:
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
         counts = serving(self._shell.core.workers, rollout.revision.name)
         return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
+
+    def _adapters(self, revision: str) -> set[str]:
+        model = self._shell.core.workers.of(revision).model
+        return {one.name for one in model.adapters} if model is not None else set()
 
     def _problem(self, rollout: Rollout) -> str:
         launches, name = self._shell.core.scaler.launches, rollout.revision.name

@@ -213,7 +213,7 @@ class Intake:
 
         Raises what is wrong before any work is done for it.
         """
-        limits = self._limits()
+        limits = self._limits(request)
         encoded = request.sampling.SerializeToString()
         sampling = self._samplings.get((encoded, limits.vocab_size))
         coordinator = self._config.coordinator
@@ -257,7 +257,7 @@ class Intake:
         deadline_s: float | None,
         caller: Caller,
     ) -> Submission:
-        limits, grants = self._limits(), caller.grants
+        limits, grants = self._limits(request), caller.grants
         if self._access is not None:
             self._access.check_prompt(caller, len(prompt))
         if not request.HasField("tokens") and not request.resume.prompt_token_ids:
@@ -331,8 +331,11 @@ class Intake:
                 del self._samplings[next(iter(self._samplings))]
         return found
 
-    def _limits(self) -> ModelLimits:
+    def _limits(self, request: inference_pb2.GenerateRequest) -> ModelLimits:
         model, known = self.model(), self._known_limits
+        if request.resume.token_ids:
+            # It goes on with its own revision, which may have what the stable one lacks.
+            model = self._core.workers.of(request.resume.revision).model or model
         if known is None or known[0] is not model:
             limits = ModelLimits(
                 model.name,

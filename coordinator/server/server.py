@@ -31,6 +31,7 @@ from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
+from baton.runtime.dial import within_cluster
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable, shown
 from baton.runtime.lifecycle import settled_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
@@ -91,6 +92,9 @@ class Coordinator:
         exposure.check_metrics("coordinator.metrics_listen", coordinator.metrics_listen, security)
         refusals = Refusals()
         self._access = Access(security, refusals)
+        if self._launched:
+            # Of its workers: what is wrong with their files shows before they start.
+            within_cluster(security, with_tls=security.dials_tls)
         model = demo_model.ensure(self._config.model, weights=False)
         async with contextlib.AsyncExitStack() as half_way:
             # A model that is not here yet is fetched: not on the event loop.

@@ -118,8 +118,10 @@ class RandomClients:
             sampling=sampling,
         )
         if not plain:
-            adapters = cell.conditions.adapters["1"]
-            client.adapter = chance.choice(("", *adapters))
+            # Of others the server says that there are none.
+            served = cell.coordinator.core.workers.model
+            adapters = served.adapters if served is not None else ()
+            client.adapter = chance.choice(("", *(one.name for one in adapters)))
             client.conversation = chance.choice(["", "a", "b", "c", "d"])
             if cell.conditions.tight:
                 client.slo_ttft_s = chance.choice([None, None, 0.5])
@@ -318,13 +320,14 @@ class RandomClients:
             is_lost = cell.conditions.faults or client.has_resumed
             is_exact = client.sampling.HasField("seed")
             return is_lost and is_exact and not cell.conditions.forces_tokens
+        if code == code_pb2.INVALID_ARGUMENT:
+            # The server would tell one that comes back without a token that there is none.
+            return bool(client.adapter) and (cell.conditions.faults or client.has_resumed)
         if not cell.conditions.faults:
             # Where queues are short, it may have waited too long for a worker that starts.
             return code == code_pb2.UNAVAILABLE and cell.conditions.tight
         if code == code_pb2.INTERNAL:
             return cell.conditions.fails > 0 or cell.num_losses > 1
-        if code == code_pb2.INVALID_ARGUMENT:
-            return bool(client.adapter)
         return code == code_pb2.UNAVAILABLE
 
     def _end(self, client: Client, outcome: str) -> None:

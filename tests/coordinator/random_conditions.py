@@ -93,8 +93,8 @@ def draw(chance: random.Random, *, faults: bool) -> Conditions:
         forgets=chance.choice([0.0, 0.3]),
         adapters={
             "1": adapters,
-            "v2": adapters[:1] if faults and chance.random() < 0.5 else adapters,
-            "v3": () if faults and chance.random() < 0.5 else adapters,
+            "v2": adapters[:1] if chance.random() < 0.5 else adapters,
+            "v3": () if chance.random() < 0.5 else adapters,
         },
         config=_config(chance, faults=faults, tight=tight),
     )

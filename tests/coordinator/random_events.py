@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random_cell import RandomCell
 from random_clients import Client
 from random_conditions import REVISIONS
-from random_worker import DECODE, DRAINING, PREFILL, SERVING, RandomWorker
+from random_worker import DECODE, PREFILL, SERVING, RandomWorker
 
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
@@ -151,10 +151,6 @@ class RandomEvents:
             self._post(ev.PromotionAsked(drain_s))
 
     def _abort(self) -> None:
-        canary = self._core.workers.of(self._core.rollouts.traffic.canary)
-        if not self._faults and any(worker.state == DRAINING for worker in canary):
-            # Those that are to take their place would be given up, and what they have with them.
-            return
         if self._core.rollouts.abort_error() is None:
             drain_s = self._chance.choice([None, 1.0]) if self._faults else None
             self._post(ev.AbortAsked("test", drain_s))

@@ -38,10 +38,10 @@ class Leaves(ScriptedWorker):
 
 @pytest.fixture
 async def cell(coordinator_config, say_hello):
-    """A prefill and a decode worker of revision "1", and of "r2"; address and admin client."""
+    """A prefill and a decode worker of "1", which has an adapter, and of "r2"; and their admin."""
     async with Coordinator(coordinator_config()) as coordinator:
-        workers = [
-            Leaves(coordinator.address, say_hello(name, role, revision=revision))
+        hellos = [
+            say_hello(name, role, revision=revision)
             for name, role, revision in (
                 ("p", PREFILL, ""),
                 ("d", DECODE, ""),
@@ -49,6 +49,9 @@ async def cell(coordinator_config, say_hello):
                 ("cd", DECODE, "r2"),
             )
         ]
+        for hello in hellos[:2]:
+            hello.model.adapters.add(name="law")
+        workers = [Leaves(coordinator.address, hello) for hello in hellos]
         try:
             for worker in workers:
                 await worker.connect()
@@ -120,6 +123,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
         message = await admin.promote_rollout()
         assert message.startswith("revision r2 is the stable one; workers of 1 finish")
         assert "too few samples to tell" in message
+        assert "it has no adapter law: what was admitted for that ends with revision 1" in message
         assert message.endswith("set worker.revision: r2 in the configuration")
         await only_left(admin, "r2")
         answer = await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)

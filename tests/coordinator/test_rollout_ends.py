@@ -147,6 +147,64 @@ def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
     assert cell.core.can_serve
 
 
+@pytest.fixture
+def with_law(two_revisions, say_hello):
+    """Two revisions: the stable one has an adapter and a longer context, which the canary lacks."""
+    cell = two_revisions(None)
+    for name in ("p", "p2", "d", "d2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    model = say_hello("x", PREFILL).model
+    model.max_model_len = 2048
+    model.adapters.add(name="law")
+    for name, role in (("lp", PREFILL), ("ld", DECODE)):
+        cell.world.attach(name, role, model=model)
+    cell.start(0.0)
+    return cell
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"adapter": "law"}, {"num_prompt": 1500}], ids=["adapter", "context"]
+)
+def test_what_the_promoted_revision_cannot_compute_ends_with_the_old_one(with_law, wanted):
+    """It was moved to workers that refused it, although it had been accepted."""
+    cell = with_law
+    cell.world.handle(ev.DrainAsked("lp", 60.0, "test"))
+    waiting, other = cell.world.submit(**wanted), cell.world.submit()
+    assert cell.request(waiting).waits
+    cell.world.attach("p3", PREFILL, model=cell.core.workers.by_id("ld").hello.model)
+    # It has workers, and loses the one that computes it just as its revision leaves.
+    assert not cell.request(waiting).waits
+    cell.world.handle(ev.PromotionAsked())
+    assert cell.core.workers.stable == "r2"
+    cell.world.handle(ev.WorkerLost("p3", "was killed"))
+    cell.beat(3)
+    assert [cell.revision(to) for to in (waiting, other)] == ["1", "r2"]
+    assert cell.request(waiting).waits
+    cell.world.attach("p4", PREFILL, model=cell.core.workers.by_id("ld").hello.model)
+    cell.beat(3)
+    cell.first_token(waiting)
+    cell.token(waiting, finish=STOP)
+    assert cell.world.last(waiting).reason == STOP
+    cell.beat(5)
+    assert {worker.revision for worker in cell.core.workers} == {"r2"}
+
+
+@pytest.mark.parametrize("how", ["dies", "is late"])
+def test_where_nobody_is_left_that_could_it_does_not_wait(with_law, how):
+    cell = with_law
+    cell.world.handle(ev.WorkerLost("lp", "was killed"))
+    waiting = cell.world.submit(adapter="law")
+    cell.world.handle(ev.PromotionAsked(20.0))
+    cell.beat(2)
+    assert cell.revision(waiting) == "1"
+    if how == "dies":
+        cell.world.handle(ev.WorkerLost("ld", "was killed"))
+    else:
+        cell.beat(20)
+    # Its workers say that they do not have it.
+    assert cell.revision(waiting) == "r2"
+
+
 def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(two_revisions):
     cell = two_revisions(1.0)
     to = cell.begin()

@@ -178,6 +178,59 @@ def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(laun
     assert of_revision(made, "1") == set()
 
 
+def aborted(launched, drain_s):
+    """A canary whose decode worker drains with an output, while another starts; and that output."""
+    made = launched(1, 1, max_gpus=6)
+    made.world.handle(ev.RolloutAsked(Revision("r2"), 1.0, {}))
+    made.come_up()
+    to = made.world.submit()
+    output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    output.delta.token_ids.append(7)
+    output.finished.SetInParent()
+    made.world.step(made.core.request("r1").prefill[0], output)
+    assert made.core.request("r1").decode[0] == "decode-r2-0"
+    made.world.handle(ev.DrainAsked("decode-r2-0", drain_s, "test"))
+    made.wait(2)
+    assert made.started[-1] == "decode-r2-1"
+    made.world.handle(ev.AbortAsked("test"))
+    assert made.core.rollouts.traffic.canary == ""
+    return made, to
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_abort_leaves_no_output_without_the_worker_that_starts_for_it(launched, comes):
+    """It was given up with its revision, and the output failed when its own worker had to leave."""
+    made, to = aborted(launched, 20.0)
+    made.wait(5)
+    assert "decode-r2-1" not in made.ended
+    # Nobody else gets its GPUs meanwhile: 2 of the stable revision, 3 of this one.
+    assert made.core.scaler._policy.config.max_gpus == 6 - 3 + 1
+    if comes:
+        made.come_up()
+        made.wait(2)
+        assert "decode-r2-1" not in made.ended
+    made.world.handle(ev.WorkerExited("decode-r2-0", "was killed by SIGKILL"))
+    made.world.after(0.5)
+    request = made.core.request("r1")
+    assert request.revision == "r2"
+    assert request.decode == (("decode-r2-1", 1) if comes else None)
+    # It is there for nobody else.
+    made.world.handle(ev.StreamCancelled(to))
+    made.wait(10)
+    assert of_revision(made, "r2") == set()
+    assert "decode-r2-1" in made.ended
+    assert len(made.started) == 5
+
+
+def test_a_worker_that_starts_for_what_was_aborted_has_no_longer_for_it_than_others(launched):
+    made, _ = aborted(launched, 100.0)
+    made.wait(27)
+    assert "decode-r2-1" not in made.ended
+    made.wait(5)
+    assert "decode-r2-1" in made.ended
+    assert made.core.request("r1").decode[0] == "decode-r2-0"
+
+
 def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
     made = launched()
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})

@@ -224,6 +224,27 @@ async def test_resume_continues_after_received_tokens(pair, inference):
         assert decode.spec.known_text_chars == 2
 
 
+async def test_who_resumes_is_checked_by_the_model_that_began(coordinator, inference, say_hello):
+    """Its revision leaves, and has an adapter that the stable one lacks."""
+    model = say_hello("x", PREFILL).model
+    model.adapters.add(name="law")
+    hellos = [say_hello("p", PREFILL), say_hello("d", DECODE)]
+    hellos += [
+        say_hello(name, role, revision="r2", model=model)
+        for name, role in (("cp", PREFILL), ("cd", DECODE))
+    ]
+    async with attached(coordinator.address, *hellos):
+        request = generate(model="law")
+        with pytest.raises(grpc.RpcError) as caught:
+            await inference.Generate(request, timeout=WAIT_S).read()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        request.resume.token_ids.extend([0, 7])
+        request.resume.revision = "r2"
+        events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
+        assert events[0].accepted.model == "law"
+        assert [t for event in events for t in event.delta.token_ids] == [2, 3]
+
+
 async def test_who_lacks_nothing_but_the_end_gets_it(inference):
     request = generate()
     # The last one is the tokenizer's end of sequence.

@@ -6,11 +6,13 @@ import pytest
 
 from baton.coordinator.core import events as ev
 from baton.coordinator.core.request import RequestState
+from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-LENGTH = common_pb2.FINISH_REASON_LENGTH
+LENGTH, BATCH = common_pb2.FINISH_REASON_LENGTH, common_pb2.LANE_BATCH
+SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 900}
 # Batch outputs make room for the first interactive one.
 LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
@@ -35,8 +37,7 @@ def seeded(cell, out):
 
 
 def begin(cell, out):
-    sampling = {"temperature": 1.0, "seed": 7, "max_tokens": 900}
-    to = cell.submit(sampling=sampling, lane=common_pb2.LANE_BATCH)
+    to = cell.submit(sampling=SEEDED, lane=BATCH)
     request = cell.core.request(f"r{to.stream}")
     cell.step(request.decode[0], out(request.id, [1]))
     return request
@@ -74,3 +75,58 @@ def test_a_silent_worker_may_still_go_on_with_it(cell, out, seeded):
     cell.wait(5, silent=[seeded.decode[0]])
     assert cell.core.workers.get(seeded.decode).unresponsive
     assert goes_on(cell, out, seeded)
+
+
+def comes_back(cell, request, known, num_chars, **fields):
+    """Its client, over another connection, with the tokens that it has."""
+    again = {"request_id": request.id, "session": 2, "sampling": SEEDED, **fields}
+    return cell.submit(known_token_ids=known, known_text_chars=num_chars, lane=BATCH, **again)
+
+
+@pytest.mark.parametrize("num_known", [1, 2, 4, 5])
+def test_its_client_that_comes_back_is_sent_what_it_lacks(cell, out, seeded, num_known):
+    """It failed, and its worker was told to end what nobody could begin anew."""
+    worker, first = seeded.decode, seeded.submission.to
+    cell.plain(worker[0], (seeded.handle, 1, 2))
+    cell.step(worker[0], out(seeded.id, [3, 4], offset=2, text="ab"))
+    cell.plain(worker[0], (seeded.handle, 4, 5))
+    num_chars = {1: 0, 2: 1, 4: 3, 5: 4}[num_known]
+    num_commands = len(cell.commands[worker[0]])
+    to = comes_back(cell, seeded, [1, 2, 3, 4, 5][:num_known], num_chars)
+    assert cell.kinds(to)[0] == "Accepted"
+    assert cell.tokens(to) == [1, 2, 3, 4, 5][num_known:]
+    assert "".join(one.delta.text for one in cell.sent[to][1:]) == "éabé"[num_chars:]
+    assert "another connection" in str(cell.last(first).error)
+    # Nobody cancels it any more by the stream that it had, and its worker has heard nothing.
+    cell.handle(ev.SessionLost(first.session))
+    cell.handle(ev.StreamCancelled(first))
+    assert len(cell.commands[worker[0]]) == num_commands
+    cell.step(worker[0], out(seeded.id, [6], offset=5, finish=LENGTH))
+    assert cell.tokens(to) == [1, 2, 3, 4, 5, 6][num_known:]
+    assert cell.last(to).usage.completion_tokens == 6
+    assert cell.core.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"known": [9]},
+        {"num_chars": 3},
+        {"num_prompt": 21},
+        {"sampling": {**SEEDED, "seed": 8}},
+        {"adapter": "other"},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_whoever_asks_for_another_output_does_not_get_it(cell, seeded, differs):
+    to = comes_back(cell, seeded, **{"known": [1], "num_chars": 0, **differs})
+    assert isinstance(cell.last(to).error, errors.FailedPrecondition)
+
+
+def test_it_may_be_taken_over_again_and_ends_in_time(cell, out, seeded):
+    again = comes_back(cell, seeded, [1], 0, timeout_s=60.0)
+    cell.step(seeded.decode[0], out(seeded.id, [2], offset=1, text="a"))
+    last = comes_back(cell, seeded, [1], 0, session=3)
+    assert cell.tokens(again) == cell.tokens(last) == [2]
+    cell.wait(61)
+    assert isinstance(cell.last(last).error, errors.DeadlineExceeded)

@@ -34,6 +34,7 @@ class CellOf(ScriptedInference):
         refuses: every request, for that.
         fails: every request once it has said something, for that.
         hangs: with the end of every request.
+        silent: about every request.
         keyholder: the only credential that it takes; None: it asks for none.
     """
 
@@ -42,7 +43,7 @@ class CellOf(ScriptedInference):
         self.name, self.model, self.adapters = name, model, adapters
         self.requests = []
         self.refuses = self.fails = self.keyholder = None
-        self.hangs = False
+        self.hangs = self.silent = False
 
     async def GetModel(self, request, context):
         shown = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -67,6 +68,8 @@ class CellOf(ScriptedInference):
             submit = message.submit
             self.requests.append(submit.request)
             number = submit.stream
+            if self.silent:
+                continue
             if self.refuses is not None:
                 connection.send(failed(number, self.refuses))
                 continue
@@ -272,6 +275,44 @@ async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, mon
     assert cells[left].name in rest[0]
     assert rest[-1] == "data: [DONE]"
     assert not any("error" in line for line in rest)
+
+
+async def test_what_a_lost_cell_had_not_begun_does_not_wait_for_it(start_gateway, monkeypatch):
+    """It waited as a stream does that has tokens there."""
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
+    cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
+    async with AsyncExitStack() as stack:
+        stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
+        addresses = [
+            await own.enter_async_context(serve(cell))
+            for own, cell in zip(stacks, cells, strict=True)
+        ]
+        gateway = await stack.enter_async_context(start_gateway(*addresses))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
+        )
+        for cell in cells:
+            cell.silent = True
+        asking = asyncio.create_task(said(http))
+        async with asyncio.timeout(WAIT_S):
+            while not any(cell.requests for cell in cells):
+                await asyncio.sleep(0.01)
+        lost, left = (0, 1) if cells[0].requests else (1, 0)
+        cells[left].silent = False
+        await stacks[lost].aclose()
+        assert await asking == cells[left].name
+        assert await failovers(http) == {addresses[lost]: 1.0}
+
+
+async def test_what_another_cell_does_not_take_is_no_failover(start_gateway):
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    async with gateway_to(start_gateway, one, two) as http:
+        one.refuses = GONE
+        two.refuses = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=3.0)
+        for number in range(8):
+            assert (await ask(http, request_id=f"r{number}")).status_code == 429
+        assert one.requests
+        assert await failovers(http) == {}
 
 
 async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):

@@ -255,7 +255,11 @@ def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
     [
         (["--tls-cert", "a"], "--tls-cert and --tls-key go together"),
         (["--tls-cert", "a", "--tls-key", "b"], "need --tls-ca"),
-        (["--tls-ca", "nowhere.pem"], "nowhere.pem: cannot be read"),
+        (["--tls-ca", "nowhere.pem"], "--tls-ca: nowhere.pem cannot be read"),
+        (["--tls-ca", "."], "--tls-ca: . cannot be read: Is a directory"),
+        (["--tls-ca", "/dev/null"], "--tls-ca: /dev/null is no certificate in PEM"),
+        (["--api-key-file", "."], "--api-key-file: . cannot be read: Is a directory"),
+        (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null must hold one word"),
         (["--api-key-file", "nowhere"], "--api-key-file: nowhere cannot be read"),
     ],
 )

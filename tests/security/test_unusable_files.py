@@ -1,0 +1,130 @@
+"""Files of keys, secrets and certificates that cannot be used: one line names key, path and why."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.coordinator.server.server import Coordinator
+from baton.gateway.scrapers import Scrapers
+from baton.gateway.server import CellPlace, serve
+from baton.runtime.access import Access
+from baton.runtime.config import parse
+from baton.runtime.config_error import ConfigError
+from baton.runtime.dial import within_cluster
+from baton.runtime.refusals import Refusals
+from baton.runtime.tls import TlsFiles
+
+NOBODY = 65534
+KINDS = {
+    "directory": "cannot be read: Is a directory",
+    "link": "cannot be read: No such file or directory",
+    "forbidden": "cannot be read: Permission denied",
+    "garbage": "",
+}
+
+
+@contextlib.contextmanager
+def unusable(path, kind):
+    """What stands at `path` while this is entered."""
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(path.with_name("nowhere"))
+    else:
+        path.write_bytes(b"\xff\x00 garbage\n")
+    if kind != "forbidden":
+        yield str(path)
+        return
+    path.chmod(0)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            # Whom it is forbidden to: to root nothing is.
+            os.seteuid(NOBODY)
+        yield str(path)
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def anyones(pki):
+    """The same certificates and keys in a directory that every user may read."""
+    with tempfile.TemporaryDirectory() as found:
+        os.chmod(found, 0o755)
+        for file in pki.directory.iterdir():
+            shutil.copyfile(file, f"{found}/{file.name}")
+            os.chmod(f"{found}/{file.name}", 0o644)
+        yield replace(pki, directory=Path(found))
+
+
+def set_up(security):
+    """All that reads these files in some process."""
+    Access(security, Refusals())
+    Scrapers(security, Refusals())
+    within_cluster(security, with_tls=security.dials_tls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_keys_file",
+        "cluster_token_file",
+        "metrics_token_file",
+        "jwt.key_file",
+        "ca_file",
+        "cert_file",
+        "key_file",
+    ],
+)
+def test_the_key_the_path_and_the_reason_are_told(anyones, key, kind):
+    tls = anyones.server()
+    with unusable(anyones.directory / "file", kind) as path:
+        section = {**(tls if key in tls else {}), key: path}
+        if key == "jwt.key_file":
+            section = {"jwt": {"key_file": path, "issuer": "a", "audience": "b"}}
+        security = parse({"security": section}, "test").security
+        with pytest.raises(ConfigError) as caught:
+            set_up(security)
+    told = str(caught.value)
+    assert f"security.{key}: {path}" in told
+    assert KINDS[kind] in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "garbage"])
+async def test_a_gateway_that_only_dials_names_its_ca_as_configured(pki, tmp_path, kind):
+    with unusable(tmp_path / "file", kind) as path:
+        config = parse({"security": {"ca_file": path}}, "test")
+        with pytest.raises(ConfigError, match=f"^security.ca_file: {path} "):
+            await serve(
+                config.http,
+                [CellPlace(["127.0.0.1:1"])],
+                listener=None,
+                ready=lambda: None,
+                security=config.security,
+            )
+
+
+async def test_a_cell_whose_workers_could_not_read_theirs_does_not_start_them(tmp_path):
+    config = parse({"engine": "simulated", "security": {"ca_file": str(tmp_path)}}, "test")
+    with pytest.raises(ConfigError, match=f"^security.ca_file: {tmp_path} cannot be read"):
+        async with Coordinator(config, launched=True):
+            pass
+
+
+def test_a_key_that_needs_a_password_is_not_asked_for_one(pki, tmp_path):
+    from cryptography.hazmat.primitives import serialization as form
+
+    key = form.load_pem_private_key((pki.directory / "server.key").read_bytes(), None)
+    locked = tmp_path / "locked.key"
+    how = form.BestAvailableEncryption(b"secret")
+    locked.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, how))
+    with pytest.raises(ConfigError, match=f"security.key_file: {locked} are no PEM"):
+        TlsFiles(pki.file("ca.pem"), pki.file("server.pem"), str(locked))
