@@ -283,10 +283,18 @@ class RequestBook:
         """A parked request has no worker left to wait for: it waits for a new one, as if lost."""
         self._advance(request, RequestState.RECOVERING, now)
 
-    def move(self, request: Request, now: float) -> None:
-        """Takes a request off a worker that drains or flips; this counts as no lost attempt."""
+    def move(self, request: Request, now: float, placement: Placement | None = None) -> None:
+        """Takes a request off a worker that drains or flips; this counts as no lost attempt.
+
+        Args:
+            request: a dispatched one.
+            now: by the core's clock.
+            placement: where it goes at once; None: it waits for its turn.
+        """
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
+        if placement is not None:
+            self.dispatch(request, placement, now)
 
     def hand_over_again(self, request: Request, now: float) -> None:
         """The decode worker lost the prefix that the handoff left out: the next one sends all.

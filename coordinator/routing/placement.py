@@ -125,6 +125,31 @@ class Placer:
         """
         return self._among_wanted(request, self._place)
 
+    def by_handoff(self, request: Request, source: Worker) -> Placement | None:
+        """Another decode worker for an output, and the one that it leaves to hand it over.
+
+        Args:
+            request: the request, which `source` decodes.
+            source: a worker that is given no more outputs.
+
+        Returns:
+            None where no worker has room, or `source` keeps nothing of what has left it.
+        """
+        choice = self.router.by_handoff(source.key, request.num_prefill_tokens)
+        if choice is None or request.suspect or not source.hello.capacity.keeps_prefixes:
+            return None
+        decode = self._decode_anew(request, source.key)
+        if decode is None:
+            return None
+        skip_tokens = self._skip_tokens(request, decode)
+        if not self._can_hand_over(request, source.key, decode.worker, skip_tokens):
+            return None
+        return Placement(choice, decode, skip_tokens)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether some decode worker has room for an output that leaves its own."""
+        return self._decode_anew(request, None) is not None
+
     def room_wanted(self, request: Request) -> RoomWanted | None:
         """The decode worker where batch outputs should make room for a request that has no place.
 
@@ -169,8 +194,10 @@ class Placer:
             self.router.assign_prefill(
                 request.key, placement.prefill, self.prompts.hashes_of(request), session
             )
-            if yields and self._lane_of(request) == _BATCH:
-                self.batch_prompts.begins(request.key, placement.prefill.worker)
+            worker = placement.prefill.worker
+            by_itself = self.router.pool(worker) is Pool.PREFILL
+            if yields and by_itself and self._lane_of(request) == _BATCH:
+                self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
             if placement.prefill is None:
                 self._local_prompts.begins(placement.decode)
@@ -323,6 +350,10 @@ class Placer:
         )
         is_there = not (wanted.num_tokens or wanted.num_requests)
         return None if is_there or wanted.num_tokens > entry.yielding_tokens else wanted
+
+    def _decode_anew(self, request: Request, source: WorkerKey | None) -> DecodeChoice | None:
+        most = max_output_tokens(request.submission, self._workers.max_model_len)
+        return self._choose_decode(request, self.prompts.match(request), most, source)
 
     def _choose_decode(
         self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None

@@ -290,6 +290,27 @@ class Router:
         worker, queued_s, work_s, cached = best
         return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
 
+    def by_handoff(self, worker: WorkerKey | None, num_tokens: int) -> PrefillChoice | None:
+        """What a worker needs to hand over an output that it was at work on; None: it is gone.
+
+        It computes the last of its tokens once more, and the rest of a block.
+
+        Args:
+            worker: of any pool; its engine keeps what it computed.
+            num_tokens: how many tokens prompt and known output have.
+        """
+        entry = self._loads.get(worker)
+        if entry is None:
+            return None
+        traits = entry.traits
+        cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
+        work_s = traits.latency.prefill_s(num_tokens - cached)
+        # All of it is sent only then, where other handoffs are sent while a prompt is computed.
+        sent_s = num_tokens * traits.kv_bytes_per_token / _NETWORK_BYTES_PER_S
+        step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
+        predicted_s = entry.queued_s(self.now) + step_s + work_s + sent_s
+        return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
+
     def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
         """The workers that `choose_prefill` compares."""
         return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]

@@ -23,10 +23,12 @@ from baton.v1 import cluster_pb2, common_pb2
 class Flips:
     """Owns the workers that are on their way into the other pool.
 
-    A worker finishes its prompts. An output moves to another worker, or ends where it is: whichever
-    is sooner by the latency model. What has not ended in time is computed again by other workers of
-    the pool. When no other is left in its pool, a worker keeps its role, or takes it back when it
-    was told to change already: requests that lost the others wait for it.
+    A worker finishes its prompts. Its outputs go on elsewhere, or end where they are: whichever is
+    sooner by the latency model. It hands them over itself, as a prefill worker would, for which it
+    computes no more than each one's last block again; or a prefill worker computes them anew. What
+    has not ended in time is computed again by other workers of the pool. When no other is left in
+    its pool, a worker keeps its role, or takes it back when it was told to change already: requests
+    that lost the others wait for it.
 
     Args:
         book: the requests.
@@ -99,8 +101,15 @@ class Flips:
             return
         for key in tuple(worker.assigned):
             request = self._book.requests.get(key)
-            if request is not None and self._moves(request, worker, late=late):
-                self._book.move(request, now)
+            if request is None or not worker.can_resume(request):
+                # Nor can its peers, which are alike.
+                continue
+            if late:
+                if request.state in (RequestState.DECODING, RequestState.PREFILLING):
+                    self._book.move(request, now)
+            elif request.decode == worker.key and request.state is RequestState.DECODING:
+                # The turn of others to be looked at comes when their first token is here.
+                self._move_sooner(request, worker, now)
 
     def advance(self) -> None:
         """Tells workers their new role that have nothing of the old one any more."""
@@ -135,18 +144,20 @@ class Flips:
     def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
         self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
-    def _moves(self, request: Request, worker: Worker, *, late: bool) -> bool:
-        if not worker.can_resume(request):
-            # Nor can its peers, which are alike.
-            return False
-        if late:
-            return request.state in (RequestState.DECODING, RequestState.PREFILLING)
-        # Its turn to be looked at comes when its first token is here.
-        if request.decode != worker.key or request.state is not RequestState.DECODING:
-            return False
+    def _move_sooner(self, request: Request, worker: Worker, now: float) -> None:
+        """Moves an output that the worker decodes, if it would go on sooner so than it ends."""
+        placer = self._placers.of(request.revision)
+        predictions = placer.predictions
+        here_s = predictions.here_s(request)
         waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
-        predictions = self._placers.of(request.revision).predictions
-        return predictions.elsewhere_s(request, waiting_s) < predictions.here_s(request)
+        anew_s = predictions.elsewhere_s(request, waiting_s)
+        placement = placer.by_handoff(request, worker)
+        if placement is not None and placement.prefill is not None:
+            if placement.prefill.predicted_s < min(here_s, anew_s):
+                self._book.move(request, now, placement)
+                return
+        if anew_s < here_s and placer.has_room(request):
+            self._book.move(request, now)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None

@@ -40,10 +40,10 @@ def set_role(made, worker_id):
     ]
 
 
-def loaded(made, worker_id):
+def loaded(made, worker_id, **fields):
     """The worker's next load report."""
     worker = made.core.workers.by_id(worker_id)
-    load = cluster_pb2.LoadReport(num_steps=worker.num_steps + 1)
+    load = cluster_pb2.LoadReport(num_steps=worker.num_steps + 1, **fields)
     made.world.handle(ev.WorkerLoad(worker.key, load))
 
 
@@ -110,21 +110,88 @@ def test_a_prefill_worker_finishes_its_prompts_and_gets_no_other(launched, out):
     assert worker_id in made.ids(Pool.DECODE)
 
 
-def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out):
+@pytest.mark.parametrize("by_handoff", [True, False])
+def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out, by_handoff):
     made = launched()
-    to, worker_id = decoding(made, out, 3, max_tokens=900)
+    to, worker_id = decoding(made, out, 3, max_tokens=900, num_prompt=400)
+    # Without a prefix cache nothing is left on a worker of what has left it.
+    worker = made.core.workers.by_id(worker_id)
+    worker.hello.capacity.keeps_prefixes = by_handoff
     flip(made, worker_id, PREFILL)
     assert made.core.stats.num_moved == 1
-    assert set_role(made, worker_id) == [PREFILL]
+    request = made.core.request("r1")
+    assert (request.prefill == worker.key) == by_handoff
+    assert request.decode[0] != worker_id
+    assert len(request.handoff_id) == 16
+    # One that hands over changes its role when it has computed what it sends.
+    assert set_role(made, worker_id) == ([] if by_handoff else [PREFILL])
     # What the worker still says of its attempt reaches nobody.
     made.world.step(worker_id, out("r1", [3], offset=3))
-    request = made.core.request("r1")
-    assert request.decode[0] != worker_id
     made.world.step(request.prefill[0], out("r1", [9], finish=0, attempt=2))
+    assert set_role(made, worker_id) == [PREFILL]
     made.world.step(request.decode[0], out("r1", [3, 4], offset=3, finish=LENGTH, attempt=2))
     assert made.world.tokens(to) == [0, 1, 2, 3, 4]
     assert made.world.kinds(to)[-1] == "Finished"
     assert request.losses == []
+    made.core.check_integrity()
+
+
+def test_all_that_a_worker_decodes_is_handed_over_by_it(launched, out):
+    """However many there are, and however busy those are that compute prompts."""
+    made = launched(prefill=1, decode=3)
+    decodes = [decoding(made, out, 60, max_tokens=700, num_prompt=200) for _ in range(6)]
+    worker_id = decodes[0][1]
+    there = [f"r{to.stream}" for to, where in decodes if where == worker_id]
+    assert len(there) > 1
+    for token_id in range(20):
+        made.world.submit(prompt_token_ids=[token_id] * 1000, sampling={"max_tokens": 1})
+    flip(made, worker_id, PREFILL)
+    requests = [made.core.request(one) for one in there]
+    assert {one.prefill[0] for one in requests} == {worker_id}
+    assert worker_id not in {one.decode[0] for one in requests}
+    for one in there:
+        assert set_role(made, worker_id) == []
+        made.world.step(worker_id, out(one, [60], finish=0, attempt=2))
+    assert set_role(made, worker_id) == [PREFILL]
+    made.core.check_integrity()
+
+
+def test_an_output_stays_while_no_other_worker_has_room(launched, out):
+    made = launched()
+    _, worker_id = decoding(made, out, 3, max_tokens=900)
+    _, other = decoding(made, out, 3, max_tokens=900)
+    assert other != worker_id
+    loaded(made, other, kv_tokens_used=10**6)
+    flip(made, worker_id, PREFILL)
+    assert made.core.request("r1").decode[0] == worker_id
+    loaded(made, other)
+    loaded(made, worker_id)
+    assert made.core.stats.num_moved == 1
+    assert made.core.request("r1").decode[0] == other
+
+
+def test_an_output_whose_worker_dies_while_it_hands_over_is_computed_again(launched, out):
+    made = launched()
+    to, worker_id = decoding(made, out, 3, max_tokens=900, num_prompt=400)
+    flip(made, worker_id, PREFILL)
+    request = made.core.request("r1")
+    assert request.prefill[0] == worker_id
+    made.world.handle(ev.WorkerLost(worker_id, "was killed"))
+    assert worker_id not in (request.prefill[0], request.decode[0])
+    made.world.step(request.prefill[0], out("r1", [9], finish=0, attempt=3))
+    made.world.step(request.decode[0], out("r1", [3], offset=3, finish=LENGTH, attempt=3))
+    assert made.world.tokens(to) == [0, 1, 2, 3]
+
+
+def test_what_a_worker_does_not_hand_over_in_time_is_computed_again(launched, out):
+    made = launched()
+    _, worker_id = decoding(made, out, 3, max_tokens=900, num_prompt=400)
+    flip(made, worker_id, PREFILL)
+    assert made.core.request("r1").prefill[0] == worker_id
+    made.wait(31)
+    loaded(made, worker_id)
+    assert made.core.request("r1").prefill[0] != worker_id
+    assert set_role(made, worker_id) == [PREFILL]
 
 
 def test_an_output_that_is_nearly_done_ends_where_it_is(launched, out):
