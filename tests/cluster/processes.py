@@ -60,7 +60,11 @@ class Cluster(Closing):
         self.address = ""
 
     def __enter__(self) -> "Cluster":
-        self._start_coordinator()
+        try:
+            self._start_coordinator()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def restart_coordinator(self, *, gently: bool = False) -> None:

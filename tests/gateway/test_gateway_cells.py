@@ -161,18 +161,18 @@ async def test_a_session_stays_with_its_cell_and_sessions_are_spread(start_gatew
     cells = [CellOf("one", "m"), CellOf("two", "m"), CellOf("three", "m")]
     async with gateway_to(start_gateway, *cells) as http:
         for turn in range(3):
-            for number in range(24):
+            for number in range(64):
                 key = f"session {number}"
                 await said(http, model="m", prompt_cache_key=key, request_id=f"{number}-{turn}")
     found = {cell.name: {one.session_id for one in cell.requests} for cell in cells}
-    assert sum(map(len, found.values())) == 24
+    assert sum(map(len, found.values())) == 64
     assert all(found.values())
 
 
 async def test_requests_without_a_session_are_spread(start_gateway):
     cells = [CellOf("one", "m"), CellOf("two", "m")]
     async with gateway_to(start_gateway, *cells) as http:
-        for number in range(24):
+        for number in range(64):
             await said(http, request_id=f"r{number}")
     assert all(len(cell.requests) >= 4 for cell in cells)
 
@@ -181,7 +181,7 @@ async def test_another_cell_answers_while_one_is_away_and_then_it_has_its_sessio
     start_gateway,
 ):
     one, two = CellOf("one", "m"), CellOf("two", "m")
-    sessions = [f"session {number}" for number in range(8)]
+    sessions = [f"session {number}" for number in range(32)]
     async with serve(two) as there, AsyncExitStack() as stack:
         first = AsyncExitStack()
         here = await first.enter_async_context(serve(one))
@@ -209,7 +209,7 @@ async def test_all_choices_of_a_request_go_to_one_cell_and_on_to_the_next(start_
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.refuses = GONE
-        for number in range(8):
+        for number in range(32):
             answer = await ask(http, n=3, request_id=f"r{number}")
             assert [choice["text"] for choice in answer.json()["choices"]] == ["two"] * 3
     assert one.requests
@@ -240,7 +240,7 @@ async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.fails = GONE
-        texts = {await said(http, request_id=f"r{number}") for number in range(8)}
+        texts = {await said(http, request_id=f"r{number}") for number in range(32)}
     assert texts == {"two"}
     assert one.requests
 
@@ -309,7 +309,7 @@ async def test_what_another_cell_does_not_take_is_no_failover(start_gateway):
     async with gateway_to(start_gateway, one, two) as http:
         one.refuses = GONE
         two.refuses = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_s=3.0)
-        for number in range(8):
+        for number in range(32):
             assert (await ask(http, request_id=f"r{number}")).status_code == 429
         assert one.requests
         assert await failovers(http) == {}
