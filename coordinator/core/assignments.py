@@ -40,7 +40,7 @@ class Assignments:
     def adopt(self, request: Request, worker: Worker) -> None:
         """Counts an attempt that a worker goes on with from before a restart."""
         self._placers.of(request.revision).adopt(request, worker.key)
-        worker.assign(request.key, request.num_prompt_tokens + len(request.token_ids))
+        worker.assign(request.key, request.num_tokens)
 
     def sent(self, request: Request, worker: Worker) -> None:
         """A worker is told to begin with its part of a request."""

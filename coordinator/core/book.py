@@ -185,7 +185,7 @@ class RequestBook:
             self.stats.dispatched(request, now, after_start=newest_at > request.submitted_at)
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
-        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        num_tokens = request.num_tokens
         # A lost attempt was no service.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)

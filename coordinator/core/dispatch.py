@@ -144,7 +144,7 @@ class Dispatcher:
             return False
         parked, num_tokens = list[Request](), 0
         # Those that are computed again most cheaply.
-        for batch in sorted(self._yielding(worker), key=_num_tokens):
+        for batch in sorted(self._yielding(worker), key=lambda one: one.num_tokens):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
             num_yielded = entry.yielding_tokens_of(batch.key)
@@ -211,8 +211,3 @@ class Dispatcher:
             self._book.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
             return True
         return False
-
-
-def _num_tokens(request: Request) -> int:
-    """Of its prompt and of its output so far."""
-    return request.num_prompt_tokens + len(request.token_ids)

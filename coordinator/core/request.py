@@ -286,6 +286,11 @@ class Request:
         return self.token_ids[: num_known - 1]
 
     @property
+    def num_tokens(self) -> int:
+        """Of its prompt and of its output so far."""
+        return self.num_prompt_tokens + len(self.token_ids)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens that a prefill worker would compute if it were dispatched now."""
         return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))

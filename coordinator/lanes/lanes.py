@@ -314,7 +314,7 @@ class Lanes:
         if tenant.bucket is not None:
             num_used = 0
             if request.attempt:
-                num_used = request.num_prompt_tokens + len(request.token_ids)
+                num_used = request.num_tokens
             tenant.bucket.give_back(ticket.num_reserved_tokens - num_used, now)
         self._reorder(tenant)
         self._leave(ticket.queue.track.revision)
@@ -337,7 +337,7 @@ class Lanes:
         if interactive is None or batch is None:
             return interactive or batch
         request = batch.request
-        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        num_tokens = request.num_tokens
         due = tracks.trickle.is_due(num_tokens * self._prompt_weight)
         return batch if due else interactive
 

@@ -125,26 +125,25 @@ class Placer:
         """
         return self._among_wanted(request, self._place)
 
-    def by_handoff(self, request: Request, source: Worker) -> Placement | None:
+    def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Another decode worker for an output, and the one that it leaves to hand it over.
 
         Args:
             request: the request, which `source` decodes.
             source: a worker that is given no more outputs.
+            within_s: how soon it is to go on there.
 
         Returns:
-            None where no worker has room, or `source` keeps nothing of what has left it.
+            None where it would be later, no worker has room, or `source` keeps nothing of what has
+            left it.
         """
+        if request.suspect or not source.hello.capacity.keeps_prefixes:
+            return None
         choice = self.router.by_handoff(source.key, request.num_prefill_tokens)
-        if choice is None or request.suspect or not source.hello.capacity.keeps_prefixes:
+        if choice.predicted_s >= within_s:
             return None
         decode = self._decode_anew(request, source.key)
-        if decode is None:
-            return None
-        skip_tokens = self._skip_tokens(request, decode)
-        if not self._can_hand_over(request, source.key, decode.worker, skip_tokens):
-            return None
-        return Placement(choice, decode, skip_tokens)
+        return self._split(request, choice, decode) if decode is not None else None
 
     def has_room(self, request: Request) -> bool:
         """Whether some decode worker has room for an output that leaves its own."""
@@ -195,8 +194,9 @@ class Placer:
                 request.key, placement.prefill, self.prompts.hashes_of(request), session
             )
             worker = placement.prefill.worker
-            by_itself = self.router.pool(worker) is Pool.PREFILL
-            if yields and by_itself and self._lane_of(request) == _BATCH:
+            # One that hands over its own output is nobody's to wait for.
+            in_pool = self.router.pool(worker) is Pool.PREFILL
+            if yields and in_pool and self._lane_of(request) == _BATCH:
                 self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
             if placement.prefill is None:
@@ -323,9 +323,8 @@ class Placer:
         decode = self._choose_decode(request, match, most, prefill.worker)
         if decode is None:
             return None
-        skip_tokens = self._skip_tokens(request, decode)
-        if self._can_hand_over(request, prefill.worker, decode.worker, skip_tokens):
-            return Placement(prefill, decode, skip_tokens)
+        if (split := self._split(request, prefill, decode)) is not None:
+            return split
         unsplit = self._choose_decode(request, match, most, None)
         return Placement(None, unsplit) if unsplit is not None else None
 
@@ -394,7 +393,7 @@ class Placer:
         if not self._config.local_prefill:
             return None
         there_s = prefill.predicted_s if prefill is not None else math.inf
-        num_tokens = request.num_prompt_tokens + len(request.token_ids)
+        num_tokens = request.num_tokens
         if not self._local_prompts.may_pay(num_tokens, match, there_s):
             # Nearly always so, and known without choosing a worker.
             return None
@@ -408,6 +407,15 @@ class Placer:
             there_s = self.predictions.at_a_prefill_worker_s(request, match)
         pays = self._local_prompts.pays(choice, entry, there_s, self._lane_of(request))
         return choice if pays else None
+
+    def _split(
+        self, request: Request, prefill: PrefillChoice, decode: DecodeChoice
+    ) -> Placement | None:
+        """Both workers, with a handoff between them; None where it does not fit into them."""
+        skip_tokens = self._skip_tokens(request, decode)
+        if not self._can_hand_over(request, prefill.worker, decode.worker, skip_tokens):
+            return None
+        return Placement(prefill, decode, skip_tokens)
 
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
         """How many tokens the handoff leaves out: whole blocks that the decode worker has.

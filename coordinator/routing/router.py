@@ -290,8 +290,8 @@ class Router:
         worker, queued_s, work_s, cached = best
         return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
 
-    def by_handoff(self, worker: WorkerKey | None, num_tokens: int) -> PrefillChoice | None:
-        """What a worker needs to hand over an output that it was at work on; None: it is gone.
+    def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
+        """What a worker needs to hand over an output that it was at work on.
 
         It computes the last of its tokens once more, and the rest of a block.
 
@@ -299,9 +299,7 @@ class Router:
             worker: of any pool; its engine keeps what it computed.
             num_tokens: how many tokens prompt and known output have.
         """
-        entry = self._loads.get(worker)
-        if entry is None:
-            return None
+        entry = self._loads.entries[worker]
         traits = entry.traits
         cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
         work_s = traits.latency.prefill_s(num_tokens - cached)

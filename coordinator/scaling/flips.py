@@ -6,7 +6,6 @@ commands of either role. So a flip is a matter of what the coordinator gives it,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from baton.coordinator.core import events as ev
@@ -152,11 +151,8 @@ class Flips:
         here_s = predictions.here_s(request)
         waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
         anew_s = predictions.elsewhere_s(request, waiting_s)
-        placement = placer.by_handoff(request, worker)
-        handed_over_s = math.inf
-        if placement is not None and placement.prefill is not None:
-            handed_over_s = placement.prefill.predicted_s
-        if handed_over_s < min(here_s, anew_s):
+        placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
+        if placement is not None:
             self._book.move(request, now, placement)
         elif anew_s < here_s and placer.has_room(request):
             self._book.move(request, now)

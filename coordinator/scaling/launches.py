@@ -117,11 +117,7 @@ class Launches:
 
     def starting(self, revision: str) -> list[tuple[str, Pool]]:
         """The processes that start as this revision and have not attached."""
-        return [
-            (one.worker_id, one.pool)
-            for one in self._all.values()
-            if one.starting and one.revision.name == revision
-        ]
+        return [(one.worker_id, one.pool) for one in self._starting(revision)]
 
     def is_starting(self, worker_id: str) -> bool:
         """Whether a process that was started here is waited for."""
@@ -199,17 +195,15 @@ class Launches:
 
     def give_up_stuck(self, revision: str, timeout_s: float, now: float) -> None:
         """Ends processes of a revision that have been starting for longer: these starts failed."""
-        for one in tuple(self._all.values()):
-            starting_s = now - one.since
-            if one.revision.name == revision and one.starting and starting_s > timeout_s:
+        for one in self._starting(revision):
+            if now - one.since > timeout_s:
                 self._end(one)
                 self._lost(one, f"did not come up within {timeout_s:g} s", now)
 
     def give_up_all(self, revision: str) -> None:
         """Ends processes of a revision that have not attached yet."""
-        for one in tuple(self._all.values()):
-            if one.revision.name == revision and one.starting:
-                self._end(one)
+        for one in self._starting(revision):
+            self._end(one)
 
     def give_up(self, worker_id: str) -> None:
         """Ends a process that has not attached yet; does nothing to one that has."""
@@ -303,6 +297,9 @@ class Launches:
         assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
 
     # ---- Inside.
+
+    def _starting(self, revision: str) -> list[_Launch]:
+        return [one for one in self._all.values() if one.starting and one.revision.name == revision]
 
     def _end(self, one: _Launch) -> None:
         self._num_starting[one.pool, one.revision.name] -= one.starting

@@ -324,18 +324,23 @@ async def test_a_node_that_is_lost_takes_only_its_workers(ray, tmp_path, model):
     await gone(ray.actors)
 
 
+async def told_of_killed(ray, exits, worker_id):
+    """Kills a worker's actor; what is said of it then."""
+    (name,) = (name for name in ray.actors() if f".{worker_id}." in name)
+    ray.kill_actor(name)
+    async with asyncio.timeout(30.0):
+        lost = str(await exits.get())
+    assert lost.startswith(f"worker {worker_id} was lost with its Ray actor: ")
+    return lost
+
+
 async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
     async with launching(settings(model, ray.address)) as (launcher, exits):
         await launcher.start("p1", "prefill")
         await launcher.start("d1", "decode")
         cluster = psutil.Process(ray.process.pid)
         await gone(lambda: len(workers_of(cluster)) != 2)
-        (name,) = (name for name in ray.actors() if ".d1." in name)
-        ray.kill_actor(name)
-        async with asyncio.timeout(30.0):
-            lost = await exits.get()
-        assert str(lost).startswith("worker d1 was lost with its Ray actor: ")
-        assert "ray.kill" in str(lost)
+        assert "ray.kill" in await told_of_killed(ray, exits, "d1")
         # Its process goes with it.
         await gone(lambda: len(workers_of(cluster)) != 1)
         await launcher.start("d1", "decode")
@@ -402,11 +407,7 @@ async def test_a_cluster_is_reached_as_a_client_of_its_own(ray, model):
         await launcher.start("p1", "prefill")
         await launcher.start("d1", "decode")
         await gone(lambda: len(workers_of(cluster)) != 2)
-        (name,) = (name for name in ray.actors() if ".d1." in name)
-        ray.kill_actor(name)
-        async with asyncio.timeout(30.0):
-            lost = await exits.get()
-        assert str(lost).startswith("worker d1 was lost with its Ray actor: ")
+        await told_of_killed(ray, exits, "d1")
         await launcher.start("d1", "decode")
         await gone(lambda: len(workers_of(cluster)) != 2)
         await launcher.end("d1")

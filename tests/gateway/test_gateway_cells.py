@@ -245,11 +245,9 @@ async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
     assert one.requests
 
 
-async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, monkeypatch):
-    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
-    cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
-    for cell in cells:
-        cell.hangs = True
+@asynccontextmanager
+async def gateway_to_each(start_gateway, cells):
+    """A client of a gateway to the cells; by cell what ends it, and its address."""
     async with AsyncExitStack() as stack:
         stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
         addresses = [
@@ -257,9 +255,16 @@ async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, mon
             for own, cell in zip(stacks, cells, strict=True)
         ]
         gateway = await stack.enter_async_context(start_gateway(*addresses))
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
-        )
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
+            yield http, stacks, addresses
+
+
+async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, monkeypatch):
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
+    cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
+    for cell in cells:
+        cell.hangs = True
+    async with gateway_to_each(start_gateway, cells) as (http, stacks, addresses):
         body = {"prompt": "a", "stream": True, "max_tokens": 2}
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
@@ -281,16 +286,7 @@ async def test_what_a_lost_cell_had_not_begun_does_not_wait_for_it(start_gateway
     """It waited as a stream does that has tokens there."""
     monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
     cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
-    async with AsyncExitStack() as stack:
-        stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
-        addresses = [
-            await own.enter_async_context(serve(cell))
-            for own, cell in zip(stacks, cells, strict=True)
-        ]
-        gateway = await stack.enter_async_context(start_gateway(*addresses))
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S)
-        )
+    async with gateway_to_each(start_gateway, cells) as (http, stacks, addresses):
         for cell in cells:
             cell.silent = True
         asking = asyncio.create_task(said(http))
