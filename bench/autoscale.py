@@ -45,7 +45,7 @@ from baton.bench.simulate.scenes import (
     Needs,
 )
 from baton.bench.stats import Reach
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state.pools import Pool
 
 # Of a trace, with --quick.
 QUICK_S = 240.0

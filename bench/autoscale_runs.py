@@ -13,7 +13,7 @@ from baton.bench import stats
 from baton.bench.simulate.peak import Within
 from baton.bench.simulate.report import Figures, as_json, figures
 from baton.bench.simulate.scenes import STATIC, Needs, Scene, scene
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state.pools import Pool
 
 # ---- What other processes do; each reads a trace once.
 

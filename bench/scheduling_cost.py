@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from baton.bench import stats
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_worker import hello
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission, WorkerKey
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.runtime.config import BatonConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
 

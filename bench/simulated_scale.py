@@ -21,9 +21,9 @@ from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Baton
 from baton.bench.simulate.report import figures
 from baton.bench.stats import Reach
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import PoolLimits, ScalingConfig, Targets
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 

@@ -57,7 +57,7 @@ def simulate(
     from baton.bench.simulate.picture import svg
     from baton.bench.simulate.run import simulate as run
     from baton.cli.output import print_table
-    from baton.coordinator.scaling.autoscale.settings import scaling_config
+    from baton.coordinator.state.scaling_config import scaling_config
 
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")

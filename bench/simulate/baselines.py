@@ -8,19 +8,12 @@ from collections.abc import Sequence
 
 from baton.bench.simulate.policies import decision
 from baton.bench.simulate.traces import Arrival
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, leaving
-from baton.coordinator.scaling.autoscale.types import (
-    Action,
-    Decision,
-    Drain,
-    LaneLoad,
-    Observation,
-    ScalingConfig,
-    Targets,
-    Want,
-)
+from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig, Targets
+from baton.coordinator.state.scaling_decision import Action, Decision, Drain, Want
 from baton.runtime.latency import LatencyModel
 
 

@@ -19,13 +19,13 @@ from baton.bench.simulate.policies import Policy
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.traces import Arrival
 from baton.bench.tally import Tally
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission, WorkerKey
-from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF, Pool
-from baton.coordinator.scaling.autoscale.settings import ScalingSettings
-from baton.coordinator.scaling.autoscale.types import Flip, Want
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
+from baton.coordinator.state.scaling_config import ScalingSettings
+from baton.coordinator.state.scaling_decision import Flip, Want
 from baton.v1 import cluster_pb2, common_pb2
 
 _START_S = 1000.0

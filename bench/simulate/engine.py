@@ -17,8 +17,8 @@ from typing import Protocol
 
 from baton.bench.simulate.parts import Live, PrefixCache, Run, Shape
 from baton.bench.tally import Tally
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
 from baton.v1 import cluster_pb2, common_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.traces import Arrival
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import Targets
 
 Sizes = Mapping[Pool, int]
 Trial = Callable[[Sequence[Arrival], Sizes], Record]

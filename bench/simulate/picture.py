@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from baton.bench.simulate.record import Moment
-from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.state.scaling_config import Targets
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 900, 130, 70, 40, 46
 # Between the highest and the lowest value and the border, which would hide them.

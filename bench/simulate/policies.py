@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
 from baton.coordinator.scaling.autoscale.sizing import Members
-from baton.coordinator.scaling.autoscale.types import (
-    Action,
-    Decision,
-    Observation,
-    PoolDecision,
-    ScalingConfig,
-)
+from baton.coordinator.scaling.autoscale.types import Observation
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.scaling_decision import Action, Decision, PoolDecision
 
 __all__ = ["Baton", "Policy", "Static", "decision"]
 

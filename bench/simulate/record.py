@@ -7,8 +7,8 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Decision
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_decision import Decision
 
 
 @dataclass(frozen=True, slots=True)

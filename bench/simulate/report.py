@@ -10,8 +10,8 @@ from baton.bench import stats
 from baton.bench.results import PERCENTS, plain, targets
 from baton.bench.simulate.record import Record
 from baton.bench.tally import Tally
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import Targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from baton.bench.simulate.policies import Baton, Policy, Static
 from baton.bench.simulate.record import Record
 from baton.bench.simulate.report import Figures, figures
 from baton.bench.simulate.traces import Arrival
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale import queueing
-from baton.coordinator.scaling.autoscale.settings import scaling_config
-from baton.coordinator.scaling.autoscale.types import ScalingConfig
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig, scaling_config
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
 

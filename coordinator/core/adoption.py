@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.book import RequestBook
 from baton.coordinator.core.outputs import apply_step
-from baton.coordinator.core.request import (
+from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import (
     Request,
     RequestKey,
     RequestState,
     Submission,
     WorkerKey,
 )
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.coordinator.core.request import Request, RequestKey, WorkerKey
-from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 
 
 class Assignments:

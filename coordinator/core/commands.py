@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import Request, WorkerKey
-from baton.coordinator.core.workers import WorkerRegistry
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.times import duration
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2

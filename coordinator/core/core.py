@@ -9,34 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.adoption import SETTLED, Adoption
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.dispatch import ROOM, Dispatcher
 from baton.coordinator.core.handoff_reports import HandoffReports
 from baton.coordinator.core.members import Membership
 from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.patience import Patience
-from baton.coordinator.core.request import (
-    EndedRequest,
-    Request,
-    RequestKey,
-    WorkerKey,
-)
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.rollouts.retiring import gone_error
-from baton.coordinator.rollouts.revision import Revision, Traffic
 from baton.coordinator.rollouts.rollout import ROLLOUT, Rollouts
+from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.latency import LatencyRegistry
-from baton.coordinator.routing.load_index import POOL_OF
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Policy
-from baton.coordinator.scaling.autoscale.settings import in_config
 from baton.coordinator.scaling.scaling import SCALING, Scaler
-from baton.coordinator.telemetry.stalls import Stall
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import POOL_OF
+from baton.coordinator.state.requests import EndedRequest, Request, RequestKey, WorkerKey
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import in_config
+from baton.coordinator.state.slow_steps import Stall
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.v1 import common_pb2

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import Request, RequestKey, RequestState, WorkerKey
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.lanes.lanes import lane_config
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.routing.choices import Placement
-from baton.coordinator.routing.load_index import ROLE_OF
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.lanes import lane_config
+from baton.coordinator.state.pools import ROLE_OF
+from baton.coordinator.state.requests import Request, RequestKey, RequestState, WorkerKey
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.core.request import EndedRequest, Request
+from baton.coordinator.state.requests import EndedRequest, Request
+from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.telemetry.budget import latency_budget
-from baton.coordinator.telemetry.stalls import Stall
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.runtime.enum_names import enum_name

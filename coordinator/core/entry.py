@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from baton.coordinator.core.output_lengths import max_output_tokens
-from baton.coordinator.core.register import Register
-from baton.coordinator.core.request import Request, RequestState, Submission
-from baton.coordinator.core.workers import WorkerRegistry
 from baton.coordinator.lanes.admission import Admission, Outlook
 from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
-from baton.coordinator.rollouts.revision import Traffic
+from baton.coordinator.rollouts.traffic import Traffic
+from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.request_table import Register
+from baton.coordinator.state.requests import Request, RequestState, Submission
+from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 

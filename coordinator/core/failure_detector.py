@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.workers import Worker
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.workers import Worker
 
 # A worker whose stream has broken is back within a tenth of this, or it is dead.
 _GONE_S = 0.5

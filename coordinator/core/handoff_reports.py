@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.request import RequestKey, WorkerKey
+from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 _MAX_REMEMBERED = 4096

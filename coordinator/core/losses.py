@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.request import RequestKey, RequestState, WorkerKey
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestKey, RequestState, WorkerKey
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.core.book import CHARGE_TOKENS, RequestBook
-from baton.coordinator.core.request import Request, RequestKey, RequestState, StreamKey, WorkerKey
+from baton.coordinator.core.request_lifecycle import CHARGE_TOKENS, RequestBook
+from baton.coordinator.state.requests import Request, RequestKey, RequestState, StreamKey, WorkerKey
+from baton.coordinator.state.slow_steps import Cause, SlowStep
 from baton.coordinator.telemetry.budget import ttft_stages
-from baton.coordinator.telemetry.stalls import Cause, SlowStep
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

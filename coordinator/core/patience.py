@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import Request, RequestState
-from baton.coordinator.core.workers import WorkerRegistry
-from baton.coordinator.routing.load_index import ROLE_OF
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import ROLE_OF
+from baton.coordinator.state.requests import Request, RequestState
+from baton.coordinator.state.workers import WorkerRegistry
 from baton.v1 import common_pb2
 
 

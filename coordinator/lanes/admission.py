@@ -7,12 +7,12 @@ from array import array
 from dataclasses import dataclass
 from functools import partial
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import Prediction, Request, Submission
-from baton.coordinator.lanes.lanes import LANES, Lanes, lane_config
-from baton.coordinator.lanes.tenants import Lane
+from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.lanes.wait_ratio import WaitRatio
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.lanes import LANES, Lane, lane_config
+from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.runtime import errors
 from baton.runtime.config import LanesConfig
 from baton.runtime.enum_names import lane_name

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
-from baton.coordinator.core.request import Request, RequestKey, Submission
-from baton.coordinator.lanes.tenants import Lane, Tenant, TenantQueue, Tenants, Ticket
+from baton.coordinator.lanes.tenants import Tenant, TenantQueue, Tenants, Ticket
 from baton.coordinator.lanes.tracks import RevisionTracks, Track
-from baton.runtime.config import LaneConfig, LanesConfig, TenantConfig
+from baton.coordinator.state.lanes import LANES, Lane, lane_config
+from baton.coordinator.state.requests import Request, RequestKey, Submission
+from baton.runtime.config import LanesConfig, TenantConfig
 from baton.runtime.errors import ResourceExhausted
 from baton.runtime.names import FIRST_REVISION
 from baton.v1 import common_pb2
@@ -25,11 +26,6 @@ from baton.v1 import common_pb2
 TENANT_RATE = "TENANT_RATE"
 
 _INTERACTIVE, _BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
-LANES: tuple[Lane, ...] = (_INTERACTIVE, _BATCH)
-
-
-def lane_config(config: LanesConfig, lane: Lane) -> LaneConfig:
-    return config.batch if lane == _BATCH else config.interactive
 
 
 class Lanes:

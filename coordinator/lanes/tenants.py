@@ -5,18 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from baton.coordinator.core.request import Request, RequestKey
 from baton.coordinator.lanes.fairness import Account, TokenBucket
 from baton.coordinator.lanes.slots import Slots
+from baton.coordinator.state.requests import Request, RequestKey
 from baton.runtime.config import TenantConfig
-from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from baton.coordinator.lanes.tracks import Track
-
-Lane: TypeAlias = "common_pb2.Lane.ValueType"
 
 # Where more tenants than this have no request, the one idle for longest is forgotten, whatever it
 # owes.

@@ -6,7 +6,8 @@ import math
 
 from baton.coordinator.lanes.fairness import FairOrder, Trickle
 from baton.coordinator.lanes.lane_work import WaitingWork
-from baton.coordinator.lanes.tenants import Lane, Tenant, TenantQueue
+from baton.coordinator.lanes.tenants import Tenant, TenantQueue
+from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.launchers.launcher import Launcher, WorkerExit
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.revision import Revision
 
 _log = logging.getLogger(__name__)
 

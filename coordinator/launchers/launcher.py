@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from baton.coordinator.launchers.cpu_cores import CorePlaces
 from baton.coordinator.launchers.gpu_places import GpuPlaces, gpus_here
 from baton.coordinator.launchers.worker_process import BATON, WorkerExit, WorkerProcess
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state.revision import Revision
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.errors import BatonError
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.routing.load_index import ROLE_OF, Pool
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.scaling.launches import Launches
+from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

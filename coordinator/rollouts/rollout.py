@@ -12,18 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.request import RequestKey, WorkerKey
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.rollouts import rollout_errors as why
-from baton.coordinator.rollouts.comparison import Side, Verdict, judge
+from baton.coordinator.rollouts.comparison import Verdict, judge
 from baton.coordinator.rollouts.retiring import Retiring
-from baton.coordinator.rollouts.revision import Revision, Traffic, fits
-from baton.coordinator.routing.load_index import ROLE_OF, Pool
+from baton.coordinator.rollouts.traffic import Traffic, fits
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.telemetry.revision_stats import Side
 from baton.runtime import errors
 from baton.v1 import cluster_pb2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from baton.coordinator.core.workers import WorkerRegistry
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.workers import WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition, InvalidArgument
 from baton.runtime.names import REVISION_NAMES, is_revision
 from baton.v1 import cluster_pb2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from baton.coordinator.core.request import RequestKey, WorkerKey
-from baton.coordinator.core.workers import AttachedWorkers, Worker
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.workers import AttachedWorkers, Worker
 
 
 class BatchPrompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 
 
 class PrefillChoice(NamedTuple):

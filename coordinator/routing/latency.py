@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.coordinator.core.request import WorkerKey
-from baton.coordinator.core.workers import Worker
+from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.workers import Worker
 from baton.runtime.latency import LatencyModel
 from baton.runtime.latency_fit import FitQuality, LatencyFit, shape_class
 from baton.v1 import cluster_pb2

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.least_loaded import LeastLoaded
 from baton.coordinator.routing.worker_load import WorkerLoad
-from baton.v1 import common_pb2
-
-
-class Pool(Enum):
-    """What a worker is given. Prompts that run unsplit are computed by the decode pool."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-ROLE_OF = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
-POOL_OF = {role: pool for pool, role in ROLE_OF.items()}
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
 
 
 class LoadIndex:

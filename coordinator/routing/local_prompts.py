@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.coordinator.lanes.tenants import Lane
 from baton.coordinator.routing.choices import DecodeChoice
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Latency, WorkerLoad, WorkerTraits
+from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
 # A prompt is computed by the decode worker when that takes this share of the prefill worker's time

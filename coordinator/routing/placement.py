@@ -12,21 +12,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.output_lengths import OutputLengths, max_output_tokens
-from baton.coordinator.core.request import Request, WorkerKey
-from baton.coordinator.core.workers import AttachedWorkers, Worker
 from baton.coordinator.routing.batch_prompts import BatchPrompts
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice, RoomWanted
 from baton.coordinator.routing.latency import LatencyRegistry
-from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.routing.local_prompts import LocalPrompts
+from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.predictions import Predictions
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH

@@ -6,14 +6,14 @@ looked up in one placer, which knows workers of its own revision only.
 
 from __future__ import annotations
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.output_lengths import OutputLengths
-from baton.coordinator.core.request import RequestKey, WorkerKey
-from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.routing.latency import LatencyRegistry
+from baton.coordinator.routing.output_lengths import OutputLengths
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
 
 

@@ -6,15 +6,15 @@ import math
 from array import array
 from collections.abc import Callable
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.output_lengths import OutputLengths, max_output_tokens
-from baton.coordinator.core.request import Prediction, Request, Submission
-from baton.coordinator.core.workers import AttachedWorkers
 from baton.coordinator.routing.batch_prompts import BatchPrompts
+from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import Prediction, Request, Submission
+from baton.coordinator.state.workers import AttachedWorkers
 from baton.v1 import common_pb2
 
 

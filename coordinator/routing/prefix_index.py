@@ -21,7 +21,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 
 
 @dataclass(slots=True, eq=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 
-from baton.coordinator.core.request import Request, Submission
-from baton.coordinator.core.workers import AttachedWorkers
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_traits import block_size_of
+from baton.coordinator.state.requests import Request, Submission
+from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime.block_hashes import block_hashes, root_of
 
 

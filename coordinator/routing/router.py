@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
-from baton.coordinator.routing.load_index import LoadIndex, Pool
+from baton.coordinator.routing.load_index import LoadIndex
 from baton.coordinator.routing.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerLoad, WorkerTraits
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
 from baton.v1 import cluster_pb2
 
 # Candidates with the longest prefixes, per choice.

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 
 
 class Latency(Protocol):

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.sizing import POOLS
-from baton.coordinator.scaling.autoscale.types import PoolDecision
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_decision import PoolDecision
 
 # Of each pool.
 _MAX_REMEMBERED = 128

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import WorkerKey
-from baton.coordinator.core.workers import Worker, WorkerRegistry
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING

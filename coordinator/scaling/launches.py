@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.workers import WorkerRegistry
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 
 # How long a pool waits after a start that failed; twice as long after each further one in a row.

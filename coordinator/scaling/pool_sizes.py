@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.sizing import POOLS
+from baton.coordinator.state.pools import Pool
 
 
 class PoolSizes:

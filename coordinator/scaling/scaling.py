@@ -10,30 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestKey, WorkerKey
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.settings import ScalingSettings
 from baton.coordinator.scaling.autoscale.sizing import POOLS
-from baton.coordinator.scaling.autoscale.types import (
-    Action,
-    Drain,
-    Flip,
-    Observation,
-    Phase,
-    PoolDecision,
-    Targets,
-    Want,
-)
+from baton.coordinator.scaling.autoscale.types import Observation, Phase
 from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import ScalingSettings, Targets
+from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, Want
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.errors import BatonError, FailedPrecondition
 

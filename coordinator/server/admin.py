@@ -8,13 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.request import EndedRequest, Request
-from baton.coordinator.core.workers import Worker
-from baton.coordinator.lanes.lanes import LANES, lane_config
 from baton.coordinator.routing.latency import KindLatency, WorkerKind
-from baton.coordinator.routing.load_index import POOL_OF
 from baton.coordinator.server.admin_rollout import RolloutCalls
 from baton.coordinator.server.admin_scaling import ScalingCalls
 from baton.coordinator.server.intake import Intake
@@ -22,6 +17,11 @@ from baton.coordinator.server.profiles import seconds_of
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
 from baton.coordinator.server.status import MAX_SAMPLES, sample, status
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.lanes import LANES, lane_config
+from baton.coordinator.state.pools import POOL_OF
+from baton.coordinator.state.requests import EndedRequest, Request
+from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.budget import latency_budget
 from baton.coordinator.telemetry.times import duration, timestamp
 from baton.runtime.config import BatonConfig

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.lanes.lanes import LANES
-from baton.coordinator.rollouts.comparison import Side, Verdict, judge
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.rollouts.comparison import Verdict, judge
 from baton.coordinator.rollouts.rollout import Rollout, Rollouts
 from baton.coordinator.rollouts.rollout_errors import serving
-from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import percentiles
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.telemetry.revision_stats import Side
 from baton.coordinator.telemetry.times import drain_s, duration
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError

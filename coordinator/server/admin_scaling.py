@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.workers import Worker
-from baton.coordinator.lanes.lanes import LANES
-from baton.coordinator.routing.load_index import POOL_OF, ROLE_OF, Pool
-from baton.coordinator.scaling.autoscale.types import Targets
 from baton.coordinator.scaling.decision_log import Remembered
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
+from baton.coordinator.state.scaling_config import Targets
+from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry import times
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import (

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.shell import Shell
+from baton.coordinator.state import events as ev
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import BatonError, Internal, InvalidArgument, abort
 from baton.runtime.names import WORKER_NAMES, is_worker

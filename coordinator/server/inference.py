@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import StreamKey
 from baton.coordinator.server.intake import Intake
 from baton.coordinator.server.session_events import TAKES_BATCHES, generate_events
 from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import StreamKey
 from baton.runtime.access import ANYONE, Caller
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.errors import (

@@ -14,8 +14,6 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.known_end import known_stop
-from baton.coordinator.core.request import Request, StreamKey, Submission
-from baton.coordinator.lanes.lanes import lane_config
 from baton.coordinator.server.validation import (
     ModelLimits,
     check_lane,
@@ -23,6 +21,8 @@ from baton.coordinator.server.validation import (
     check_request,
     check_token_ids,
 )
+from baton.coordinator.state.lanes import lane_config
+from baton.coordinator.state.requests import Request, StreamKey, Submission
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from baton.coordinator.core.events import Command
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.events import Command
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import BatonError
 from baton.runtime.wire import field, length_tag, varint_tag
 from baton.v1 import cluster_pb2, common_pb2

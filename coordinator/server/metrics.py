@@ -13,8 +13,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.server.rollout_metrics import rollout_metrics
+from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.histogram import Histogram

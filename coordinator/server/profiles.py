@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from baton.coordinator.core.request import WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import (
     BatonError,
     DeadlineExceeded,

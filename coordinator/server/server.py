@@ -11,14 +11,10 @@ from types import TracebackType
 
 from grpc_health.v1 import health_pb2
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.launchers.crew import Crew
 from baton.coordinator.launchers.launcher import BATON
 from baton.coordinator.launchers.launchers import make_launcher
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.settings import scaling_config
 from baton.coordinator.server import attach, inference, metrics
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.attach import ClusterService
@@ -26,6 +22,10 @@ from baton.coordinator.server.inference import InferenceService
 from baton.coordinator.server.intake import Intake
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import SAMPLE_S
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import scaling_config
 from baton.runtime import demo_model, exposure, rpc, tracing
 from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from baton.coordinator.core.request import StreamKey
+from baton.coordinator.state.requests import StreamKey
 from baton.runtime.errors import BatonError, from_message, to_message
 from baton.runtime.wire import field, length_tag, varint_tag
 from baton.v1 import common_pb2, inference_pb2

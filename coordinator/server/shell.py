@@ -10,9 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.request import StreamKey, WorkerKey
 from baton.coordinator.launchers.crew import Crew
 from baton.coordinator.server.call_holders import CallHolders
 from baton.coordinator.server.link import WorkerLink
@@ -21,7 +19,10 @@ from baton.coordinator.server.profiles import Profiles
 from baton.coordinator.server.session_events import encoded_deltas
 from baton.coordinator.server.stall import slow_reader
 from baton.coordinator.server.traces import request_span
-from baton.coordinator.telemetry.stalls import MAX_STALLS, Cause, Stall
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import StreamKey, WorkerKey
+from baton.coordinator.state.slow_steps import Cause, Stall
+from baton.coordinator.telemetry.stalls import MAX_STALLS
 from baton.runtime.errors import BatonError
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, inference_pb2

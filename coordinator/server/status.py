@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.workers import Worker
-from baton.coordinator.lanes.lanes import lane_config
+from baton.coordinator.state.lanes import lane_config
+from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Recent, Window
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.coordinator.telemetry.times import duration

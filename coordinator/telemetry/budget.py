@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.coordinator.core.request import Request
+from baton.coordinator.state.requests import Request
 from baton.coordinator.telemetry.gaps import median_us
 from baton.v1 import common_pb2
 

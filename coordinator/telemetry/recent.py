@@ -11,8 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from baton.coordinator.lanes.lanes import LANES
-from baton.coordinator.lanes.tenants import Lane
+from baton.coordinator.state.lanes import LANES, Lane
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig
 from baton.v1 import cluster_pb2, common_pb2

@@ -6,12 +6,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from baton.coordinator.core.request import EndedRequest, Request
-from baton.coordinator.core.workers import Worker
-from baton.coordinator.lanes.lanes import LANES
-from baton.coordinator.rollouts.comparison import Side
-from baton.coordinator.routing.load_index import POOL_OF
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.pools import POOL_OF
+from baton.coordinator.state.requests import EndedRequest, Request
+from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.recent import Recent, Stage
+from baton.coordinator.telemetry.revision_stats import Side
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import zlib
 
-from baton.coordinator.core.request import EndedRequest
-from baton.coordinator.lanes.tenants import Lane
+from baton.coordinator.state.lanes import Lane
+from baton.coordinator.state.requests import EndedRequest
 from baton.coordinator.telemetry.recent import Recent
 
 _SLOW_PERCENT = 99.0

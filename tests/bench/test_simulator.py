@@ -25,18 +25,12 @@ from baton.bench.simulate.record import Moment
 from baton.bench.simulate.report import figures
 from baton.bench.simulate.traces import Arrival
 from baton.cli.main import app
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import (
-    Drain,
-    Flip,
-    Phase,
-    PoolLimits,
-    ScalingConfig,
-    Targets,
-    Want,
-)
+from baton.coordinator.scaling.autoscale.types import Phase
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
+from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

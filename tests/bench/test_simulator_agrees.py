@@ -32,9 +32,9 @@ from baton.bench.simulate.cell import SimulatedCell
 from baton.bench.simulate.parts import Shape
 from baton.bench.simulate.policies import Static
 from baton.bench.simulate.traces import Arrival
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import ScalingConfig
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 

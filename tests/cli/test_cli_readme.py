@@ -9,8 +9,8 @@ import yaml
 from prometheus_client import generate_latest
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.server.metrics import registry
+from baton.coordinator.state.config import CoreConfig
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.runtime.refusals import Refusals

@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission
 from baton.coordinator.server.server import Coordinator
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
 from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2

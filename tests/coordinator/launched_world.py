@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.settings import ScalingSettings
-from baton.coordinator.scaling.autoscale.types import PoolLimits, ScalingConfig
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, ScalingSettings
 from baton.v1 import cluster_pb2, common_pb2
 
 ROLES = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from virtual_cell import VirtualCell, WorkerShape
 
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.server.admin import AdminService
+from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatonConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import admin_pb2, common_pb2

@@ -23,11 +23,11 @@ from random_conditions import draw
 from random_network import RandomNetwork
 from random_worker import DECODE, PREFILL, RandomWorker
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.request import WorkerKey
-from baton.coordinator.routing.load_index import ROLE_OF, Pool
 from baton.coordinator.server.link import WorkerLink
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -17,8 +17,8 @@ from hashed_output import NUM_TOKENS, is_last, most_tokens, text_of, undisturbed
 from random_conditions import TENANTS
 
 from baton.client.resume import retry_delay_s
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import StreamKey, Submission
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.errors import AlreadyExists, BatonError, RemoteError
 from baton.v1 import common_pb2
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 
 from virtual_cell import WorkerShape
 
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.scaling.autoscale.settings import ScalingSettings
-from baton.coordinator.scaling.autoscale.types import PoolLimits, ScalingConfig, Targets
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.scaling_config import (
+    PoolLimits,
+    ScalingConfig,
+    ScalingSettings,
+    Targets,
+)
 from baton.runtime.config import (
     BatchLaneConfig,
     InteractiveLaneConfig,

@@ -9,12 +9,12 @@ from random_clients import Client
 from random_conditions import REVISIONS
 from random_worker import DECODE, PREFILL, SERVING, RandomWorker
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.workers import Worker
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import Targets
+from baton.coordinator.state.workers import Worker
 from baton.runtime.errors import ResourceExhausted
 
 _MOST_WORKERS = 8

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from random_worker import RandomWorker
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.server.link import WorkerLink
+from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2
 
 if TYPE_CHECKING:

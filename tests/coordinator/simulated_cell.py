@@ -7,10 +7,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import StreamKey, Submission
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_cell import VirtualCell, WorkerShape
 
-from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatchLaneConfig, LanesConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

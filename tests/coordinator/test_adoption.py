@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestState
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from virtual_cell import VirtualCell, WorkerShape
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.settings import scaling_config
-from baton.coordinator.scaling.autoscale.types import Phase, ScalingConfig, Targets, WorkerView
+from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig, Targets, scaling_config
 from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
 from baton.runtime.latency import LatencyModel

@@ -9,22 +9,19 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.scaling.autoscale.autoscaler import decide
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
-    Drain,
-    Flip,
     LaneLoad,
     Observation,
     Phase,
-    PoolLimits,
-    ScalingConfig,
     State,
-    Want,
     WorkerView,
 )
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
+from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.latency import LatencyModel
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)

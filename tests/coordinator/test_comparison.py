@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from baton.coordinator.rollouts.comparison import Side, Verdict, fisher, judge, tail_chance
+from baton.coordinator.rollouts.comparison import Verdict, fisher, judge, tail_chance
+from baton.coordinator.telemetry.revision_stats import Side
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH

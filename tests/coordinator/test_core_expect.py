@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.runtime.block_hashes import block_hashes
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from two_pairs import crash, decodes, latest, prefills, silent_but
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

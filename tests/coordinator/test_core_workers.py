@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestState
 from baton.coordinator.server.metrics import registry
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.runtime import errors
 from baton.runtime.config import BatonConfig
 from baton.runtime.names import FIRST_REVISION

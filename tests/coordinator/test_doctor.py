@@ -10,8 +10,8 @@ from virtual_cell import WorkerShape
 
 from baton.client import doctor
 from baton.client.doctor import Kind
-from baton.coordinator.core import events as ev
 from baton.coordinator.server import admin
+from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 

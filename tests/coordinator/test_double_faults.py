@@ -14,7 +14,7 @@ import pytest
 from restarted_cell import RestartedCell
 from virtual_cell import WorkerShape
 
-from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

@@ -16,7 +16,8 @@ from scripted_worker import WAIT_S, answer, attached
 from baton.coordinator.server import stall as stall_guard
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.shell import Shell
-from baton.coordinator.telemetry.stalls import MAX_STALLS, Cause
+from baton.coordinator.state.slow_steps import Cause
+from baton.coordinator.telemetry.stalls import MAX_STALLS
 from baton.runtime import rpc
 from baton.runtime.config import parse
 from baton.v1 import (

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.known_end import known_stop
+from baton.coordinator.state import events as ev
 from baton.v1 import common_pb2
 
 EOS, MORE = 2, 3

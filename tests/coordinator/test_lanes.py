@@ -16,10 +16,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import Request, StreamKey, Submission
 from baton.coordinator.lanes import tenants as tenants_module
-from baton.coordinator.lanes.lanes import LANES, Lanes
+from baton.coordinator.lanes.lanes import Lanes
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.requests import Request, StreamKey, Submission
 from baton.runtime import errors
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, TenantConfig
 from baton.v1 import common_pb2

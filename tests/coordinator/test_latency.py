@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.workers import Worker
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.workers import Worker
 from baton.engine import simulated
 from baton.engine.base import EngineRequest
 from baton.runtime import demo_model

@@ -13,14 +13,14 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission
 from baton.coordinator.server.outbox import Outbox
 from baton.coordinator.server.session_events import coalesced, encoded_deltas
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import ResourceExhausted, to_message
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core.output_lengths import OutputLengths
+from baton.coordinator.routing.output_lengths import OutputLengths
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.floats(0, 1))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.prefix_index import PrefixIndex
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
 
 WORKERS: list[WorkerKey] = [(f"w{number}", number) for number in range(6)]

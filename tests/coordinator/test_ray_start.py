@@ -10,7 +10,7 @@ import pytest
 from baton.coordinator.launchers.launcher import LaunchError
 from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
 from baton.coordinator.launchers.ray_launch.launcher import RayLauncher, start_of
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state.revision import Revision
 from baton.runtime.config import parse
 
 

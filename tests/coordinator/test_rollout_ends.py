@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestState
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
+from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2

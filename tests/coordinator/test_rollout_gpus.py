@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from launched_world import CONFIG, ROLES, Launched
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.revision import Revision
 from baton.v1 import kv_transfer_pb2
 
 DOUBLE = Revision("r2", "", {"tensor_parallel_size": 2})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from launched_world import Launched
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from two_revisions import TwoRevisions
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.revision import Revision
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from two_revisions import revision_of_session
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 

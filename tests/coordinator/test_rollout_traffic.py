@@ -7,8 +7,8 @@ import math
 import pytest
 from two_revisions import revision_of_session
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import TenantConfig
 from baton.v1 import common_pb2

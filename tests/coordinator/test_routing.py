@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core.request import WorkerKey
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerTraits
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2

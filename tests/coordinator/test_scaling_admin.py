@@ -12,13 +12,13 @@ import pytest
 from scripted_worker import WAIT_S, ScriptedWorker, attached
 
 from baton.client import AdminClient, BatonClient, errors
-from baton.coordinator.core import events as ev
 from baton.coordinator.launchers.crew import Crew
 from baton.coordinator.launchers.launcher import WorkerExit
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.server import admin_scaling
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.server.stall import StallGuard
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
 from baton.runtime import rpc
 from baton.runtime.config import PoolLimitsConfig, ScalingSection
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2

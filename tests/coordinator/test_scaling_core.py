@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from launched_world import Launched
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Targets
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import Targets
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from launched_world import Launched
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestState
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import PoolLimits
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import RequestState
+from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 

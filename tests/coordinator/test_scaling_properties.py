@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launched_world import ROLES, Launched
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
 
 POOLS = st.sampled_from(list(Pool))
 SIZES = st.integers(0, 4)

@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.server import link as worker_link
 from baton.coordinator.server.server import Coordinator
+from baton.coordinator.state import events as ev
 from baton.runtime import rpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 

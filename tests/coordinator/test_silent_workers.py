@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from two_pairs import decodes, latest, pairs, prefills, silent_but
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 

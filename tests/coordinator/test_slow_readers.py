@@ -8,10 +8,10 @@ import grpc
 import pytest
 from scripted_worker import WAIT_S, answer, attached
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import StreamKey, Submission
 from baton.coordinator.server.outbox import MAX_SESSION_BYTES
 from baton.coordinator.server.shell import Shell
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime import rpc
 from baton.runtime.errors import ResourceExhausted, from_rpc_error
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from two_pairs import crash, latest, pairs, prefills, silent_but
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.request import RequestState
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.runtime import errors
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig
 from baton.v1 import common_pb2

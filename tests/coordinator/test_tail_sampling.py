@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.v1 import common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from scripted_worker import WAIT_S, attached
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.runtime.errors import AlreadyExists, InvalidArgument, from_rpc_error
 from baton.v1 import (
     admin_pb2,

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
 )
 from virtual_cell import VirtualCell, WorkerShape
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.core_config import CoreConfig
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.coordinator.core.request import WorkerKey
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.coordinator.core import events as ev
+from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

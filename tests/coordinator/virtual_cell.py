@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from baton.bench.simulate.hello import hello
 from baton.bench.simulate.parts import PrefixCache
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
-from baton.coordinator.core.request import StreamKey, Submission, WorkerKey
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
 from baton.runtime.latency import LatencyModel, PrefillChunk

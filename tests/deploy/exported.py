@@ -8,8 +8,8 @@ from fake_nvml import FakeNvml
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.server.metrics import CoreCollector
+from baton.coordinator.state.config import CoreConfig
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.v1 import kv_transfer_pb2

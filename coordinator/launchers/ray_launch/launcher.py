@@ -14,7 +14,7 @@ from baton.coordinator.launchers.launcher import STOP_MARGIN_S, LaunchError, OnW
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.driver_process import DriverProcess
 from baton.coordinator.launchers.worker_process import BATON, WorkerExit
-from baton.coordinator.rollouts.revision import Revision
+from baton.coordinator.state.revision import Revision
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.config_error import ConfigError
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale import forecast, sizing
 from baton.coordinator.scaling.autoscale.needs import (
     Need,
@@ -21,18 +20,15 @@ from baton.coordinator.scaling.autoscale.needs import (
     prefill_need,
 )
 from baton.coordinator.scaling.autoscale.sizing import POOLS, Members
-from baton.coordinator.scaling.autoscale.types import (
+from baton.coordinator.scaling.autoscale.types import Misses, Observation, PoolState, Sample, State
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.scaling_decision import (
     Action,
     Decision,
     Drain,
     Flip,
-    Misses,
-    Observation,
     PoolDecision,
-    PoolState,
-    Sample,
-    ScalingConfig,
-    State,
     Want,
 )
 

@@ -16,9 +16,8 @@ from baton.coordinator.scaling.autoscale.types import (
     Observation,
     PoolState,
     Sample,
-    ScalingConfig,
-    Targets,
 )
+from baton.coordinator.state.scaling_config import ScalingConfig, Targets
 
 # Of a target, that predictions leave unused.
 _MARGIN = 0.04

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.coordinator.routing.load_index import Pool
 from baton.coordinator.scaling.autoscale.sizing import Members
-from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation, Phase, ScalingConfig
+from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation, Phase
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
 
 
 def numbers(

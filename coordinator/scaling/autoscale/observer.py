@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.lanes.lanes import LANES, Lanes
+from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
-from baton.coordinator.routing.load_index import POOL_OF, Pool
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.scaling.autoscale.types import (
@@ -19,9 +17,12 @@ from baton.coordinator.scaling.autoscale.types import (
     LaneLoad,
     Observation,
     Phase,
-    ScalingConfig,
     WorkerView,
 )
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.enum_names import lane_name
 from baton.runtime.latency import LatencyModel

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.coordinator.scaling.autoscale.autoscaler import decide
-from baton.coordinator.scaling.autoscale.types import Decision, Observation, ScalingConfig, State
+from baton.coordinator.scaling.autoscale.types import Observation, State
+from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.scaling_decision import Decision
 
 
 class Policy(Protocol):

@@ -6,14 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import (
-    Observation,
-    Phase,
-    PoolState,
-    ScalingConfig,
-    WorkerView,
-)
+from baton.coordinator.scaling.autoscale.types import Observation, Phase, PoolState, WorkerView
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import ScalingConfig
 
 POOLS = (Pool.PREFILL, Pool.DECODE)
 

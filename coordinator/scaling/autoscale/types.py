@@ -10,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.coordinator.routing.load_index import Pool
+from baton.coordinator.state.pools import Pool
 from baton.runtime.latency import LatencyModel
-
-# Loads come and go within a minute, and are averaged over two.
-_LEAST_WINDOW_S, _YOUNG_S = 60.0, 120.0
 
 
 class Phase(Enum):
@@ -23,108 +20,6 @@ class Phase(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a lane is promised; None: nothing, so that it never makes a pool grow.
-
-    Attributes:
-        ttft_s: time to first token, at most.
-        itl_s: seconds between two tokens, at most.
-        percentile: of requests and tokens that these hold for.
-    """
-
-    ttft_s: float | None = 0.5
-    itl_s: float | None = 0.05
-    percentile: float = 95.0
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "itl_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"targets.{name} is {value}; must be more than 0, or null")
-        if not 0 < self.percentile < 100:
-            raise ValueError(f"targets.percentile is {self.percentile}; must be between 0 and 100")
-
-    @property
-    def may_miss(self) -> float:
-        """The share that may be later."""
-        return 1 - self.percentile / 100
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """Attributes: floor, ceiling: workers; gpus: of one worker."""
-
-    floor: int = 1
-    ceiling: int = 64
-    gpus: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.floor <= self.ceiling:
-            raise ValueError(
-                f"floor is {self.floor} and ceiling {self.ceiling}; must be 0 <= floor <= ceiling"
-            )
-        if self.gpus < 1:
-            raise ValueError(f"gpus is {self.gpus}; must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    """Times in seconds.
-
-    Attributes:
-        targets: by lane's name.
-        prefill, decode: limits of the pools.
-        max_gpus: of both pools together, workers that start or drain included; None: no limit.
-        interval_s: between two decisions.
-        cold_start_s: until a started worker serves: how far ahead the load is forecast.
-        start_timeout_s: a worker that starts for longer is stuck and counts no more.
-        down_window_s: a pool shrinks to the most that was wanted within this time; None: see
-            `window_s`.
-        max_up, max_down: factor up and share down of a pool in one decision; one worker always.
-        flip: whether a worker may change roles.
-        flip_quiet_s: between a flip and one back.
-        idle_s: without a request for so long a pool with floor 0 goes to zero.
-    """
-
-    targets: tuple[tuple[str, Targets], ...] = (("interactive", Targets()),)
-    prefill: PoolLimits = field(default_factory=PoolLimits)
-    decode: PoolLimits = field(default_factory=PoolLimits)
-    max_gpus: int | None = None
-    interval_s: float = 5.0
-    cold_start_s: float = 60.0
-    start_timeout_s: float = 600.0
-    down_window_s: float | None = None
-    max_up: float = 2.0
-    max_down: float = 0.25
-    flip: bool = True
-    flip_quiet_s: float = 120.0
-    idle_s: float = 300.0
-
-    @property
-    def window_s(self) -> float:
-        """How long a worker that is not needed is kept, where that is not configured.
-
-        As long as it is paid for while it starts again, at least a minute: whenever it will be
-        needed next, that costs at most twice what the best choice would have (Karlin et al.,
-        Competitive Snoopy Caching, 1988, on renting or buying).
-        """
-        if self.down_window_s is not None:
-            return self.down_window_s
-        return max(_LEAST_WINDOW_S, self.cold_start_s)
-
-    @property
-    def young_s(self) -> float:
-        """A load that has been known for less takes no worker away.
-
-        Of requests that last long the first have hardly ended, and the short ones among them first.
-        """
-        return _YOUNG_S if self.down_window_s is None else min(_YOUNG_S, self.down_window_s)
-
-    def limits(self, pool: Pool) -> PoolLimits:
-        return self.prefill if pool is Pool.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,59 +194,3 @@ class State:
     decode: PoolState = field(default_factory=PoolState)
     wanted: tuple[tuple[float, int], ...] = ()
     busy_at: float | None = None
-
-
-# ---- What it answers.
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """The role is to have so many workers, starting and serving ones counted once."""
-
-    pool: Pool
-    num_workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A serving worker is to leave, or a starting one to be given up."""
-
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """A serving worker is to change to the other pool."""
-
-    worker_id: str
-    to: Pool
-
-
-Action = Want | Drain | Flip
-
-
-@dataclass(frozen=True, slots=True)
-class PoolDecision:
-    """Of one pool; workers.
-
-    Attributes:
-        current: serving, and starting ones that are not stuck.
-        needed: by the load alone.
-        target: within limits, steps, window and budget.
-        reason: in words, with the numbers.
-    """
-
-    pool: Pool
-    current: int
-    needed: int
-    target: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    prefill: PoolDecision
-    decode: PoolDecision
-    actions: tuple[Action, ...] = ()
-    frozen: str = ""

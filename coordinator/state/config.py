@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.coordinator.scaling.autoscale.settings import ScalingSettings
+from baton.coordinator.state.scaling_config import ScalingSettings
 from baton.runtime.config import (
     BatonConfig,
     LanesConfig,

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.coordinator.core.request import Request, RequestKey, WorkerKey
-from baton.coordinator.telemetry.stalls import MAX_SLOW_STEPS, SlowStep
+from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
+from baton.coordinator.state.slow_steps import MAX_SLOW_STEPS, SlowStep
 from baton.runtime import kv_fingerprint
 from baton.runtime.errors import (
     Aborted,

@@ -5,15 +5,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from baton.coordinator.core import events as ev
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
-from baton.coordinator.core.core_config import CoreConfig
 from baton.coordinator.core.endings import ended_request, outcome
 from baton.coordinator.core.entry import Entrant, Entry
-from baton.coordinator.core.kept_deltas import KeptDeltas
-from baton.coordinator.core.register import Register
-from baton.coordinator.core.request import (
+from baton.coordinator.lanes.admission import Admission
+from baton.coordinator.lanes.lanes import Lanes
+from baton.coordinator.rollouts.traffic import Traffic
+from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.kept_deltas import KeptDeltas
+from baton.coordinator.state.lanes import LANES, lane_config
+from baton.coordinator.state.request_table import Register
+from baton.coordinator.state.requests import (
     Interruption,
     Request,
     RequestKey,
@@ -23,14 +29,10 @@ from baton.coordinator.core.request import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.core.timers import Timers
-from baton.coordinator.core.workers import Worker, WorkerRegistry
-from baton.coordinator.lanes.admission import Admission
-from baton.coordinator.lanes.lanes import LANES, Lanes, lane_config
-from baton.coordinator.rollouts.revision import Traffic
-from baton.coordinator.routing.choices import Placement
-from baton.coordinator.routing.placers import Placers
-from baton.coordinator.telemetry.stalls import Stall, stalls
+from baton.coordinator.state.slow_steps import Stall
+from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.telemetry.stalls import stalls
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.coordinator.telemetry.tail_sampling import TailSampler
 from baton.runtime import errors

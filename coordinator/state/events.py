@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.coordinator.core.request import (
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import (
     EndedRequest,
     RequestKey,
     StreamKey,
     Submission,
     WorkerKey,
 )
-from baton.coordinator.rollouts.revision import Revision
-from baton.coordinator.routing.load_index import Pool
-from baton.coordinator.scaling.autoscale.types import Decision, Targets
+from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import Targets
+from baton.coordinator.state.scaling_decision import Decision
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
-from baton.coordinator.core.kept_deltas import KeptDeltas
+from baton.coordinator.state.kept_deltas import KeptDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
-    from baton.coordinator.telemetry.stalls import Stall
+    from baton.coordinator.state.slow_steps import Stall
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: one process."""

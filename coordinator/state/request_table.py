@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from baton.coordinator.core.request import EndedRequest, Request, RequestKey, StreamKey
+from baton.coordinator.state.requests import EndedRequest, Request, RequestKey, StreamKey
 from baton.runtime.errors import InvalidArgument
 from baton.runtime.names import request_name
 

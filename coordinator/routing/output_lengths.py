@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable
 
-from baton.coordinator.core.request import Submission
+from baton.coordinator.state.requests import Submission
 from baton.coordinator.telemetry.recent_values import RecentValues
 
 

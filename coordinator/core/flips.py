@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.coordinator.core import events as ev
-from baton.coordinator.core.book import RequestBook
-from baton.coordinator.core.request import Request, RequestState, WorkerKey
-from baton.coordinator.core.workers import Flipping, Worker, WorkerRegistry
-from baton.coordinator.lanes.lanes import LANES
-from baton.coordinator.routing.load_index import POOL_OF
+from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.lanes import LANES
+from baton.coordinator.state.pools import POOL_OF
+from baton.coordinator.state.requests import Request, RequestState, WorkerKey
+from baton.coordinator.state.workers import Flipping, Worker, WorkerRegistry
 from baton.runtime.errors import BatonError, FailedPrecondition
 from baton.v1 import cluster_pb2, common_pb2
 
