@@ -271,13 +271,15 @@ class GatewayProcess:
             pause_s = _FIRST_PAUSE_S
 
     async def _start(self) -> bool:
-        from baton.coordinator.launchers.tether import tethered
+        from baton.coordinator.launchers.end_with_parent import bound_to_parent
         from baton.runtime.config import dump
 
         fd = self._listener.fileno()
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *tethered(sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)),
+                *bound_to_parent(
+                    sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)
+                ),
                 *("--coordinator", self._coordinator, "--config", "-"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

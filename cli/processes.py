@@ -241,7 +241,7 @@ async def _up(config: BatonConfig) -> int:
 def _hurry() -> None:
     """Has workers and gateway end at once too, and not when they have drained.
 
-    This is their first SIGTERM, this process's end (launchers/tether.py) their second one.
+    This is their first SIGTERM, this process's end (launchers/end_with_parent.py) their second one.
     """
     import psutil
 

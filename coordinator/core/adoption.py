@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.coordinator.core.outputs import apply_step
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import (
@@ -159,12 +159,17 @@ class Adoption:
 
     def __init__(
         self,
-        book: RequestBook,
+        lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
         timers: Timers[RequestKey | WorkerKey],
     ) -> None:
-        self._book, self._workers, self._placers, self._timers = book, workers, placers, timers
+        self._lifecycle, self._workers, self._placers, self._timers = (
+            lifecycle,
+            workers,
+            placers,
+            timers,
+        )
         self._orphans: dict[RequestKey, _Orphan] = {}
         # The latest attempt that a worker was told to end. One that has not heard its welcome says
         # Hello again with it, and reads behind the next welcome that it is to end it.
@@ -224,7 +229,7 @@ class Adoption:
             orphan.take(output)
             if orphan.finished is not None:
                 self._placers.let_go(key, orphan.revision)
-                self._book.room_made = True
+                self._lifecycle.room_made = True
             else:
                 self._placers.held_grows(key, orphan.revision, orphan.num_kv_tokens)
 
@@ -260,7 +265,7 @@ class Adoption:
             self._timers.set(SETTLED, now + _LATE_S - _RETURN_S)
         else:
             self._phase = _Phase.SETTLED
-        self._book.room_made = True
+        self._lifecycle.room_made = True
 
     def expire(self, key: RequestKey) -> None:
         """No client has come back for this attempt in time: its worker is told to end it."""
@@ -272,7 +277,7 @@ class Adoption:
 
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
         """Decides whether the worker goes on with the attempt; if so, remembers or adopts it."""
-        request = self._book.requests.get(key)
+        request = self._lifecycle.requests.get(key)
         if request is not None and self._may_take_back(request, orphan):
             return self._join(request, orphan, now)
         if request is not None:
@@ -285,7 +290,7 @@ class Adoption:
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
             # What is over is another worker's, whose coordinator counted as this one's did.
             is_over = False
-        if newer or is_over or key in self._book.requests.ended:
+        if newer or is_over or key in self._lifecycle.requests.ended:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
@@ -324,7 +329,7 @@ class Adoption:
             if not request.attempt:
                 request.attempts_before = max(request.attempts_before, orphan.attempt)
             return False
-        self._book.adopt(request, worker, orphan.attempt, now)
+        self._lifecycle.adopt(request, worker, orphan.attempt, now)
         return self._deliver(request, orphan, now)
 
     def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
@@ -332,12 +337,12 @@ class Adoption:
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if rest is None:
             error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
-            self._book.recover(request, orphan.worker, error, now)
+            self._lifecycle.recover(request, orphan.worker, error, now)
             return False
         output = cluster_pb2.RequestOutput(
             request_id=request.key, attempt=orphan.attempt, delta=rest, finished=orphan.finished
         )
-        apply_step(self._book, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
+        apply_step(self._lifecycle, orphan.worker, cluster_pb2.StepOutputs(outputs=[output]), now)
         return request.state is RequestState.DECODING
 
     def _pop(self, key: RequestKey) -> _Orphan | None:
@@ -345,7 +350,7 @@ class Adoption:
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.let_go(key, orphan.revision)
-            self._book.room_made = True
+            self._lifecycle.room_made = True
         return orphan
 
     def _forget(self, key: RequestKey) -> None:
@@ -357,7 +362,7 @@ class Adoption:
         if len(self._over) > _MAX_OVER:
             self._over.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
-        self._book.out.append(ev.SendCommand(orphan.worker, command))
+        self._lifecycle.out.append(ev.SendCommand(orphan.worker, command))
 
 
 SETTLED: WorkerKey = ("", 0)

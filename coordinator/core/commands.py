@@ -109,7 +109,7 @@ class Commands:
         )
         self._send(key, command)
 
-    def lost_baton(self, request: Request) -> None:
+    def handoff_failed(self, request: Request) -> None:
         """Tells the decode worker that the handoff will not come."""
         assert request.decode is not None
         command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=request.handoff_id)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from baton.coordinator.core.adoption import SETTLED, Adoption
 from baton.coordinator.core.dispatch import ROOM, Dispatcher
 from baton.coordinator.core.handoff_reports import HandoffReports
-from baton.coordinator.core.members import Membership
+from baton.coordinator.core.membership import Membership
 from baton.coordinator.core.outputs import apply_step
-from baton.coordinator.core.patience import Patience
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.recovery_timeout import RecoveryTimeout
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import ROLLOUT, Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
@@ -68,11 +68,11 @@ class Core:
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
         traffic = Traffic(config.revision)
-        self._book = RequestBook(
+        self._lifecycle = RequestLifecycle(
             config, self.workers, self.placers, traffic, self._timers, random_bytes
         )
-        self._adoption = Adoption(self._book, self.workers, self.placers, self._timers)
-        self._handoffs = HandoffReports(self._book)
+        self._adoption = Adoption(self._lifecycle, self.workers, self.placers, self._timers)
+        self._handoffs = HandoffReports(self._lifecycle)
         self.scaler = Scaler(
             config.scaling,
             self.workers,
@@ -83,10 +83,10 @@ class Core:
             policy,
             Revision(config.revision),
         )
-        self._patience = Patience(config, self.workers, self.scaler)
+        self._recovery_timeout = RecoveryTimeout(config, self.workers, self.scaler)
         self._members = members = Membership(
             config,
-            self._book,
+            self._lifecycle,
             self.workers,
             self.placers,
             self.latency,
@@ -97,7 +97,7 @@ class Core:
         )
         self.rollouts = Rollouts(
             traffic,
-            self._book,
+            self._lifecycle,
             self.workers,
             self.placers,
             self.scaler,
@@ -108,7 +108,7 @@ class Core:
         )
         self._dispatcher = Dispatcher(
             config,
-            self._book,
+            self._lifecycle,
             self.workers,
             self.placers,
             self._adoption,
@@ -165,24 +165,24 @@ class Core:
             The effects: what the shell must do, in order.
         """
         self.placers.at(now)
-        self._book.lanes.now = now
+        self._lifecycle.lanes.now = now
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
         if self.placers.changed:
             self.placers.changed = False
             if self.rollouts:
                 self.rollouts.advance(now)
-        if self._book.room_made:
+        if self._lifecycle.room_made:
             self._dispatcher.dispatch(now)
         self._members.advance()
-        return self._book.take_effects()
+        return self._lifecycle.take_effects()
 
     def next_deadline(self) -> float | None:
         """When the shell must send the next Tick, by `now`'s clock; None while nothing is timed."""
         return self._timers.next()
 
     def _emit(self, effect: ev.Effect) -> None:
-        self._book.out.append(effect)
+        self._lifecycle.out.append(effect)
 
     # ---- What the shell may look at
 
@@ -193,18 +193,18 @@ class Core:
     @property
     def stats(self) -> CoreStats:
         """The counters."""
-        return self._book.stats
+        return self._lifecycle.stats
 
     @property
     def num_requests(self) -> int:
         """Requests that are admitted and have not ended."""
-        return len(self._book.requests)
+        return len(self._lifecycle.requests)
 
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and each pool has a serving worker or will start one."""
         stable = self.workers.of(self.workers.stable)
-        return self._book.admission.closing is None and all(
+        return self._lifecycle.admission.closing is None and all(
             stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
         )
 
@@ -216,11 +216,11 @@ class Core:
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Why no request of this lane would be admitted now; None when one would."""
-        return self._book.admission.error(lane, len(self._book.requests))
+        return self._lifecycle.admission.error(lane, len(self._lifecycle.requests))
 
-    def wait_ratio(self, lane: common_pb2.Lane.ValueType) -> float:
+    def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
         """How much longer than predicted a wait in a lane is reckoned with."""
-        return self._book.admission.wait_ratio(lane)
+        return self._lifecycle.admission.wait_correction(lane)
 
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
         """One request: running, or recently ended; None when there is none.
@@ -232,38 +232,38 @@ class Core:
         Raises:
             InvalidArgument: no tenant is given, and several have a request of this id.
         """
-        return self._book.requests.find(request_id, tenant)
+        return self._lifecycle.requests.find(request_id, tenant)
 
     def running_request(self, request_id: str, tenant: str = "") -> Request | None:
         """As `request`, but only among those that have not ended."""
-        return self._book.requests.find_running(request_id, tenant)
+        return self._lifecycle.requests.find_running(request_id, tenant)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """A running request's longest gaps over its target, up to now."""
-        return self._book.stalls(request)
+        return self._lifecycle.stalls(request)
 
     def running(self) -> list[Request]:
         """The requests that have not ended."""
-        return self._book.requests.all()
+        return self._lifecycle.requests.all()
 
     def recently_ended(self) -> list[EndedRequest]:
         """Requests that ended lately, newest first."""
-        return list(self._book.requests.ended.values())[::-1]
+        return list(self._lifecycle.requests.ended.values())[::-1]
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
         """How many requests wait in a lane."""
-        return self._book.lanes.num_queued(lane)
+        return self._lifecycle.lanes.num_queued(lane)
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
         """The request that has waited for longest in a lane."""
-        return self._book.lanes.oldest(lane)
+        return self._lifecycle.lanes.oldest(lane)
 
     def observer(self) -> Observer:
         """A new observer of the load that the pools are sized by."""
         return Observer(
             self.workers,
             self.placers,
-            self._book.lanes,
+            self._lifecycle.lanes,
             self.stats,
             self.latency,
             self._config.latency,
@@ -271,11 +271,11 @@ class Core:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a resource has no owner, or two."""
-        self._book.check_integrity()
+        self._lifecycle.check_integrity()
         self.workers.check_integrity()
         self.placers.check_integrity()
         self.scaler.launches.check_integrity()
-        num_timers = len(self._book.requests) + len(self.workers) + self._adoption.num_timers
+        num_timers = len(self._lifecycle.requests) + len(self.workers) + self._adoption.num_timers
         num_timers += self.scaler.num_timers + self.rollouts.num_timers
         num_timers += self._dispatcher.num_timers
         assert len(self._timers) == num_timers
@@ -290,42 +290,42 @@ class Core:
         if resumes and revision and self.rollouts.is_gone(revision) and not goes_on:
             self._emit(ev.SendFailed(submission.to, gone_error(revision)))
             return
-        request = self._book.admit(submission, now, goes_on=goes_on)
+        request = self._lifecycle.admit(submission, now, goes_on=goes_on)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)
 
     def _stream_cancelled(self, event: ev.StreamCancelled, now: float) -> None:
-        request = self._book.requests.by_stream(event.to)
+        request = self._lifecycle.requests.by_stream(event.to)
         if request is not None:
-            self._book.cancel(request, now)
+            self._lifecycle.cancel(request, now)
 
     def _request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
-        request = self._book.requests.get(event.key)
+        request = self._lifecycle.requests.get(event.key)
         if request is not None:
-            self._book.cancel(request, now)
+            self._lifecycle.cancel(request, now)
 
     def _stream_failed(self, event: ev.StreamFailed, now: float) -> None:
-        request = self._book.requests.by_stream(event.to)
+        request = self._lifecycle.requests.by_stream(event.to)
         if request is not None:
-            self._book.fail(request, event.error, now)
+            self._lifecycle.fail(request, event.error, now)
 
     def _session_lost(self, event: ev.SessionLost, now: float) -> None:
-        for request in self._book.requests.of_session(event.session):
-            self._book.cancel(request, now, tell=False)
+        for request in self._lifecycle.requests.of_session(event.session):
+            self._lifecycle.cancel(request, now, tell=False)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
         self.scaler.stop()
-        self._book.admission.closing = errors.Unavailable("the coordinator is stopping")
+        self._lifecycle.admission.closing = errors.Unavailable("the coordinator is stopping")
         if event.restarts:
             what = "the coordinator is restarting: submit again"
-            self._book.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
+            self._lifecycle.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
     def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
         self.scaler.stop()
-        self._book.admission.closing = errors.Unavailable(event.reason)
-        for request in self._book.requests.all():
-            self._book.fail(request, errors.Unavailable(event.reason), now)
+        self._lifecycle.admission.closing = errors.Unavailable(event.reason)
+        for request in self._lifecycle.requests.all():
+            self._lifecycle.fail(request, errors.Unavailable(event.reason), now)
 
     # ---- Workers
 
@@ -343,7 +343,7 @@ class Core:
         worker = self._members.hear(event.worker, now)
         if worker is not None:
             # By the registry's own key: outputs that only flow are told by it.
-            apply_step(self._book, worker.key, event.step, now)
+            apply_step(self._lifecycle, worker.key, event.step, now)
             self._adoption.apply_step(worker.key, event.step)
 
     def _worker_handoff(self, event: ev.WorkerHandoff, now: float) -> None:
@@ -375,12 +375,12 @@ class Core:
                 self._members.look_at(key, now)
 
     def _request_is_due(self, key: RequestKey, now: float) -> None:
-        request = self._book.requests.get(key)
+        request = self._lifecycle.requests.get(key)
         if request is None:
             self._adoption.expire(key)
             return
-        request.waits_until = self._patience.waits_until(request, now)
-        self._book.expire(request, self._dispatcher.queue_error, now)
+        request.waits_until = self._recovery_timeout.waits_until(request, now)
+        self._lifecycle.expire(request, self._dispatcher.queue_error, now)
 
     def _room_is_due(self, now: float) -> None:
-        self._book.room_made = True
+        self._lifecycle.room_made = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.routing.choices import Placement
@@ -34,14 +34,14 @@ class Dispatcher:
     def __init__(
         self,
         config: CoreConfig,
-        book: RequestBook,
+        lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
         adoption: Adoption,
         rollouts: Rollouts,
         timers: Timers[RequestKey | WorkerKey],
     ) -> None:
-        self._config, self._book, self._workers = config, book, workers
+        self._config, self._lifecycle, self._workers = config, lifecycle, workers
         self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
         self._timers = timers
 
@@ -52,14 +52,14 @@ class Dispatcher:
 
     def dispatch(self, now: float) -> None:
         """Sends the requests whose turn it is to workers that have room for them."""
-        self._book.room_made = False
+        self._lifecycle.room_made = False
         room_at = math.inf
-        for request in self._book.lanes.candidates() if len(self._book.lanes) else ():
+        for request in self._lifecycle.lanes.candidates() if len(self._lifecycle.lanes) else ():
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
             if self._rollouts.is_gone(request.revision):
                 if request.attempt or not self._adoption.may_find(request.key):
-                    self._book.fail(request, gone_error(request.revision), now)
+                    self._lifecycle.fail(request, gone_error(request.revision), now)
                 continue
             placer = self._placers.of(request.revision)
             placement = placer.place(request)
@@ -70,15 +70,15 @@ class Dispatcher:
             if placement is None:
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
-                    self._book.lanes.pass_over(request.revision)
+                    self._lifecycle.lanes.pass_over(request.revision)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
             if problem is not None:
-                self._book.fail(request, problem, now)
+                self._lifecycle.fail(request, problem, now)
             else:
-                self._book.dispatch(request, placement, now)
+                self._lifecycle.dispatch(request, placement, now)
         # What ended on the way made no room on a worker.
-        self._book.room_made = False
+        self._lifecycle.room_made = False
         if room_at < math.inf:
             self._timers.set(ROOM, max(room_at, now + _LEAST_WAIT_S))
         else:
@@ -119,7 +119,7 @@ class Dispatcher:
             if any(one.serving and one.unanswered for one in workers):
                 return True
         # Interactive prompts that took the room would leave it none for ever.
-        return self._book.lanes.is_due(request) and placer.is_crowded_out(request)
+        return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
 
     def _made_room(
         self, placer: Placer, request: Request, placement: Placement | None, now: float
@@ -129,10 +129,10 @@ class Dispatcher:
         if request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH:
             return False
         found = placer.batch_prompts.that_yields(placement)
-        batch = self._book.requests.get(found) if found is not None else None
+        batch = self._lifecycle.requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False
-        self._book.park(batch, now)
+        self._lifecycle.park(batch, now)
         return True
 
     def _made_decode_room(self, placer: Placer, request: Request, now: float) -> bool:
@@ -154,7 +154,7 @@ class Dispatcher:
         if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
             return False
         for batch in parked:
-            self._book.park(batch, now)
+            self._lifecycle.park(batch, now)
         return True
 
     def _yielding(self, worker: Worker) -> list[Request]:
@@ -162,7 +162,7 @@ class Dispatcher:
         return [
             request
             for key in worker.assigned
-            if (request := self._book.requests.get(key)) is not None
+            if (request := self._lifecycle.requests.get(key)) is not None
             and request.submission.lane == common_pb2.LANE_BATCH
             and request.state is RequestState.DECODING
             and worker.can_resume(request)
@@ -178,7 +178,7 @@ class Dispatcher:
                 if not batch:
                     break
                 # The one that is computed again most cheaply.
-                self._book.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
+                self._lifecycle.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
 
     def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
         """Why a request cannot go on after its known tokens; None when it can, or has none."""
@@ -197,17 +197,17 @@ class Dispatcher:
         if max_len and request.num_prompt_tokens >= max_len:
             allowed = f"at most {max_len - 1} tokens, one less than the context"
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
-            self._book.fail(request, error, now)
+            self._lifecycle.fail(request, error, now)
             return True
         # A caller resumes whose connection broke between the last token and Finished.
         if request.submission.known_stop is not None and not request.attempt:
             stop = request.submission.known_stop
-            self._book.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
+            self._lifecycle.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)
             return True
         if num_known and (
             (sampling.HasField("max_tokens") and num_known >= sampling.max_tokens)
             or (max_len and request.num_prompt_tokens + num_known >= max_len)
         ):
-            self._book.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
+            self._lifecycle.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
             return True
         return False

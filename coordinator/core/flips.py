@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
@@ -31,7 +31,7 @@ class Flips:
     that lost the others wait for it.
 
     Args:
-        book: the requests.
+        lifecycle: the requests.
         workers: attached ones.
         placers: give flipping workers no new work.
         scaler: the sizes of the pools, which flips by an operator change.
@@ -41,14 +41,19 @@ class Flips:
 
     def __init__(
         self,
-        book: RequestBook,
+        lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
         scaler: Scaler,
         limit_s: float,
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._book, self._workers, self._placers, self._scaler = book, workers, placers, scaler
+        self._lifecycle, self._workers, self._placers, self._scaler = (
+            lifecycle,
+            workers,
+            placers,
+            scaler,
+        )
         self._limit_s, self._emit = limit_s, emit
         # In the order in which they began.
         self._flipping: dict[WorkerKey, None] = {}
@@ -100,13 +105,13 @@ class Flips:
         if not elsewhere:
             return
         for key in tuple(worker.assigned):
-            request = self._book.requests.get(key)
+            request = self._lifecycle.requests.get(key)
             if request is None or not worker.can_resume(request):
                 # Nor can its peers, which are alike.
                 continue
             if late:
                 if request.state in (RequestState.DECODING, RequestState.PREFILLING):
-                    self._book.move(request, now)
+                    self._lifecycle.move(request, now)
             elif request.decode == worker.key and request.state is RequestState.DECODING:
                 # The turn of others to be looked at comes when their first token is here.
                 self._move_sooner(request, worker, now)
@@ -149,13 +154,13 @@ class Flips:
         placer = self._placers.of(request.revision)
         predictions = placer.predictions
         here_s = predictions.here_s(request)
-        waiting_s = sum(self._book.lanes.waiting_s(lane, request.revision) for lane in LANES)
+        waiting_s = sum(self._lifecycle.lanes.waiting_s(lane, request.revision) for lane in LANES)
         anew_s = predictions.elsewhere_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:
-            self._book.move(request, now, placement)
+            self._lifecycle.move(request, now, placement)
         elif anew_s < here_s and placer.has_room(request):
-            self._book.move(request, now)
+            self._lifecycle.move(request, now)
 
     def _give_up(self, worker: Worker) -> None:
         assert worker.flip is not None
@@ -168,4 +173,4 @@ class Flips:
         worker.flip = None
         self._flipping.pop(worker.key, None)
         self._placers.refresh(worker)
-        self._book.room_made = True
+        self._lifecycle.room_made = True

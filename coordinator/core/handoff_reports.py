@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
@@ -14,8 +14,8 @@ _MAX_REMEMBERED = 4096
 class HandoffReports:
     """Both ends report a handoff; each counts once."""
 
-    def __init__(self, book: RequestBook) -> None:
-        self._book = book
+    def __init__(self, lifecycle: RequestLifecycle) -> None:
+        self._lifecycle = lifecycle
         # Whether they were committed.
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
 
@@ -24,13 +24,16 @@ class HandoffReports:
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         if not committed and report.state != kv_transfer_pb2.HANDOFF_STATE_FAILED:
             return
-        request, stats = self._book.requests.get(RequestKey(report.request_id)), self._book.stats
+        request, stats = (
+            self._lifecycle.requests.get(RequestKey(report.request_id)),
+            self._lifecycle.stats,
+        )
         if request is not None and request.handoff_id == report.handoff_id:
             request.exposed_us = report.exposed_us or request.exposed_us
             if committed:
-                self._book.handed_over(request)
+                self._lifecycle.handed_over(request)
             else:
-                self._book.baton_lost(request, worker)
+                self._lifecycle.handoff_failed(request, worker)
         # Only the sending end knows of them, and it need not be the first to report.
         if report.num_fallbacks:
             stats.handoff_fell_back(report.num_fallbacks, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.coordinator.core.adoption import Adoption
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
@@ -26,7 +26,7 @@ class Losses:
 
     def __init__(
         self,
-        book: RequestBook,
+        lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
         latency: LatencyRegistry,
@@ -35,7 +35,12 @@ class Losses:
         timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._book, self._workers, self._placers, self._latency = book, workers, placers, latency
+        self._lifecycle, self._workers, self._placers, self._latency = (
+            lifecycle,
+            workers,
+            placers,
+            latency,
+        )
         self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
 
     def lose(
@@ -65,7 +70,7 @@ class Losses:
         self._latency.forget(worker.key)
         self._timers.cancel(worker.key)
         if fenced or blame:
-            self._book.stats.worker_lost(now)
+            self._lifecycle.stats.worker_lost(now)
         leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if ended:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
@@ -88,21 +93,21 @@ class Losses:
         if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
             worker.unresponsive = reason
             self._placers.refresh(worker)
-            self._book.stats.worker_unresponsive(now)
+            self._lifecycle.stats.worker_unresponsive(now)
             self._recover_all(worker, reason, [], now, with_begun=has_peers, is_out=False)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
         self._placers.refresh(worker)
-        self._book.room_made = True
+        self._lifecycle.room_made = True
 
     def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
         """A worker has left its pool: if it was the last, parked requests wait for a new one."""
         if self._workers.of(revision).presence(role).num_attached:
             return
-        for request in self._book.requests.all():
+        for request in self._lifecycle.requests.all():
             if request.state is RequestState.PARKED and request.revision == revision:
-                self._book.strand(request, now)
+                self._lifecycle.strand(request, now)
 
     # ---- Inside
 
@@ -118,7 +123,7 @@ class Losses:
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.assigned, *worker.sending]:
-            request = self._book.requests.get(key)
+            request = self._lifecycle.requests.get(key)
             if request is None or worker.key not in (request.prefill, request.decode):
                 continue
             if len(request.token_ids) and not with_begun:
@@ -130,7 +135,7 @@ class Losses:
                     f"request {request.id} was what two workers computed when they died; the last, "
                     f"worker {worker.id}, {reason}"
                 )
-                self._book.fail(request, error, now)
+                self._lifecycle.fail(request, error, now)
                 continue
             request.suspect |= key in suspects
-            self._book.recover(request, worker.key, errors.Unavailable(lost), now)
+            self._lifecycle.recover(request, worker.key, errors.Unavailable(lost), now)

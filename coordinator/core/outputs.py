@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from baton.coordinator.core.request_lifecycle import CHARGE_TOKENS, RequestBook
+from baton.coordinator.core.request_lifecycle import CHARGE_TOKENS, RequestLifecycle
 from baton.coordinator.state.requests import Request, RequestKey, RequestState, StreamKey, WorkerKey
 from baton.coordinator.state.slow_steps import Cause, SlowStep
 from baton.coordinator.telemetry.budget import ttft_stages
@@ -30,13 +30,13 @@ class _Step:
         "_gaps",
         "_joined",
         "_num_tokens",
-        "book",
+        "lifecycle",
         "now",
         "worker",
     )
 
-    def __init__(self, book: RequestBook, worker: WorkerKey, now: float) -> None:
-        self.book, self.worker, self.now = book, worker, now
+    def __init__(self, lifecycle: RequestLifecycle, worker: WorkerKey, now: float) -> None:
+        self.lifecycle, self.worker, self.now = lifecycle, worker, now
         self._num_tokens = 0
         # Requests whose first outputs from here these are.
         self._joined: list[Request] = []
@@ -45,7 +45,7 @@ class _Step:
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
         """Sends on outputs of one token each. All that a token costs the core is here."""
-        find, worker, now = self.book.requests.by_handle.get, self.worker, self.now
+        find, worker, now = self.lifecycle.requests.by_handle.get, self.worker, self.now
         # Most of a worker's requests share the gap: the last one's is at hand, counted up to here.
         last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
         deltas: list[tuple[StreamKey, bytes]] = []
@@ -71,7 +71,7 @@ class _Step:
             request.text_chars += num_chars
             submission = request.submission
             if not deltas:
-                deltas = self.book.deltas()
+                deltas = self.lifecycle.deltas()
             deltas.append((submission.to, encoded))
             # As in `_served`, without a call.
             if request.last_token_at != last_at or submission.lane != lane:
@@ -83,7 +83,7 @@ class _Step:
             request.last_token_at = now
             num_tokens += 1
             if not offset % CHARGE_TOKENS:
-                self.book.charge(request)
+                self.lifecycle.charge(request)
         gap[1] += num_tokens - num_counted
         self._num_tokens += num_tokens
 
@@ -95,7 +95,7 @@ class _Step:
                 f"worker {self.worker[0]} sent tokens from {delta.offset}; {expected} are known: "
                 f"{delta.offset - expected} are lost"
             )
-            self.book.recover(request, self.worker, error, self.now)
+            self.lifecycle.recover(request, self.worker, error, self.now)
             return False
         if delta.offset < expected:
             overlap = expected - delta.offset
@@ -116,7 +116,7 @@ class _Step:
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
         encoded = delta.SerializeToString()
-        self.book.deltas().append((request.submission.to, encoded))
+        self.lifecycle.deltas().append((request.submission.to, encoded))
         if request.kept is not None:
             request.kept.add(encoded)
         if num_tokens:
@@ -135,26 +135,26 @@ class _Step:
         request.last_token_at = self.now
         if last_at is None:
             request.first_token_at = self.now
-            self.book.admission.first_token(request, self.now)
+            self.lifecycle.admission.first_token(request, self.now)
             stages = ttft_stages(request, self.now)
-            self.book.stats.first_token(request, self.now, stages)
+            self.lifecycle.stats.first_token(request, self.now, stages)
         else:
             gap = self._gap_since(lane, last_at)
             gap[1] += 1
             request.gaps_us.append(gap[0])
         self._num_tokens += num_tokens
         if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
-            self.book.charge(request)
+            self.lifecycle.charge(request)
 
     def count(self) -> None:
         """Adds the step's sums to the statistics."""
-        stats, is_slow = self.book.stats, False
+        stats, is_slow = self.lifecycle.stats, False
         stats.num_output_tokens += self._num_tokens
         if not self._gaps:
             return
         recent = stats.recent.at(self.now)
         side = None
-        if stats.sides and (worker := self.book.worker(self.worker)) is not None:
+        if stats.sides and (worker := self.lifecycle.worker(self.worker)) is not None:
             side = stats.sides.get(worker.revision)
         for (lane, last_at), (_, count) in self._gaps.items():
             gap_s = self.now - last_at
@@ -173,7 +173,7 @@ class _Step:
 
     def _remember(self) -> None:
         """Why this step was slow, for those of its requests that will be asked about."""
-        worker = self.book.worker(self.worker)
+        worker = self.lifecycle.worker(self.worker)
         if worker is None:
             return
         cause, by = Cause.BATCH, None
@@ -190,7 +190,7 @@ class _Step:
                 break
             cause, by = Cause.JOINED, request
         if by is None and worker.local:
-            cause, by = Cause.PREFILL, self.book.requests.get(next(iter(worker.local)))
+            cause, by = Cause.PREFILL, self.lifecycle.requests.get(next(iter(worker.local)))
         worker.slow_steps.append(
             SlowStep(
                 self.now,
@@ -210,18 +210,18 @@ class _Step:
 
 
 def apply_step(
-    book: RequestBook, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
+    lifecycle: RequestLifecycle, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
     """Applies what one engine step produced; per token this is what the coordinator costs.
 
     Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
     serve this attempt.
     """
-    step = _Step(book, worker, now)
+    step = _Step(lifecycle, worker, now)
     if outputs.HasField("tokens"):
         step.take(outputs.tokens)
     for output in outputs.outputs:
-        request = book.requests.get(RequestKey(output.request_id))
+        request = lifecycle.requests.get(RequestKey(output.request_id))
         if request is not None and output.attempt == request.attempt_number:
             _apply_output(step, request, output)
     step.count()
@@ -232,54 +232,54 @@ def _apply_output(step: _Step, request: Request, output: cluster_pb2.RequestOutp
     if worker == request.decode and (request.prefill is None or request.prefill_done):
         _decode_output(step, request, output)
     elif worker == request.prefill:
-        step.book.answered(request, worker)
+        step.lifecycle.answered(request, worker)
         _prefill_output(step, request, output)
 
 
 def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    book, worker, now = step.book, step.worker, step.now
+    lifecycle, worker, now = step.lifecycle, step.worker, step.now
     if output.HasField("finished") and output.finished.prompt_logprobs:
         request.prompt_logprobs = list(output.finished.prompt_logprobs)
     if request.prefill_done:
         return
     if output.HasField("timings") and request.prefill_timings is None:
         request.prefill_timings = _copied(output.timings)
-        book.lanes.cached(request, output.timings.num_cached_tokens)
+        lifecycle.lanes.cached(request, output.timings.num_cached_tokens)
     if output.HasField("failed"):
-        _failed(book, request, worker, output.failed, now)
+        _failed(lifecycle, request, worker, output.failed, now)
         return
     if request.num_known:
         # Only the prompt's KV cache was wanted.
-        book.begin_decode(request, now)
+        lifecycle.begin_decode(request, now)
         return
     if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
-        book.prefill_over(request)
-        book.cancel_decode(request)
-        book.finish(request, output.finished.reason, output.finished.stop, now)
+        lifecycle.prefill_over(request)
+        lifecycle.cancel_decode(request)
+        lifecycle.finish(request, output.finished.reason, output.finished.stop, now)
     elif request.first_token_at is not None and request.decode is not None:
-        book.begin_decode(request, now)
+        lifecycle.begin_decode(request, now)
     elif output.HasField("finished"):
         what = "without a first token" if request.first_token_at is None else "with no reason"
         error = errors.Internal(f"prefill worker {worker[0]} ended its part {what}")
-        book.recover(request, worker, error, now)
+        lifecycle.recover(request, worker, error, now)
 
 
 def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
     end = output.WhichOneof("end")
     if end == "prefix_gone":
-        step.book.answered(request, step.worker)
-        step.book.hand_over_again(request, step.now)
+        step.lifecycle.answered(request, step.worker)
+        step.lifecycle.hand_over_again(request, step.now)
         return
     if request.state is not RequestState.DECODING:
         _first_decode_output(step, request, output)
     if end is None:
         step.deliver(request, output.delta)
         return
-    book, worker, now = step.book, step.worker, step.now
+    lifecycle, worker, now = step.lifecycle, step.worker, step.now
     if end == "failed":
-        _failed(book, request, worker, output.failed, now)
+        _failed(lifecycle, request, worker, output.failed, now)
         return
     if not step.deliver(request, output.delta):
         return
@@ -287,29 +287,29 @@ def _decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOut
     if finished.prompt_logprobs:
         request.prompt_logprobs = list(finished.prompt_logprobs)
     if finished.reason in _NATURAL_ENDS:
-        book.finish(request, finished.reason, finished.stop, now)
+        lifecycle.finish(request, finished.reason, finished.stop, now)
     elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
         aborted = errors.Unavailable(f"decode worker {worker[0]} aborted the request")
-        book.recover(request, worker, aborted, now)
+        lifecycle.recover(request, worker, aborted, now)
     else:
         error = errors.Internal(f"decode worker {worker[0]} ended with no reason")
-        book.recover(request, worker, error, now)
+        lifecycle.recover(request, worker, error, now)
 
 
 def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.RequestOutput) -> None:
-    book = step.book
+    lifecycle = step.lifecycle
     step.joins(request)
-    book.answered(request, step.worker)
+    lifecycle.answered(request, step.worker)
     if request.decode_timings is None and output.HasField("timings"):
         request.decode_timings = _copied(output.timings)
         if request.prefill is None:
-            book.lanes.cached(request, output.timings.num_cached_tokens)
+            lifecycle.lanes.cached(request, output.timings.num_cached_tokens)
     if not output.HasField("failed"):
-        book.decoding(request, step.now)
+        lifecycle.decoding(request, step.now)
 
 
 def _failed(
-    book: RequestBook,
+    lifecycle: RequestLifecycle,
     request: Request,
     worker: WorkerKey,
     failed: common_pb2.RequestError,
@@ -318,9 +318,9 @@ def _failed(
     """Another worker may do better, unless the request itself is what is wrong."""
     error = _worker_error(failed, worker[0])
     if error.code in _THE_REQUESTS_OWN:
-        book.fail(request, error, now)
+        lifecycle.fail(request, error, now)
     else:
-        book.recover(request, worker, error, now)
+        lifecycle.recover(request, worker, error, now)
 
 
 def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.BatonError:

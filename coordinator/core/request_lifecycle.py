@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from baton.coordinator.core.admission_check import AdmissionCheck, CheckedSubmission
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.endings import ended_request, outcome
-from baton.coordinator.core.entry import Entrant, Entry
 from baton.coordinator.lanes.admission import Admission
 from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.rollouts.traffic import Traffic
@@ -16,9 +16,9 @@ from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.kept_deltas import KeptDeltas
 from baton.coordinator.state.lanes import LANES, lane_config
-from baton.coordinator.state.request_table import Register
+from baton.coordinator.state.recent_deltas import RecentDeltas
+from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import (
     Interruption,
     Request,
@@ -50,7 +50,7 @@ def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     return errors.from_message(last)
 
 
-class RequestBook:
+class RequestLifecycle:
     """Owns every request from its admission to its end, and moves it from state to state.
 
     Args:
@@ -88,7 +88,7 @@ class RequestBook:
             )
             for lane in LANES
         }
-        self.requests = Register(config.max_ended_requests)
+        self.requests = RequestTable(config.max_ended_requests)
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
@@ -97,7 +97,7 @@ class RequestBook:
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_made = False
         self.admission = Admission(config, self.lanes, placers)
-        self._entry = Entry(
+        self._admission_check = AdmissionCheck(
             self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
         )
         self._assignments = Assignments(workers, placers)
@@ -130,17 +130,17 @@ class RequestBook:
         older = self.requests.get(submission.key)
         if older is not None and self._takes_over(older, submission):
             return None
-        entrant = self._entry.check(submission, older, now, goes_on=goes_on)
-        if entrant.refused is not None:
-            self.out.append(ev.SendFailed(submission.to, entrant.refused))
+        checked = self._admission_check.check(submission, older, now, goes_on=goes_on)
+        if checked.refused is not None:
+            self.out.append(ev.SendFailed(submission.to, checked.refused))
             return None
         if older is not None:
             self._replace(older, now)
-        request = self._new_request(submission, entrant, now)
+        request = self._new_request(submission, checked, now)
         self.requests.add(request)
         self.stats.admitted(request, now)
         self._accept(request)
-        self._queue(request, now, entrant.num_tokens)
+        self._queue(request, now, checked.num_tokens)
         self._set_timer(request)
         self.room_made = True
         return request
@@ -375,11 +375,11 @@ class RequestBook:
         """The request ends with its first token: tells the decode worker to forget the handoff."""
         self._commands.cancel_at(request.decode, request)
 
-    def baton_lost(self, request: Request, sender: WorkerKey) -> None:
+    def handoff_failed(self, request: Request, sender: WorkerKey) -> None:
         """A prefill worker cannot hand over the KV cache: tells the decode worker not to wait."""
         if sender == request.prefill and request.decode is not None:
             self.handed_over(request)
-            self._commands.lost_baton(request)
+            self._commands.handoff_failed(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a request is lost, or has what is not its own."""
@@ -396,8 +396,10 @@ class RequestBook:
 
     # ---- Inside
 
-    def _new_request(self, submission: Submission, entrant: Entrant, now: float) -> Request:
-        outlook, before = entrant.outlook, self.requests.ended.get(submission.key)
+    def _new_request(
+        self, submission: Submission, checked: CheckedSubmission, now: float
+    ) -> Request:
+        forecast, before = checked.forecast, self.requests.ended.get(submission.key)
         return Request(
             submission=submission,
             submitted_at=now,
@@ -405,9 +407,9 @@ class RequestBook:
             state_since=now,
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
-            hashes=entrant.hashes if len(entrant.hashes) else None,
-            revision=entrant.revision,
-            prediction=outlook.prediction if outlook is not None and outlook.tells else None,
+            hashes=checked.hashes if len(checked.hashes) else None,
+            revision=checked.revision,
+            prediction=forecast.prediction if forecast is not None and forecast.tells else None,
             attempts_before=before.attempt_number if before is not None else 0,
         )
 
@@ -424,7 +426,7 @@ class RequestBook:
         if decoder is None or decoder.can_replay(request.submission.sampling):
             return
         if request.kept is None:
-            request.kept = KeptDeltas()
+            request.kept = RecentDeltas()
 
     def _pay(self, request: Request) -> None:
         num_tokens = len(request.token_ids)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.coordinator.lanes.lanes import Lanes
-from baton.coordinator.lanes.wait_ratio import WaitRatio
+from baton.coordinator.lanes.wait_correction import WaitCorrection
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
@@ -28,7 +28,7 @@ _MOST_WRONG = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class TtftForecast:
     """When a request that arrives would have its first token, and when it should; in seconds.
 
     Attributes:
@@ -99,7 +99,7 @@ class Admission:
 
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
         self._config, self._lanes, self._placers = config, lanes, placers
-        self._ratios = {lane: WaitRatio(_WINDOW) for lane in LANES}
+        self._ratios = {lane: WaitCorrection(_WINDOW) for lane in LANES}
         # When a revision had its latest first token, or one was to show what they take.
         self._tried_at: dict[str, float] = {}
         self.closing: errors.Unavailable | None = None
@@ -129,9 +129,9 @@ class Admission:
             )
         return None
 
-    def outlook(
+    def forecast(
         self, submission: Submission, hashes: array[int], revision: str, now: float
-    ) -> Outlook | None:
+    ) -> TtftForecast | None:
         """When a request would have its first token, and when it should.
 
         Args:
@@ -157,23 +157,23 @@ class Admission:
         if prediction is None:
             return None
         passed_s = now - submission.arrived_at
-        outlook = Outlook(
+        forecast = TtftForecast(
             wanted_s,
             passed_s,
             prediction,
-            self.wait_ratio(submission.lane),
+            self.wait_correction(submission.lane),
             self._lanes.slot_wait_s(submission),
         )
-        if outlook.is_hopeless and not prediction.wait_s and outlook.slot_s is None:
+        if forecast.is_hopeless and not prediction.wait_s and forecast.slot_s is None:
             # Were all refused, a prediction that is wrong would never be found out.
             tried_at = self._tried_at.get(revision, -math.inf)
             may_be = prediction.work_s <= _MOST_WRONG * wanted_s
             if may_be and now - tried_at >= _UNTRIED_S:
                 self._tried_at[revision] = now
                 return None
-        return outlook
+        return forecast
 
-    def wait_ratio(self, lane: Lane) -> float:
+    def wait_correction(self, lane: Lane) -> float:
         """How much longer than predicted waits in a lane are taken to be; 1 to 4."""
         return self._ratios[lane].value
 

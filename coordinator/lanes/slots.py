@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.coordinator.lanes.wait_ratio import WaitRatio
+from baton.coordinator.lanes.wait_correction import WaitCorrection
 
 # About so many of its latest requests count.
 _NUM_LATEST = 32
@@ -33,7 +33,7 @@ class Slots:
     A request gets a slot when those that wait before it have got theirs and one more has left. With
     s slots and requests that run for t seconds on average, one leaves every t / s seconds. What is
     foreseen so is watched, whether or not anybody waits in the end; later forecasts are multiplied
-    by what nearly all of the watched ones turned out to be (WaitRatio).
+    by what nearly all of the watched ones turned out to be (WaitCorrection).
 
     After a restart of the coordinator more may run than there are slots: those that workers go on
     with.
@@ -51,7 +51,7 @@ class Slots:
         # How long requests ran, those that still do among them, and how many left; both fade.
         self._ran_s = self._num_left = 0.0
         self._at = now
-        self._ratio = WaitRatio(_WINDOW)
+        self._ratio = WaitCorrection(_WINDOW)
         self._watched: _Watched | None = None
 
     @property

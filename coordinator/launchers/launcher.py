@@ -87,7 +87,7 @@ class LocalLauncher:
         self._gpus = GpuPlaces(gpus_here() if config.engine == "vllm" else [])
         self._children: dict[str, WorkerProcess] = {}
         # Its own time to drain, and what comes after it.
-        self._patience_s = config.worker.drain_timeout_s + STOP_MARGIN_S
+        self._stop_timeout_s = config.worker.drain_timeout_s + STOP_MARGIN_S
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         config = self._places.config if revision is None else revision.over(self._places.config)
@@ -112,7 +112,7 @@ class LocalLauncher:
     async def end(self, worker_id: str) -> None:
         child = self._children.get(worker_id)
         if child is not None:
-            await child.stop(self._patience_s)
+            await child.stop(self._stop_timeout_s)
             self._children.pop(worker_id, None)
             self._give_back(worker_id)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from baton.coordinator.launchers.tether import tethered
+from baton.coordinator.launchers.end_with_parent import bound_to_parent
 from baton.runtime import worker_directory
 from baton.runtime.worker_directory import WorkerDirectory
 
@@ -167,7 +167,7 @@ class WorkerProcess:
             write_ends.callback(os.close, errors.write_end)
             unstarted.callback(errors.close)
             process = await asyncio.create_subprocess_exec(
-                *tethered(*command, *worker, *settings, "--directory", str(directory.path)),
+                *bound_to_parent(*command, *worker, *settings, "--directory", str(directory.path)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output.write_end,
                 stderr=errors.write_end,
@@ -176,7 +176,7 @@ class WorkerProcess:
             unstarted.pop_all()
         return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)
 
-    async def stop(self, patience_s: float) -> None:
+    async def stop(self, stop_timeout_s: float) -> None:
         """SIGTERM, then SIGKILL for whatever is left of its process group.
 
         What one that ended by itself has left is let free what it holds, for a bounded time.
@@ -186,7 +186,7 @@ class WorkerProcess:
             if self._process.returncode is not None:
                 await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
             else:
-                await self._terminate(patience_s, again=asked)
+                await self._terminate(stop_timeout_s, again=asked)
         finally:
             # Also when nobody waits for it any more.
             self._kill_group()
@@ -196,19 +196,21 @@ class WorkerProcess:
                 self._watch.cancel()
                 await asyncio.gather(self._watch, return_exceptions=True)
 
-    async def _terminate(self, patience_s: float, *, again: bool) -> None:
+    async def _terminate(self, stop_timeout_s: float, *, again: bool) -> None:
         # A second SIGTERM would cut its draining short.
         if not again:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(stop_timeout_s):
                 await self._process.wait()
         except TimeoutError:
             if self._given_up:
                 return
             self._given_up = True
-            _log.warning("worker %s did not stop within %g s: killed", self._worker_id, patience_s)
+            _log.warning(
+                "worker %s did not stop within %g s: killed", self._worker_id, stop_timeout_s
+            )
 
     async def _run(self, config: bytes) -> None:
         """Until the process has ended and its output is read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.rollouts.requests import RolloutRequests
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -53,12 +53,17 @@ class Retiring:
 
     def __init__(
         self,
-        book: RequestBook,
+        lifecycle: RolloutRequests,
         workers: WorkerRegistry,
         launches: Launches,
         drain: Callable[[Worker, float, str, float], None],
     ) -> None:
-        self._book, self._workers, self._launches, self._drain = book, workers, launches, drain
+        self._lifecycle, self._workers, self._launches, self._drain = (
+            lifecycle,
+            workers,
+            launches,
+            drain,
+        )
         self._leaving: dict[str, _Leaving] = {}
 
     def __len__(self) -> int:
@@ -103,14 +108,14 @@ class Retiring:
         go. Where the last decode worker drains already, that is the one that starts in its place.
         """
         # What waits here and has not begun is what the stable revision cannot compute.
-        stays = [one for one in self._book.requests.all() if one.revision == revision]
+        stays = [one for one in self._lifecycle.requests.all() if one.revision == revision]
         if now >= leaving.until:
             for request in stays:
                 if len(request.token_ids):
-                    self._book.fail(request, gone_error(revision), now)
+                    self._lifecycle.fail(request, gone_error(revision), now)
                 elif not request.waits:
                     # Nobody has seen anything of it: another revision may compute it.
-                    self._book.move(request, now)
+                    self._lifecycle.move(request, now)
             stays = []
         if stays:
             leaving.busy_at = now

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.coordinator.core.request_lifecycle import RequestBook
 from baton.coordinator.rollouts import rollout_errors as why
 from baton.coordinator.rollouts.comparison import Verdict, judge
+from baton.coordinator.rollouts.requests import RolloutRequests
 from baton.coordinator.rollouts.retiring import Retiring
 from baton.coordinator.rollouts.traffic import Traffic, fits
 from baton.coordinator.routing.placers import Placers
@@ -76,7 +76,7 @@ class Rollouts:
     def __init__(
         self,
         traffic: Traffic,
-        book: RequestBook,
+        lifecycle: RolloutRequests,
         workers: WorkerRegistry,
         placers: Placers,
         scaler: Scaler,
@@ -85,9 +85,14 @@ class Rollouts:
         emit: Callable[[ev.Effect], None],
         max_request_s: float,
     ) -> None:
-        self.traffic, self._book, self._workers, self._placers = traffic, book, workers, placers
+        self.traffic, self._lifecycle, self._workers, self._placers = (
+            traffic,
+            lifecycle,
+            workers,
+            placers,
+        )
         self._scaler, self._timers, self._emit = scaler, timers, emit
-        self.retiring = Retiring(book, workers, scaler.launches, drain)
+        self.retiring = Retiring(lifecycle, workers, scaler.launches, drain)
         self._configured, self._version = traffic.stable, 0
         # Whether an operator has said something here: what workers remember is older.
         self._was_told = False
@@ -233,7 +238,7 @@ class Rollouts:
         self._reserve()
         self._move_waiting()
         # What waits for workers that are gone is to hear it.
-        self._book.room_made = True
+        self._lifecycle.room_made = True
         if self:
             self._timers.set(ROLLOUT, now + _INTERVAL_S)
         else:
@@ -269,7 +274,7 @@ class Rollouts:
         """Goes on where the coordinator before was."""
         self._version, self.rollout = record.version, None
         self.retiring.replace(record.retiring, self._max_request_s, now)
-        self._book.stats.sides = {}
+        self._lifecycle.stats.sides = {}
         self.traffic.stable = self._workers.stable = record.stable
         self.traffic.canary, self.traffic.open = "", False
         if record.canary:
@@ -298,7 +303,7 @@ class Rollouts:
 
     def _set_current(self) -> None:
         current = frozenset(filter(None, (self.traffic.stable, self.traffic.canary)))
-        self._book.lanes.set_current(current)
+        self._lifecycle.lanes.set_current(current)
 
     def _size(self, rollout: Rollout, now: float) -> None:
         """Starts what the canary lacks; what of it does not come up is given up."""
@@ -343,7 +348,7 @@ class Rollouts:
         traffic.canary_model = self._workers.of(name).model
         if traffic.open and not rollout.sides:
             rollout.sides, rollout.since = {rollout.stable: Side(), name: Side()}, now
-            self._book.stats.sides = rollout.sides
+            self._lifecycle.stats.sides = rollout.sides
 
     def _promoted_size(self, pool: Pool) -> int:
         return why.promoted_size(self._workers, self._scaler, pool)
@@ -358,7 +363,7 @@ class Rollouts:
         As a revision that leaves it would get no other one, should that fail to start.
         """
         return self.retiring.awaits_decode(revision) and any(
-            one.stays_on(revision) for one in self._book.requests.all()
+            one.stays_on(revision) for one in self._lifecycle.requests.all()
         )
 
     def _switch(self, rollout: Rollout, drain_s: float, now: float) -> None:
@@ -386,7 +391,7 @@ class Rollouts:
     def _end(self, rollout: Rollout, outcome: str) -> None:
         self.rollout, self.last, self.outcome = None, rollout, outcome
         self.traffic.canary, self.traffic.open, self.traffic.share = "", False, 0.0
-        self._book.stats.sides = {}
+        self._lifecycle.stats.sides = {}
         self._set_current()
 
     def _retire(self, revision: str, reason: str, drain_s: float | None, now: float) -> None:
@@ -399,11 +404,11 @@ class Rollouts:
         long as there are workers that can.
         """
         model = self._workers.of(self.traffic.stable).model
-        for request in self._book.requests.all():
+        for request in self._lifecycle.requests.all():
             if (
                 request.waits
                 and not len(request.token_ids)
                 and not self.traffic.gets_new(request.revision)
                 and (fits(request.submission, model) or self.is_gone(request.revision))
             ):
-                self._book.change_revision(request, self.traffic.stable)
+                self._lifecycle.change_revision(request, self.traffic.stable)

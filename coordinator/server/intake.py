@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.core.known_end import known_stop
+from baton.coordinator.core.resumed_stop import known_stop
 from baton.coordinator.server.validation import (
     ModelLimits,
     check_lane,

@@ -62,7 +62,7 @@ class CoreCollector(Collector):
         for lane, lane_stats in stats.lanes.items():
             queued.add_metric([lane_name(lane)], self._core.num_queued(lane))
             running.add_metric([lane_name(lane)], lane_stats.num_running)
-            waits.add_metric([lane_name(lane)], self._core.wait_ratio(lane))
+            waits.add_metric([lane_name(lane)], self._core.wait_correction(lane))
         yield queued
         yield running
         yield waits

@@ -12,7 +12,7 @@ from types import TracebackType
 from grpc_health.v1 import health_pb2
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.launchers.crew import Crew
+from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
 from baton.coordinator.launchers.launcher import BATON
 from baton.coordinator.launchers.launchers import make_launcher
 from baton.coordinator.server import attach, inference, metrics
@@ -310,17 +310,21 @@ async def _serve_with_workers(
     command: Sequence[str],
 ) -> int:
     shell = coordinator.shell
-    crew = shell.crew = Crew(shell.post)
+    launch_supervisor = shell.launch_supervisor = LaunchSupervisor(shell.post)
     launcher = make_launcher(
-        config, _dialled(coordinator.address), crew.on_exit, command, on_waits=crew.on_waits
+        config,
+        _dialled(coordinator.address),
+        launch_supervisor.on_exit,
+        command,
+        on_waits=launch_supervisor.on_waits,
     )
-    crew.use(launcher)
+    launch_supervisor.use(launcher)
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     try:
         shell.post(ev.LauncherReady(sizes))
         first = shell.core.scaler.launches.worker_ids
         timeout_s = config.worker.start_timeout_s
-        if await _all_serve(coordinator, first, crew.first_failure, stop, timeout_s):
+        if await _all_serve(coordinator, first, launch_supervisor.first_failure, stop, timeout_s):
             ready(coordinator.address)
             await stop.wait()
         # 1. Admit nothing more, size nothing any more; let what runs end.
@@ -330,7 +334,7 @@ async def _serve_with_workers(
         coordinator.drain_workers(started, config.worker.drain_timeout_s)
     finally:
         # 3. Nothing of them is left; 4. the servers close, in the caller.
-        await crew.close()
+        await launch_supervisor.close()
     return 0
 
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.coordinator.core.core import Core
-from baton.coordinator.launchers.crew import Crew
-from baton.coordinator.server.call_holders import CallHolders
+from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
+from baton.coordinator.server.call_tenants import CallTenants
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.outbox import Outbox
 from baton.coordinator.server.profiles import Profiles
@@ -52,7 +52,7 @@ class ClientSession:
         self.slow = False
         self.left: BatonError | None = None
         self.places: dict[int, Callable[[], None]] = {}
-        self.holders = CallHolders()
+        self.holders = CallTenants()
 
     def give_back_places(self) -> None:
         """Nothing of it runs any more."""
@@ -82,7 +82,7 @@ class Shell:
         tracing: takes the spans of requests; None: nobody does.
         generation: of this coordinator; random per start, never 0.
         started_at: by the core's clock.
-        crew: who starts and ends workers here; None: nobody does.
+        launch_supervisor: who starts and ends workers here; None: nobody does.
         profiles: of workers, that are being recorded.
     """
 
@@ -93,7 +93,7 @@ class Shell:
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
         self.started_at = self.now()
-        self.crew: Crew | None = None
+        self.launch_supervisor: LaunchSupervisor | None = None
         self._sessions: dict[int, ClientSession] = {}
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
@@ -365,13 +365,13 @@ class Shell:
             self.tracing.keep(effect.traceparent, span)
 
     def _start_worker(self, effect: ev.StartWorker) -> None:
-        if self.crew is not None:
+        if self.launch_supervisor is not None:
             _log.info("starting a worker", extra={"worker": effect.worker_id})
-            self.crew.start(effect.worker_id, effect.pool, effect.revision)
+            self.launch_supervisor.start(effect.worker_id, effect.pool, effect.revision)
 
     def _end_worker(self, effect: ev.EndWorker) -> None:
-        if self.crew is not None:
-            self.crew.end(effect.worker_id)
+        if self.launch_supervisor is not None:
+            self.launch_supervisor.end(effect.worker_id)
 
     def _decided(self, effect: ev.Decided) -> None:
         if effect.decision.actions:

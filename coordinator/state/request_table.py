@@ -14,7 +14,7 @@ from baton.runtime.names import request_name
 Found = TypeVar("Found", Request, Request | EndedRequest)
 
 
-class Register:
+class RequestTable:
     """Finds requests that have not ended, and the latest of those that have.
 
     Args:

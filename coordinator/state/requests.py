@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
-from baton.coordinator.state.kept_deltas import KeptDeltas
+from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
 from baton.runtime.sampling import needs_exact_state
@@ -203,7 +203,7 @@ class Request:
         suspect: whether a worker died while it computed nothing but this request and others of
             which that may be said.
         waits_until: until when it waits for a worker that is on its way, by the core's clock
-            (patience.py).
+            (recovery_timeout.py).
         num_charged: how many tokens of its output its tenant was charged for.
         gaps_us: microseconds between its tokens.
         revision: the revision whose workers it may run on; it stays once the output has begun.
@@ -254,7 +254,7 @@ class Request:
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
     revision: str = FIRST_REVISION
     prediction: Prediction | None = None
-    kept: KeptDeltas | None = None
+    kept: RecentDeltas | None = None
 
     def __post_init__(self) -> None:
         self.key = self.submission.key

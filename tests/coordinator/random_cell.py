@@ -340,7 +340,7 @@ class RandomCell:
             assert stats.num_running == 0
             assert core.num_queued(lane) == 0
             for revision in (*core.workers.revisions, core.workers.stable):
-                assert core._book.lanes.waiting_s(lane, revision) == 0
+                assert core._lifecycle.lanes.waiting_s(lane, revision) == 0
         assert not core._adoption._orphans
         for worker in core.workers:
             assert worker.flip is None, worker

@@ -390,7 +390,7 @@ def test_what_a_worker_is_to_end_for_another_is_over(
     """It has heard no welcome: it says Hello with it again, and reads the cancel behind the next.
 
     Meanwhile whatever it was to end it for is gone: the newer attempt's worker, or everybody's
-    patience.
+    recovery_timeout.
     """
     world = restarted.world
     restarted.comes_back(running(5, attempt=2))

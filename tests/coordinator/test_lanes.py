@@ -374,8 +374,8 @@ def test_what_workers_report_decides_who_is_next(
 def limited(new_world, out):
     """A request of 60 tokens of 70 that its tenant may have at once; it has two of output."""
     rate = TenantConfig(tokens_per_s=0.001, burst_tokens=70)
-    patience = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
-    world = new_world(tenant_defaults=rate, **patience).pair()
+    recovery_timeout = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
+    world = new_world(tenant_defaults=rate, **recovery_timeout).pair()
     # Nobody comes back from an earlier coordinator any more.
     world.after(10.0)
     world.to = world.submit(num_prompt=20, sampling={"max_tokens": 40})

@@ -267,7 +267,7 @@ def test_those_that_would_run_into_their_deadlines_are_refused():
     admitted = [one for one in made.outcomes if begin <= one.arrived_at < end and not one.shed]
     assert len(admitted) > 500
     assert sum(one.error is not None for one in admitted) <= 0.01 * len(admitted)
-    assert made.core.wait_ratio(INTERACTIVE) > 1
+    assert made.core.wait_correction(INTERACTIVE) > 1
 
 
 def test_what_an_incident_made_late_is_forgotten():
@@ -275,13 +275,13 @@ def test_what_an_incident_made_late_is_forgotten():
     made = cell(ttft_ms=600)
     offer(made, 1.2 * CAPACITY, (1, 1), lasts_s=LONG_S)
     made.run(made.now + 10)
-    before = made.core.wait_ratio(INTERACTIVE)
+    before = made.core.wait_correction(INTERACTIVE)
     tell, until = made.tell, made.now + 1.0
     made.tell = lambda worker, event: made.at(max(made.now, until), lambda: tell(worker, event))
     made.run(until + 2)
-    assert made.core.wait_ratio(INTERACTIVE) > before + 0.5
+    assert made.core.wait_correction(INTERACTIVE) > before + 0.5
     made.run(until + 20)
-    assert made.core.wait_ratio(INTERACTIVE) < before + 0.2
+    assert made.core.wait_correction(INTERACTIVE) < before + 0.2
     later = [one for one in made.outcomes if one.arrived_at > made.now - 8]
     assert sum(met(one, 0.6) for one in later) > 0.7 * len(later)
 

@@ -25,7 +25,7 @@ OPENING = wire.Open(
     directory="",
     coordinator="127.0.0.1:9",
     command=[],
-    patience_s=1.0,
+    stop_timeout_s=1.0,
     placement_timeout_s=1.0,
 )
 
@@ -145,7 +145,7 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
             await spawns.wait()
             return cls()
 
-        async def stop(self, patience_s):
+        async def stop(self, stop_timeout_s):
             await asyncio.sleep(0)
             alive.clear()
 

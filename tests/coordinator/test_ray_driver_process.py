@@ -23,7 +23,7 @@ def opening(tmp_path):
         directory=str(directory),
         coordinator="127.0.0.1:9",
         command=[],
-        patience_s=1.0,
+        stop_timeout_s=1.0,
         placement_timeout_s=1.0,
     )
 

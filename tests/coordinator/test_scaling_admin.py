@@ -12,7 +12,7 @@ import pytest
 from scripted_worker import WAIT_S, ScriptedWorker, attached
 
 from baton.client import AdminClient, BatonClient, errors
-from baton.coordinator.launchers.crew import Crew
+from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
 from baton.coordinator.launchers.launcher import WorkerExit
 from baton.coordinator.server import admin_scaling
 from baton.coordinator.server.server import Coordinator
@@ -78,15 +78,15 @@ async def launching(config, say_hello, sizes):
     """A coordinator that starts its workers, their launcher, and an admin client."""
     async with Coordinator(config, launched=True) as coordinator:
         shell = coordinator.shell
-        crew = shell.crew = Crew(shell.post)
-        launcher = ScriptedLauncher(coordinator.address, say_hello, crew.on_exit)
-        crew.use(launcher)
+        launch_supervisor = shell.launch_supervisor = LaunchSupervisor(shell.post)
+        launcher = ScriptedLauncher(coordinator.address, say_hello, launch_supervisor.on_exit)
+        launch_supervisor.use(launcher)
         shell.post(ev.LauncherReady(dict.fromkeys(Pool, sizes)))
         async with AdminClient(coordinator.address) as admin:
             await until(admin, lambda event: len(event.workers) == 2 * sizes)
             yield coordinator, launcher, admin
         shell.post(ev.AdmissionClosed())
-        await crew.close()
+        await launch_supervisor.close()
         assert not launcher.workers
         shell.core.check_integrity()
 

@@ -191,8 +191,8 @@ def test_probes_ask_where_something_listens_and_for_long_enough(name, spec, cont
     if container["args"][0] == "worker":
         probe = container["startupProbe"]
         effective = config(KUBERNETES / name / "baton.yaml")
-        patience_s = probe["periodSeconds"] * probe["failureThreshold"]
-        assert patience_s > effective.worker.start_timeout_s
+        stop_timeout_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert stop_timeout_s > effective.worker.start_timeout_s
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu"])

@@ -72,12 +72,12 @@ class WorkerActor:
         assert self._ended is not None, "start comes first"
         return dataclasses.asdict(await asyncio.shield(self._ended))
 
-    async def stop(self, patience_s: float) -> None:
+    async def stop(self, stop_timeout_s: float) -> None:
         """Returns when nothing of the process is left, and none will be."""
         async with self._starting:
             self._is_stopped = True
         if self._process is not None:
-            await self._process.stop(patience_s)
+            await self._process.stop(stop_timeout_s)
 
     async def coordinator(self) -> str:
         """host:port that the worker attaches to."""

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from baton.coordinator.launchers.end_with_parent import bound_to_parent
 from baton.coordinator.launchers.launcher import LaunchError, OnWaits
 from baton.coordinator.launchers.ray_launch import wire
-from baton.coordinator.launchers.tether import tethered
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S, WorkerExit
 
 _T = TypeVar("_T")
@@ -70,7 +70,9 @@ class DriverProcess:
         """
         try:
             process = await asyncio.create_subprocess_exec(
-                *tethered(sys.executable, "-m", "baton.coordinator.launchers.ray_launch.driver"),
+                *bound_to_parent(
+                    sys.executable, "-m", "baton.coordinator.launchers.ray_launch.driver"
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=_environment(own=not opening.address),
@@ -136,7 +138,7 @@ class DriverProcess:
             ending = self._ending[worker_id] = asyncio.get_running_loop().create_future()
             self._say(wire.End(worker_id))
         try:
-            async with asyncio.timeout(self._opening.patience_s + _END_MARGIN_S):
+            async with asyncio.timeout(self._opening.stop_timeout_s + _END_MARGIN_S):
                 await asyncio.shield(ending)
         except TimeoutError:
             _log.error("%s does not end worker %s", self._what, worker_id)
@@ -149,10 +151,10 @@ class DriverProcess:
         self._closing = True
         assert self._process.stdin is not None
         self._process.stdin.close()
-        patience_s = 0.0 if at_once else self._opening.patience_s + _END_MARGIN_S
+        stop_timeout_s = 0.0 if at_once else self._opening.stop_timeout_s + _END_MARGIN_S
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(stop_timeout_s):
                     await self._process.wait()
         finally:
             # Also when nobody waits for it any more.

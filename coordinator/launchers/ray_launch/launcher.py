@@ -122,7 +122,7 @@ class RayLauncher:
             directory="" if ray.address else tempfile.mkdtemp(prefix=PREFIX, dir=DIRECTORY),
             coordinator=self._coordinator,
             command=self._command,
-            patience_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
+            stop_timeout_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
             placement_timeout_s=ray.placement_timeout_s,
         )
 

@@ -20,7 +20,7 @@ class Open:
         directory: of a Ray of one's own: its sockets and logs.
         coordinator: host:port that workers attach to.
         command: what runs a worker; empty: what runs `baton` on its node.
-        patience_s: how long a worker may take to stop.
+        stop_timeout_s: how long a worker may take to stop.
     """
 
     address: str
@@ -29,7 +29,7 @@ class Open:
     directory: str
     coordinator: str
     command: list[str]
-    patience_s: float
+    stop_timeout_s: float
     placement_timeout_s: float
 
 

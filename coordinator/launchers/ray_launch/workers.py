@@ -212,23 +212,23 @@ class RayWorkers:
 
     async def _place(self, worker: _Worker) -> str:
         """Waits until its actor runs; says why it never will."""
-        patience_s = self._opening.placement_timeout_s
+        stop_timeout_s = self._opening.placement_timeout_s
         starting = asyncio.ensure_future(result(worker.actor.place.remote()))
         begun_at, told = monotonic(), ""
         while True:
             waited_s = monotonic() - begun_at
             done, _ = await asyncio.wait(
-                [starting], timeout=max(0.0, min(_LOOK_S, patience_s - waited_s))
+                [starting], timeout=max(0.0, min(_LOOK_S, stop_timeout_s - waited_s))
             )
             if done:
                 break
             # Nodes come and go, and others' work may end.
             waited_s = monotonic() - begun_at
             why = await self._why_not(worker, waited_s) or told
-            if waited_s >= patience_s:
+            if waited_s >= stop_timeout_s:
                 starting.cancel()
                 why = why or "what it needs is in use, or its node is slow"
-                return f"found no room within ray.placement_timeout_s {patience_s:g}: {why}"
+                return f"found no room within ray.placement_timeout_s {stop_timeout_s:g}: {why}"
             if why != told:
                 self._say(wire.Waits(worker.worker_id, why))
                 told = why
@@ -276,10 +276,10 @@ class RayWorkers:
             assert worker.watch is not None
             worker.ending = True
             if worker.node:
-                patience_s = self._opening.patience_s
+                stop_timeout_s = self._opening.stop_timeout_s
                 with contextlib.suppress(Exception):
-                    async with asyncio.timeout(patience_s + 2 * KILL_TIMEOUT_S):
-                        await result(worker.actor.stop.remote(patience_s))
+                    async with asyncio.timeout(stop_timeout_s + 2 * KILL_TIMEOUT_S):
+                        await result(worker.actor.stop.remote(stop_timeout_s))
             with contextlib.suppress(Exception):
                 # A Ray that is gone is not waited for.
                 timeout_s = _PROBE_S if self._silent_s else CALL_TIMEOUT_S

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 _Step: TypeAlias = Callable[[Launcher], Awaitable[None]]
 
 
-class Crew:
+class LaunchSupervisor:
     """Carries out StartWorker and EndWorker, for each worker in the order they came.
 
     Args:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from baton.coordinator.lanes.admission import Admission, Outlook
+from baton.coordinator.lanes.admission import Admission, TtftForecast
 from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
 from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
-from baton.coordinator.state.request_table import Register
+from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import Request, RequestState, Submission
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 
 
-class Entrant(NamedTuple):
+class CheckedSubmission(NamedTuple):
     """A submission that was checked.
 
     Attributes:
@@ -25,22 +25,22 @@ class Entrant(NamedTuple):
         num_tokens: tokens of its prompt and of the longest output that it may have.
         revision: the revision that computes it.
         hashes: of its prompt's blocks, there.
-        outlook: when it would have its first token; None: at any time, or nobody knows.
+        forecast: when it would have its first token; None: at any time, or nobody knows.
     """
 
     refused: errors.BatonError | None
     num_tokens: int
     revision: str
     hashes: array[int]
-    outlook: Outlook | None
+    forecast: TtftForecast | None
 
 
-class Entry:
+class AdmissionCheck:
     """Asks everybody who may refuse a submission, and counts what arrived and what was shed."""
 
     def __init__(
         self,
-        requests: Register,
+        requests: RequestTable,
         workers: WorkerRegistry,
         placers: Placers,
         traffic: Traffic,
@@ -54,7 +54,7 @@ class Entry:
 
     def check(
         self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
-    ) -> Entrant:
+    ) -> CheckedSubmission:
         """Whether a submission is let in, and to which revision; counts it as arrived or shed.
 
         Args:
@@ -68,25 +68,25 @@ class Entry:
         refused = self._limit_error(submission, older, num_tokens, now, goes_on=goes_on)
         revision = self._traffic.revision_of(submission)
         hashes = self._placers.of(revision).prompts.hashes(submission)
-        outlook = None
+        forecast = None
         if refused is None:
-            outlook = self._admission.outlook(submission, hashes, revision, now)
-            if _is_late(outlook) and revision != self._traffic.stable:
+            forecast = self._admission.forecast(submission, hashes, revision, now)
+            if _is_late(forecast) and revision != self._traffic.stable:
                 # What is only tried out is no reason to refuse anybody.
                 tried, revision = revision, self._traffic.stable
                 hashes = self._placers.of(revision).prompts.hashes(submission)
-                outlook = self._admission.outlook(submission, hashes, revision, now)
-                if not _is_late(outlook):
+                forecast = self._admission.forecast(submission, hashes, revision, now)
+                if not _is_late(forecast):
                     self._stats.moved_to_stable(tried)
-            if outlook is not None and _is_late(outlook):
-                refused = outlook.error()
+            if forecast is not None and _is_late(forecast):
+                refused = forecast.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
         if refused is None or (shed is not None and shed.reason != TENANT_RATE):
             demand = self._placers.of(revision).predictions.demand(submission, hashes)
             self._stats.demand[submission.lane].arrived(*demand)
         if shed is not None:
             self._stats.shed(submission.lane, shed.reason, now)
-        return Entrant(refused, num_tokens, revision, hashes, outlook)
+        return CheckedSubmission(refused, num_tokens, revision, hashes, forecast)
 
     def _limit_error(
         self,
@@ -119,5 +119,5 @@ class Entry:
         )
 
 
-def _is_late(outlook: Outlook | None) -> bool:
-    return outlook is not None and outlook.late_s > 0
+def _is_late(forecast: TtftForecast | None) -> bool:
+    return forecast is not None and forecast.late_s > 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.core.known_end import known_stop
+from baton.coordinator.core.resumed_stop import known_stop
 from baton.coordinator.state import events as ev
 from baton.v1 import common_pb2
 

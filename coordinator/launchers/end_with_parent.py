@@ -1,6 +1,6 @@
 """Runs a command that ends when its parent does.
 
-`python -m baton.coordinator.launchers.tether PID COMMAND`.
+`python -m baton.coordinator.launchers.end_with_parent PID COMMAND`.
 
 The kernel sends SIGTERM to this process when the one that started it dies, and keeps that promise
 across the exec that replaces this program by the command. Done here and not between fork and exec
@@ -21,9 +21,15 @@ import sys
 from baton.runtime.orphans import end_with_parent
 
 
-def tethered(*command: str) -> tuple[str, ...]:
+def bound_to_parent(*command: str) -> tuple[str, ...]:
     """A command as this process starts it, to end with it."""
-    return sys.executable, "-m", "baton.coordinator.launchers.tether", str(os.getpid()), *command
+    return (
+        sys.executable,
+        "-m",
+        "baton.coordinator.launchers.end_with_parent",
+        str(os.getpid()),
+        *command,
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ _SHARE = 0.995
 _MAX_RATIO = 4.0
 
 
-class WaitRatio:
+class WaitCorrection:
     """By what waits that are foreseen are multiplied: as nearly all of the latest turned out.
 
     As in conformal prediction: Vovk, Gammerman, Shafer, 2005.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 
-class CallHolders:
+class CallTenants:
     """A call is each tenant's that has a request in it; one that is idle stays its last one's.
 
     So an open call is always somebody's, and a gateway's, which is many tenants' one after the

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.server.call_holders import CallHolders
+from baton.coordinator.server.call_tenants import CallTenants
 
 LIMIT = 2
 
@@ -49,7 +49,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps):
     calls, numbers = Calls(), count()
-    open_calls = [CallHolders() for _ in range(4)]
+    open_calls = [CallTenants() for _ in range(4)]
     live: list[dict[int, str]] = [{} for _ in open_calls]
     last: list[str | None] = [None for _ in open_calls]
     for step, which, tenant, number in steps:
@@ -86,7 +86,7 @@ def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps
 
 
 def test_one_that_is_refused_leaves_all_as_it_was():
-    calls, call = Calls(), CallHolders()
+    calls, call = Calls(), CallTenants()
     calls.held["b"] = LIMIT
     call.enter(1, "a", calls.hold("a"))
     call.leave(1)

@@ -12,7 +12,7 @@ from baton.coordinator.state.workers import WorkerRegistry
 from baton.v1 import common_pb2
 
 
-class Patience:
+class RecoveryTimeout:
     """Lets requests that lost their worker wait for longer than max_recovery_s where that helps.
 
     They wait for a start for as long as a start may take: otherwise it would come for nobody. Batch

@@ -8,7 +8,7 @@ from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.failure_detector import FailureDetector
 from baton.coordinator.core.flips import Flips
 from baton.coordinator.core.losses import Losses
-from baton.coordinator.core.request_lifecycle import RequestBook
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.drains import Drains
@@ -34,7 +34,7 @@ class Membership:
 
     Args:
         config: limits and times.
-        book: the requests.
+        lifecycle: the requests.
         workers: attached ones.
         placers: choose workers for requests.
         latency: what steps cost.
@@ -47,7 +47,7 @@ class Membership:
     def __init__(
         self,
         config: CoreConfig,
-        book: RequestBook,
+        lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
         latency: LatencyRegistry,
@@ -56,12 +56,17 @@ class Membership:
         timers: Timers[RequestKey | WorkerKey],
         emit: Callable[[ev.Effect], None],
     ) -> None:
-        self._config, self._book, self._workers, self._placers = config, book, workers, placers
+        self._config, self._lifecycle, self._workers, self._placers = (
+            config,
+            lifecycle,
+            workers,
+            placers,
+        )
         self._latency, self._adoption, self._scaler = latency, adoption, scaler
         self._timers, self._emit = timers, emit
-        self._losses = Losses(book, workers, placers, latency, adoption, scaler, timers, emit)
+        self._losses = Losses(lifecycle, workers, placers, latency, adoption, scaler, timers, emit)
         self._drains = Drains(workers, placers, emit)
-        self._flips = Flips(book, workers, placers, scaler, config.scaling.drain_s, emit)
+        self._flips = Flips(lifecycle, workers, placers, scaler, config.scaling.drain_s, emit)
         self._detector = FailureDetector(config)
 
     def flip_error(
@@ -102,7 +107,7 @@ class Membership:
             self._workers.add(worker)
             if not hello.generation:
                 # It has served no coordinator before.
-                self._book.stats.came_up(worker, now)
+                self._lifecycle.stats.came_up(worker, now)
             if not event.returns:
                 self._scaler.launches.attached(worker.id, now)
         else:
@@ -124,7 +129,7 @@ class Membership:
         if self._scaler.launches.is_ending(worker.id):
             # It was given up while it started, and came up before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
-        self._book.room_made = True
+        self._lifecycle.room_made = True
         return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
@@ -151,9 +156,9 @@ class Membership:
             self._flips.look(worker, now)
         self._latency.observe(worker, load.steps)
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
-            self._book.stats.recent.at(now).decode_steps(load.steps)
+            self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
-        self._book.room_made |= len(self._book.lanes) > 0
+        self._lifecycle.room_made |= len(self._lifecycle.lanes) > 0
         is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))
         if load.num_steps != worker.num_steps or is_idle:
             worker.num_steps, worker.progressed_at, worker.stuck = load.num_steps, now, False
@@ -193,7 +198,7 @@ class Membership:
             self._flips.heard(worker)
         self._placers.refresh(worker)
         self._losses.left_pool(*was_in, now)
-        self._book.room_made = True
+        self._lifecycle.room_made = True
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:
         """A worker's stream has ended; the worker may be back."""
@@ -311,7 +316,7 @@ class Membership:
         waits for its KV cache to come makes no step.
         """
         for key in worker.unanswered:
-            request = self._book.requests.get(key)
+            request = self._lifecycle.requests.get(key)
             sender = self._workers.get(request.prefill) if request is not None else None
             if sender is None or sender is worker or key not in sender.sending:
                 return True

@@ -12,7 +12,7 @@ _MAX_BYTES = 2**20
 _DELTA_BYTES = 64
 
 
-class KeptDeltas:
+class RecentDeltas:
     """The latest deltas of one output, encoded and in order."""
 
     def __init__(self) -> None:
