@@ -17,7 +17,7 @@ import typer
 from baton.cli import options
 
 if TYPE_CHECKING:
-    from baton.gateway.cell import ParsersFactory
+    from baton.gateway.cell import OutputParsersFactory
     from baton.runtime.config import BatonConfig, CellConfig
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ def gateway(
 
     logs.setup(effective.log_level, "gateway")
     server.setup_logs()
-    places = [server.CellPlace(one.coordinators.split(","), output_parsers(one)) for one in cells]
+    places = [
+        server.CellEndpoints(one.coordinators.split(","), output_parsers(one)) for one in cells
+    ]
     if fd is not None:
         listener = socket.socket(fileno=fd)
         url = f"http://{effective.http.listen}"
@@ -141,7 +143,7 @@ def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellC
     return list(found.values())
 
 
-def output_parsers(cell: CellConfig) -> ParsersFactory | None:
+def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     """What finds calls of tools in outputs, and what was reasoned; None where none is configured.
 
     Raises:
@@ -167,11 +169,11 @@ def output_parsers(cell: CellConfig) -> ParsersFactory | None:
         ) from error
     logs.adopt("vllm", logging.WARNING)
     try:
-        names = vllm_parsers.ParserNames(cell.tool_call_parser, cell.reasoning_parser)
+        names = vllm_parsers.OutputParserNames(cell.tool_call_parser, cell.reasoning_parser)
     except ConfigError:
         quick_exit.skip_cleanup(failures.USAGE)
         raise
-    return functools.partial(vllm_parsers.ModelParsers, names)
+    return functools.partial(vllm_parsers.ModelOutputParsers, names)
 
 
 def served_url(url: str, config: BatonConfig) -> str:

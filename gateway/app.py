@@ -17,17 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from baton import __version__
 from baton.client.errors import NotFoundError
-from baton.gateway import dashboard, incoming, problems
+from baton.gateway import body_reader, dashboard, error_responses
+from baton.gateway.admin_credential import use_credential
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as described
+from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
-from baton.gateway.operators import shown_by
-from baton.gateway.problems import CLIENT_LEFT, Problem
-from baton.gateway.questions import PerCaller, Turns, credential
-from baton.gateway.scrapers import Scrapers
+from baton.gateway.metrics_auth import MetricsAuth
 from baton.gateway.tokenize_routes import TokenizeRoutes
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError, shown
@@ -66,20 +66,21 @@ class Gateway:
     def __init__(
         self,
         cells: Cells,
-        turns: Turns,
+        query_limiter: QueryLimiter,
         config: HttpConfig,
         security: SecurityConfig | None = None,
     ) -> None:
         self.stats = GatewayStats((COMPLETIONS, CHAT), cells.failovers)
         self.refusals = Refusals()
-        self._scrapers = Scrapers(security or SecurityConfig(), self.refusals)
+        self._scrapers = MetricsAuth(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
         self._config = config
-        self._cells, self._turns = cells, turns
+        self._cells, self._query_limiter = cells, query_limiter
         self._overviews = {
-            cell.name: PerCaller(partial(_look, cell), _HOLDS_S, turns) for cell in cells
+            cell.name: PerCallerQuery(partial(_look, cell), _HOLDS_S, query_limiter)
+            for cell in cells
         }
         tokenizing = TokenizeRoutes(cells)
         self._generations = {
@@ -98,7 +99,7 @@ class Gateway:
                 Route("/ping", self._counted("/health", self._health), methods=["GET", "POST"]),
                 Route("/version", self._counted("/version", self._version)),
                 *(
-                    Route(route, self._counted(route, self._parsed(answer)), methods=["POST"])
+                    Route(route, self._counted(route, self._with_body(answer)), methods=["POST"])
                     for route, answer in (
                         ("/tokenize", tokenizing.tokenize),
                         ("/detokenize", tokenizing.detokenize),
@@ -127,29 +128,29 @@ class Gateway:
         async def endpoint(request: Request) -> Response:
             try:
                 response = await answer(request)
-            except Problem as problem:
+            except HttpError as problem:
                 response = _response(problem)
-            except incoming.ClientLeft:
-                response = Response(status_code=CLIENT_LEFT)
+            except body_reader.ClientDisconnected:
+                response = Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception:
                 _log.exception("%s failed", route)
-                response = _response(Problem(500, "internal error", kind="server_error"))
+                response = _response(HttpError(500, "internal error", kind="server_error"))
             self.stats.requests[route, response.status_code] += 1
             return response
 
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        models = await self._cells.models(credential(request.headers))
+        models = await self._cells.models(request_credential(request.headers))
         return JSONResponse({"object": "list", "data": self._described(models)})
 
     async def _one_model(self, request: Request) -> Response:
-        found = self._described(await self._cells.models(credential(request.headers)))
+        found = self._described(await self._cells.models(request_credential(request.headers)))
         name = request.path_params["name"]
         for one in found:
             if one["id"] == name:
                 return JSONResponse(one)
-        raise problems.no_such_model(name, [str(one["id"]) for one in found])
+        raise error_responses.model_not_found(name, [str(one["id"]) for one in found])
 
     def _described(self, models: Iterable[common_pb2.ModelDescription]) -> list[dict[str, object]]:
         """Each base model, then its adapters, as vLLM lists them."""
@@ -177,13 +178,13 @@ class Gateway:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    def _parsed(
+    def _with_body(
         self, answer: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that takes a body."""
 
         async def endpoint(request: Request) -> Response:
-            body = await incoming.read(request.receive, request.headers, self._config)
+            body = await body_reader.read_body(request.receive, request.headers, self._config)
             return JSONResponse(await answer(body, request.headers))
 
         return endpoint
@@ -223,51 +224,51 @@ class Gateway:
     def _shown(self, request: Request) -> Cell:
         """The cell that is looked at: unless told, the first that is not away.
 
-        Raises Problem when there is none of that name.
+        Raises HttpError when there is none of that name.
         """
         name = request.query_params.get("cell")
         if name is None:
-            return min(self._cells, key=self._cells.is_away)
+            return min(self._cells, key=self._cells.is_unreachable)
         for cell in self._cells:
             if cell.name == name:
                 return cell
         known = " or ".join(repr(cell.name) for cell in self._cells)
         message = f"cell is {shown(name)}; must be {known}"
-        raise Problem(404, message, kind=_KINDS[404], param="cell", code="no_such_cell")
+        raise HttpError(404, message, kind=_KINDS[404], param="cell", code="no_such_cell")
 
     async def _data(self, request: Request) -> Response:
         # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
         name = self._shown(request).name
-        found = await self._overviews[name].get(credential(request.headers))
+        found = await self._overviews[name].get(request_credential(request.headers))
         found = {**found, "cell": name, "cells": [cell.name for cell in self._cells]}
         return JSONResponse(found, headers=_DATA_HEADERS)
 
     async def _waterfall(self, request: Request) -> Response:
         watcher = self._shown(request).watcher
-        with shown_by(credential(request.headers)):
+        with use_credential(request_credential(request.headers)):
             try:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
-                found = await self._turns.take(lambda: watcher.request(request_id, tenant))
+                found = await self._query_limiter.run(lambda: watcher.request(request_id, tenant))
             except NotFoundError as error:
                 kind = _KINDS[404]
-                raise Problem(404, str(error), kind=kind, code="request_not_found") from None
+                raise HttpError(404, str(error), kind=kind, code="request_not_found") from None
             except RemoteError as error:
-                raise problems.of(error) from None
+                raise error_responses.from_remote_error(error) from None
         return JSONResponse(described(found), headers=_DATA_HEADERS)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         self.stats.requests["other", error.status_code] += 1
         message = f"{request.method} {request.url.path}: {error.detail}"
-        kind = _KINDS.get(error.status_code, problems.INVALID)
-        problem = Problem(error.status_code, message, kind=kind, code="no_such_route")
+        kind = _KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
+        problem = HttpError(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
 
 
 async def _look(cell: Cell, authorization: str) -> dict[str, object]:
     """What the dashboard shows of a cell to whom the credential belongs."""
-    with shown_by(authorization):
+    with use_credential(authorization):
         view = await cell.watcher.look(include_history=True)
         return overview(view, await cell.watcher.requests(_MAX_LISTED))
 
@@ -284,13 +285,13 @@ class _Unread(Response):
             }
         )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await incoming.pass_over(receive)
+        await body_reader.discard_body(receive)
         await send({"type": "http.response.body", "body": b""})
 
 
-def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+def _response(problem: HttpError, headers: Mapping[str, str] | None = None) -> Response:
     found = {name.decode(): value.decode() for name, value in problem.headers()}
-    kind = _Unread if problem.status in incoming.UNREAD else Response
+    kind = _Unread if problem.status in body_reader.UNREAD_BODY_STATUSES else Response
     return kind(
         problem.body(),
         problem.status,

@@ -9,16 +9,18 @@ from google.rpc import code_pb2
 
 from baton.client import BatonClient
 from baton.client.watcher import Watcher
-from baton.gateway.outage import Outage
-from baton.gateway.questions import Answer, PerCaller, Turns
-from baton.gateway.tokens import model_tokenizer
+from baton.gateway.coordinator_queries import CachedQuery, PerCallerQuery, QueryLimiter
+from baton.gateway.outage_log import OutageLog
+from baton.gateway.rendered_prompt import model_tokenizer
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
-    from baton.gateway.vllm_parsers import ModelParsers
+    from baton.gateway.vllm_parsers import ModelOutputParsers
 
-ParsersFactory: TypeAlias = "Callable[[PerCaller[common_pb2.ModelDescription]], ModelParsers]"
+OutputParsersFactory: TypeAlias = (
+    "Callable[[PerCallerQuery[common_pb2.ModelDescription]], ModelOutputParsers]"
+)
 
 # Longest wait for a coordinator's answer to a question about itself, and how long it holds.
 _ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
@@ -46,19 +48,19 @@ class Cell:
         self,
         client: BatonClient,
         watcher: Watcher,
-        turns: Turns,
-        parsers: ParsersFactory | None = None,
+        query_limiter: QueryLimiter,
+        parsers: OutputParsersFactory | None = None,
     ) -> None:
         self.client, self.watcher = client, watcher
         self.name = ",".join(client.addresses)
-        self.outage = Outage()
-        self.model = PerCaller(self._asked_model, _MODEL_HOLDS_S, turns)
+        self.outage = OutageLog()
+        self.model = PerCallerQuery(self._asked_model, _MODEL_HOLDS_S, query_limiter)
         self.tokenizer = model_tokenizer(self.model)
         self.parsers = parsers(self.model) if parsers is not None else None
-        self._ready = Answer(self._asked_ready, _HOLDS_S)
+        self._ready = CachedQuery(self._asked_ready, _HOLDS_S)
 
     async def ready(self) -> None:
-        """Returns when a request could be served. Raises Problem when none could."""
+        """Returns when a request could be served. Raises HttpError when none could."""
         await self._ready.get()
 
     async def _asked_model(self, authorization: str) -> common_pb2.ModelDescription:

@@ -16,15 +16,15 @@ import xxhash
 from google.rpc import code_pb2
 
 from baton.client import BatonClient, errors
-from baton.gateway import problems
+from baton.gateway import error_responses
 from baton.gateway.cell import Cell
-from baton.gateway.problems import Problem
+from baton.gateway.error_responses import HttpError
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2
 
 # Statuses of a cell that gives no answer.
-_NO_ANSWER = (503, 504)
+_UNREACHABLE_STATUSES = (503, 504)
 # How long one wait for a cell to serve lasts, and the pause after one that failed.
 _WAIT_S, _PAUSE_S = 60.0, 1.0
 
@@ -48,7 +48,7 @@ class Cells(AsyncClosing):
         # What each cell served when it last said so, whoever had asked.
         self._served: dict[str, list[str]] = {}
         # Of cells that are away: what waits for them.
-        self._returning: dict[str, asyncio.Task[None]] = {}
+        self._return_tasks: dict[str, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self._cells)
@@ -59,16 +59,18 @@ class Cells(AsyncClosing):
 
     async def aclose(self) -> None:
         """Waits for no cell any more; idempotent."""
-        returning, self._returning = self._returning, {}
-        for task in returning.values():
+        return_tasks, self._return_tasks = self._return_tasks, {}
+        for task in return_tasks.values():
             task.cancel()
-        await asyncio.gather(*returning.values(), return_exceptions=True)
+        await asyncio.gather(*return_tasks.values(), return_exceptions=True)
 
-    def is_away(self, cell: Cell) -> bool:
+    def is_unreachable(self, cell: Cell) -> bool:
         """Whether it could not be reached, and has not served since."""
-        return cell.name in self._returning
+        return cell.name in self._return_tasks
 
-    async def of(self, model: str | None, session: str, authorization: str) -> Sequence[Cell]:
+    async def candidates(
+        self, model: str | None, session: str, authorization: str
+    ) -> Sequence[Cell]:
         """The cells to try for a request, in order; at least one.
 
         Args:
@@ -77,7 +79,7 @@ class Cells(AsyncClosing):
             authorization: of who asks; each cell is asked for its model with it.
 
         Raises:
-            Problem: no cell serves that model, lets the caller in or can be reached.
+            HttpError: no cell serves that model, lets the caller in or can be reached.
         """
         if len(self._cells) == 1:
             return self._cells
@@ -89,33 +91,33 @@ class Cells(AsyncClosing):
         if not found:
             # Of a cell that has never answered nobody knows what it serves.
             names = dict.fromkeys(name for names in served.values() for name in names)
-            raise refusal or problems.no_such_model(wanted, names)
-        return sorted(found, key=lambda cell: (self.is_away(cell), _weight(cell, session)))
+            raise refusal or error_responses.model_not_found(wanted, names)
+        return sorted(found, key=lambda cell: (self.is_unreachable(cell), _weight(cell, session)))
 
     async def models(self, authorization: str) -> list[common_pb2.ModelDescription]:
         """What the cells that answer serve, in their order; each base model once.
 
         Raises:
-            Problem: none answers.
+            HttpError: none answers.
         """
-        asked = [cell for cell in self._cells if not self.is_away(cell)] or self._cells
+        asked = [cell for cell in self._cells if not self.is_unreachable(cell)] or self._cells
         answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
         found = [one for one in answers if isinstance(one, common_pb2.ModelDescription)]
         if not found:
-            raise next(one for one in answers if isinstance(one, Problem))
+            raise next(one for one in answers if isinstance(one, HttpError))
         return list({one.name: one for one in reversed(found)}.values())[::-1]
 
     async def ready(self) -> None:
-        """Returns when one of the cells can serve. Raises Problem when none can."""
-        found = list[Problem]()
-        for cell in sorted(self._cells, key=self.is_away):
+        """Returns when one of the cells can serve. Raises HttpError when none can."""
+        found = list[HttpError]()
+        for cell in sorted(self._cells, key=self.is_unreachable):
             try:
                 return await cell.ready()
-            except Problem as problem:
+            except HttpError as problem:
                 found.append(problem)
         raise found[0]
 
-    def elsewhere(self, away: Cell, model: str) -> BatonClient | None:
+    def other_client(self, away: Cell, model: str) -> BatonClient | None:
         """Of a cell that can go on with a request of another one, which is away or refuses it.
 
         Args:
@@ -124,13 +126,13 @@ class Cells(AsyncClosing):
         """
         if away.client.address is None:
             away.outage.began(f"requests have lost their session with {away.name}")
-            self._leave(away)
+            self._mark_unreachable(away)
         wanted = model or next(iter(self._served.get(away.name, ())), None)
         found = [
             cell
             for cell in self._cells
             if cell is not away
-            and not self.is_away(cell)
+            and not self.is_unreachable(cell)
             and wanted in self._served.get(cell.name, ())
         ]
         return random.choice(found).client if found else None
@@ -139,9 +141,9 @@ class Cells(AsyncClosing):
         """A request failed there, for that."""
         cell.outage.failed(error)
         if error.code == code_pb2.UNAVAILABLE:
-            self._leave(cell)
+            self._mark_unreachable(cell)
 
-    async def _ask_all(self, authorization: str) -> tuple[dict[str, list[str]], Problem | None]:
+    async def _ask_all(self, authorization: str) -> tuple[dict[str, list[str]], HttpError | None]:
         """What the cells serve.
 
         A cell that is away is not asked: what it served before is what it will serve again.
@@ -151,17 +153,17 @@ class Cells(AsyncClosing):
             why others are not among them: that one cannot be reached, sooner than that the caller
             may not use it.
         """
-        asked = [cell for cell in self._cells if not self.is_away(cell)]
+        asked = [cell for cell in self._cells if not self.is_unreachable(cell)]
         answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
         refused = {
             cell.name: answer
             for cell, answer in zip(asked, answers, strict=True)
-            if isinstance(answer, Problem)
+            if isinstance(answer, HttpError)
         }
         served, refusal, unknown = dict[str, list[str]](), None, None
         for cell in self._cells:
             problem = refused.get(cell.name)
-            if problem is not None and problem.status not in _NO_ANSWER:
+            if problem is not None and problem.status not in _UNREACHABLE_STATUSES:
                 refusal = refusal or problem
             elif cell.name in self._served:
                 served[cell.name] = self._served[cell.name]
@@ -169,21 +171,23 @@ class Cells(AsyncClosing):
                 unknown = unknown or problem or _unreachable(cell)
         return served, unknown or refusal
 
-    async def _model(self, cell: Cell, authorization: str) -> common_pb2.ModelDescription | Problem:
+    async def _model(
+        self, cell: Cell, authorization: str
+    ) -> common_pb2.ModelDescription | HttpError:
         try:
             model = await cell.model.get(authorization)
-        except Problem as problem:
-            if problem.status in _NO_ANSWER:
-                self._leave(cell)
+        except HttpError as problem:
+            if problem.status in _UNREACHABLE_STATUSES:
+                self._mark_unreachable(cell)
             return problem
         self._served[cell.name] = [model.name, *(one.name for one in model.adapters)]
         return model
 
-    def _leave(self, cell: Cell) -> None:
+    def _mark_unreachable(self, cell: Cell) -> None:
         """The cell is tried last until it serves again."""
-        if len(self._cells) > 1 and not self.is_away(cell):
+        if len(self._cells) > 1 and not self.is_unreachable(cell):
             task = asyncio.create_task(self._await_return(cell), name=f"return of {cell.name}")
-            self._returning[cell.name] = task
+            self._return_tasks[cell.name] = task
 
     async def _await_return(self, cell: Cell) -> None:
         while True:
@@ -193,13 +197,13 @@ class Cells(AsyncClosing):
             except RemoteError:
                 await asyncio.sleep(_PAUSE_S)
         cell.outage.served()
-        del self._returning[cell.name]
+        del self._return_tasks[cell.name]
 
 
-def _unreachable(cell: Cell) -> Problem:
+def _unreachable(cell: Cell) -> HttpError:
     """It is away and has never said what it serves."""
     message = f"the coordinator at {cell.name} cannot be reached"
-    return problems.of(errors.make(code_pb2.UNAVAILABLE, message))
+    return error_responses.from_remote_error(errors.make(code_pb2.UNAVAILABLE, message))
 
 
 def _weight(cell: Cell, session: str) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
-from baton.gateway.problems import Problem
 from baton.runtime.config import HttpConfig
 from baton.runtime.tls import Handshakes
 
@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol):
         # Of the head that is being read: as it came, and what the parser has whole.
         self._num_raw_bytes = self._num_parsed_bytes = 0
         self._in_head, self._num_heads = True, 0
-        self._refusal: Problem | None = None
+        self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -83,7 +83,7 @@ class Connection(HttpToolsProtocol):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self._limits.max_connections and not self._evict():
             message = f"{self._limits.max_connections} connections are open, the limit"
-            self._refuse("connections", Problem(503, message, kind="service_unavailable_error"))
+            self._refuse("connections", HttpError(503, message, kind="service_unavailable_error"))
             return
         self._await_head()
 
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             self._refuse("header_bytes", self._refusal)
         else:
-            self._refuse("malformed", Problem(400, msg, code="invalid_http"))
+            self._refuse("malformed", HttpError(400, msg, code="invalid_http"))
 
     def _upgrades(self) -> bool:
         """Whether the head asks for another protocol; it comes again without that."""
@@ -203,9 +203,9 @@ class Connection(HttpToolsProtocol):
             # The parser stops at whatever its callback raises.
             raise httptools.HttpParserError("headers too long")
 
-    def _too_long(self) -> Problem:
+    def _too_long(self) -> HttpError:
         message = f"the request's head is longer than {self._limits.max_header_bytes} bytes"
-        return Problem(431, message, code="headers_too_large")
+        return HttpError(431, message, code="headers_too_large")
 
     def _evict(self) -> bool:
         """Closes the connection that has gone longest without a whole request; False: none does.
@@ -228,14 +228,14 @@ class Connection(HttpToolsProtocol):
     def _on_slow_head(self) -> None:
         self._head_timer = None
         message = f"no whole head of a request within {self._limits.read_timeout_s:g} s"
-        self._refuse("slow_head", Problem(408, message, code="request_timeout"))
+        self._refuse("slow_head", HttpError(408, message, code="request_timeout"))
 
     def _on_idle_reader(self) -> None:
         self._stats.refused_connections["idle_reader"] += 1
         # At once: what is buffered has nowhere to go.
         self.transport.abort()
 
-    def _refuse(self, reason: str, problem: Problem) -> None:
+    def _refuse(self, reason: str, problem: HttpError) -> None:
         self._refusal = problem
         self._stats.refused_connections[reason] += 1
         self._unset_keepalive_if_required()

@@ -23,20 +23,27 @@ from baton.client import (
     TokenStream,
     errors,
 )
-from baton.gateway import answers, asks, bodies, incoming, parsing, problems
-from baton.gateway.asks import Ask
-from baton.gateway.bodies import ChatBody, GenerationBody
+from baton.gateway import (
+    body_parser,
+    body_reader,
+    error_responses,
+    parsed_request,
+    request_bodies,
+    response_rendering,
+)
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.coordinator_queries import request_credential
+from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats, RouteStats
-from baton.gateway.problems import CLIENT_LEFT, Problem
-from baton.gateway.questions import credential
-from baton.gateway.tokens import ShownPrompt, shown_prompts
+from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
+from baton.gateway.request_bodies import ChatBody, GenerationBody
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 
 if TYPE_CHECKING:
-    from baton.gateway.vllm_parsers import ParsedChat, ParsedChoice
+    from baton.gateway.vllm_parsers import ChatOutputParser, ChoiceOutputParser
     from baton.runtime.tokenization import Tokenizer
 
 T = TypeVar("T")
@@ -74,7 +81,7 @@ class Exchange:
         self._headers = Headers(scope=scope)
         self._began_at = time.monotonic()
         chat = to.route == CHAT
-        self._id = self._headers.get("x-request-id") or asks.new_id(chat=chat)
+        self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(chat=chat)
         self._streams: list[TokenStream] = []
         # That was asked first, and last.
         self._first: Cell | None = None
@@ -84,28 +91,32 @@ class Exchange:
     async def run(self) -> None:
         stats, status, running = self._to.stats, 200, False
         watch: asyncio.Task[None] | None = None
-        ask: Ask | None = None
+        request: ParsedRequest | None = None
         try:
-            body = await incoming.read(self._receive, self._headers, self._to.config)
+            body = await body_reader.read_body(self._receive, self._headers, self._to.config)
             # One whose body comes slowly takes nobody's place.
             if stats.num_running >= self._to.config.max_running_requests:
                 raise self._too_many()
             stats.num_running += 1
             running = True
-            ask, chat = self._ask(body)
-            session = ask.options.get("session_id") or ask.id
-            cells = await self._to.cells.of(
-                ask.options.get("model"), session, credential(self._headers)
+            request, chat = self._parse_body(body)
+            session = request.options.get("session_id") or request.id
+            cells = await self._to.cells.candidates(
+                request.options.get("model"), session, request_credential(self._headers)
             )
             watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
-            await self._try(cells, ask, chat)
-            self._latencies(ask).e2e.observe(time.monotonic() - self._began_at)
-        except incoming.ClientLeft:
-            status = CLIENT_LEFT
-        except (Problem, RemoteError) as error:
-            names = ask.names if ask is not None else {}
-            problem = error if isinstance(error, Problem) else problems.of(error, names)
-            status = CLIENT_LEFT if self._left else problem.status
+            await self._try(cells, request, chat)
+            self._latencies(request).e2e.observe(time.monotonic() - self._began_at)
+        except body_reader.ClientDisconnected:
+            status = CLIENT_CLOSED_REQUEST
+        except (HttpError, RemoteError) as error:
+            names = request.names if request is not None else {}
+            problem = (
+                error
+                if isinstance(error, HttpError)
+                else error_responses.from_remote_error(error, names)
+            )
+            status = CLIENT_CLOSED_REQUEST if self._left else problem.status
             if not self._left:
                 await self._fail(problem)
         except asyncio.CancelledError:
@@ -114,7 +125,7 @@ class Exchange:
         except Exception:
             status = 500
             _log.exception("request failed", extra={"request_id": self._id})
-            await self._fail(Problem(500, "internal error", kind="server_error", code="internal"))
+            await self._fail(HttpError(500, "internal error", kind="server_error", code="internal"))
         finally:
             # What must be done comes before what can be cancelled.
             stats.num_running -= running
@@ -124,18 +135,20 @@ class Exchange:
                 watch.cancel()
             await self._close_streams()
 
-    async def _try(self, cells: Sequence[Cell], ask: Ask, chat: ChatBody | None) -> None:
+    async def _try(
+        self, cells: Sequence[Cell], request: ParsedRequest, chat: ChatBody | None
+    ) -> None:
         """Has the first cell that can be reached answer."""
         self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
-                await self._answer_from(cell, self._in_time(ask), chat)
+                await self._answer_from(cell, self._in_time(request), chat)
                 return
             except RemoteError as error:
                 self._to.cells.failed(cell, error)
-                is_away = error.code == code_pb2.UNAVAILABLE
+                is_unreachable = error.code == code_pb2.UNAVAILABLE
                 # What the client has been told of an answer is that cell's to finish.
-                if self._started or self._left or not is_away or number == len(cells):
+                if self._started or self._left or not is_unreachable or number == len(cells):
                     raise
                 await self._close_streams()
 
@@ -146,48 +159,52 @@ class Exchange:
         if first is not None and not taken_at <= {*first.client.addresses}:
             self._to.cells.failovers[first.name] += 1
 
-    async def _answer_from(self, cell: Cell, ask: Ask, chat: ChatBody | None) -> None:
-        parsed = await self._parsed(cell, chat) if chat is not None else None
-        if parsed is not None:
-            ask = parsed.ask(ask)
-        tokenizer = await self._tokenizer(cell, ask, parsed)
-        for prompt, options in ask.requests():
+    async def _answer_from(self, cell: Cell, request: ParsedRequest, chat: ChatBody | None) -> None:
+        output_parser = await self._output_parser(cell, chat) if chat is not None else None
+        if output_parser is not None:
+            request = output_parser.adjust_request(request)
+        tokenizer = await self._tokenizer(cell, request, output_parser)
+        for prompt, options in request.choice_requests():
             self._streams.append(cell.client.generate(prompt, **options))
         self._cell = cell
-        await (self._stream if ask.stream else self._complete)(ask, tokenizer, parsed)
+        await (self._stream if request.stream else self._complete)(
+            request, tokenizer, output_parser
+        )
 
-    def _in_time(self, ask: Ask) -> Ask:
+    def _in_time(self, request: ParsedRequest) -> ParsedRequest:
         """The request with what is left of its time; all of it where no cell was tried yet."""
-        timeout_s = ask.options.get("timeout_s")
+        timeout_s = request.options.get("timeout_s")
         if timeout_s is None or self._cell is None:
-            return ask
+            return request
         left_s = max(0.001, timeout_s - (time.monotonic() - self._began_at))
-        return replace(ask, options={**ask.options, "timeout_s": left_s})
+        return replace(request, options={**request.options, "timeout_s": left_s})
 
     async def _close_streams(self) -> None:
         streams, self._streams = self._streams, []
         for stream in streams:
             await stream.aclose()
 
-    def _ask(self, body: bytes) -> tuple[Ask, ChatBody | None]:
+    def _parse_body(self, body: bytes) -> tuple[ParsedRequest, ChatBody | None]:
         chat: ChatBody | None = None
         if self._to.route == CHAT:
-            chat = parsing.parse(body, bodies.ChatBody)
-            ask = asks.of_chat(chat, self._named(chat), self._headers)
+            chat = body_parser.parse_body(body, request_bodies.ChatBody)
+            request = parsed_request.from_chat_body(chat, self._named(chat), self._headers)
         else:
-            completion = parsing.parse(body, bodies.CompletionBody)
-            ask = asks.of_completion(completion, self._named(completion), self._headers)
+            completion = body_parser.parse_body(body, request_bodies.CompletionBody)
+            request = parsed_request.from_completion_body(
+                completion, self._named(completion), self._headers
+            )
         limit = self._to.config.max_choices
-        if ask.num_choices > limit:
-            allowed = f"prompts times n may be at most {limit}, and are {ask.num_choices}"
-            raise problems.wrong("n", ask.n, allowed)
-        return ask, chat
+        if request.num_choices > limit:
+            allowed = f"prompts times n may be at most {limit}, and are {request.num_choices}"
+            raise error_responses.invalid_value("n", request.n, allowed)
+        return request, chat
 
-    async def _parsed(self, cell: Cell, chat: ChatBody) -> ParsedChat | None:
+    async def _output_parser(self, cell: Cell, chat: ChatBody) -> ChatOutputParser | None:
         if cell.parsers is not None:
-            return await cell.parsers.chat(chat, credential(self._headers))
+            return await cell.parsers.chat(chat, request_credential(self._headers))
         if chat.may_call:
-            raise problems.no_tools()
+            raise error_responses.tools_unsupported()
         return None
 
     def _named(self, body: GenerationBody) -> str:
@@ -196,11 +213,13 @@ class Exchange:
             self._id = body.request_id
         return self._id
 
-    async def _tokenizer(self, cell: Cell, ask: Ask, parsed: ParsedChat | None) -> Tokenizer | None:
-        field = ask.needs_tokenizer
-        if field is None and (parsed is None or not parsed.needs_prompt):
+    async def _tokenizer(
+        self, cell: Cell, request: ParsedRequest, output_parser: ChatOutputParser | None
+    ) -> Tokenizer | None:
+        field = request.needs_tokenizer
+        if field is None and (output_parser is None or not output_parser.needs_prompt):
             return None
-        return await cell.tokenizer.get(credential(self._headers), field)
+        return await cell.tokenizer.get(request_credential(self._headers), field)
 
     async def _watch(self) -> None:
         """Ends everything when the client is gone: its reader then sees the streams closed."""
@@ -211,25 +230,30 @@ class Exchange:
             await stream.aclose()
 
     async def _complete(
-        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
+        self,
+        request: ParsedRequest,
+        tokenizer: Tokenizer | None,
+        output_parser: ChatOutputParser | None,
     ) -> None:
-        readings = [self._whole(ask, stream) for stream in self._streams]
+        readings = [self._whole(request, stream) for stream in self._streams]
         completions = await _all(readings)
-        head = answers.Head(ask, completions[0].model, int(time.time()))
-        prompts = await shown_prompts(ask, tokenizer)
-        parsers = _parsers(ask, prompts, parsed)
+        head = response_rendering.ResponseHead(request, completions[0].model, int(time.time()))
+        prompts = await render_prompts(request, tokenizer)
+        parsers = _parsers(request, prompts, output_parser)
 
         def body() -> bytes:
-            return json.dumps(answers.whole(head, completions, prompts, parsers)).encode()
+            return json.dumps(
+                response_rendering.full_response(head, completions, prompts, parsers)
+            ).encode()
 
         # To write all that is known of a long prompt takes longer than others' tokens should wait.
-        long = "prompt_logprobs" in ask.options or ask.return_token_ids
+        long = "prompt_logprobs" in request.options or request.return_token_ids
         await self._answer(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
-    async def _whole(self, ask: Ask, stream: TokenStream) -> Completion:
+    async def _whole(self, request: ParsedRequest, stream: TokenStream) -> Completion:
         """A choice's answer, its latencies counted."""
         parts: list[Tokens] = []
-        clock = _Clock(self._latencies(ask), self._began_at)
+        clock = _Clock(self._latencies(request), self._began_at)
         accepted: Accepted | None = None
         async for event in stream:
             if isinstance(event, Tokens):
@@ -243,7 +267,10 @@ class Exchange:
         raise _cut_short()
 
     async def _stream(
-        self, ask: Ask, tokenizer: Tokenizer | None, parsed: ParsedChat | None
+        self,
+        request: ParsedRequest,
+        tokenizer: Tokenizer | None,
+        output_parser: ChatOutputParser | None,
     ) -> None:
         """The answer as server-sent events.
 
@@ -251,15 +278,15 @@ class Exchange:
         refusal is a status and not an event.
         """
         accepted = await _all([_accepted(stream) for stream in self._streams])
-        head = answers.Head(ask, accepted[0].model, int(time.time()))
-        prompts = await shown_prompts(ask, tokenizer)
-        parsers = _parsers(ask, prompts, parsed)
+        head = response_rendering.ResponseHead(request, accepted[0].model, int(time.time()))
+        prompts = await render_prompts(request, tokenizer)
+        parsers = _parsers(request, prompts, output_parser)
         chunks = [
-            answers.Chunks(
+            response_rendering.ChunkRenderer(
                 head,
                 index,
                 one.prompt_tokens,
-                prompts[index // ask.n],
+                prompts[index // request.n],
                 parsers[index] if parsers else None,
             )
             for index, one in enumerate(accepted)
@@ -271,15 +298,19 @@ class Exchange:
                 for index, stream in enumerate(self._streams)
             ]
         )
-        end = answers.DONE
-        if ask.include_usage:
-            end = answers.usage_chunk(head, [one.usage for one in finished], parsers) + end
+        end = response_rendering.DONE
+        if request.include_usage:
+            end = (
+                response_rendering.usage_chunk(head, [one.usage for one in finished], parsers) + end
+            )
         await self._write(end)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _choice(self, stream: TokenStream, chunks: answers.Chunks) -> Finished:
+    async def _choice(
+        self, stream: TokenStream, chunks: response_rendering.ChunkRenderer
+    ) -> Finished:
         """Sends a choice's chunks, one per delta; the last one says how it ended."""
-        clock = _Clock(self._latencies(chunks.ask), self._began_at)
+        clock = _Clock(self._latencies(chunks.request), self._began_at)
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -288,12 +319,12 @@ class Exchange:
                 if isinstance(event, Tokens):
                     clock.tick()
                     if tokens is not None:
-                        parts.append(chunks.chunk(tokens, None))
+                        parts.append(chunks.render(tokens, None))
                     tokens = event
                 elif isinstance(event, Finished):
                     finished = event
             # The end comes together with the last tokens.
-            parts.append(chunks.chunk(tokens, finished))
+            parts.append(chunks.render(tokens, finished))
             body = b"".join(parts)
             if not body:
                 continue
@@ -305,8 +336,8 @@ class Exchange:
                 return finished
         raise _cut_short()
 
-    def _latencies(self, ask: Ask) -> RouteStats:
-        return self._to.stats.latencies[self._to.route, ask.lane]
+    def _latencies(self, request: ParsedRequest) -> RouteStats:
+        return self._to.stats.latencies[self._to.route, request.lane]
 
     async def _write(self, chunk: bytes) -> None:
         if not self._started:
@@ -316,7 +347,7 @@ class Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
         cell = self._cell
-        if status == 200 and cell is not None and not self._to.cells.is_away(cell):
+        if status == 200 and cell is not None and not self._to.cells.is_unreachable(cell):
             cell.outage.served()
         own = (b"x-request-id", self._id.encode("latin-1", "replace"))
         await self._send(
@@ -335,23 +366,23 @@ class Exchange:
         await self._start(status, [*headers, length])
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
-    async def _fail(self, problem: Problem) -> None:
+    async def _fail(self, problem: HttpError) -> None:
         if not self._started:
             headers = [_JSON, *problem.headers()]
-            if problem.status not in incoming.UNREAD:
+            if problem.status not in body_reader.UNREAD_BODY_STATUSES:
                 await self._answer(problem.status, headers, problem.body())
                 return
             headers.append((b"connection", b"close"))
             await self._answer(problem.status, headers, problem.body(), last=False)
-            await incoming.pass_over(self._receive)
+            await body_reader.discard_body(self._receive)
             await self._send({"type": "http.response.body", "body": b""})
             return
-        event = b"data: " + problem.body() + b"\n\n" + answers.DONE
+        event = b"data: " + problem.body() + b"\n\n" + response_rendering.DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
-    def _too_many(self) -> Problem:
+    def _too_many(self) -> HttpError:
         limit = self._to.config.max_running_requests
-        return Problem(
+        return HttpError(
             429,
             f"{limit} requests are running on this gateway, its limit",
             kind="rate_limit_error",
@@ -376,13 +407,15 @@ class _Clock:
 
 
 def _parsers(
-    ask: Ask, prompts: Sequence[ShownPrompt], parsed: ParsedChat | None
-) -> list[ParsedChoice]:
+    request: ParsedRequest,
+    prompts: Sequence[RenderedPrompt],
+    output_parser: ChatOutputParser | None,
+) -> list[ChoiceOutputParser]:
     """One per choice; empty: outputs are not parsed."""
-    if parsed is None:
+    if output_parser is None:
         return []
-    token_ids = prompts[0].token_ids if parsed.needs_prompt else ()
-    return parsed.choices(ask.num_choices, token_ids)
+    token_ids = prompts[0].token_ids if output_parser.needs_prompt else ()
+    return output_parser.choices(request.num_choices, token_ids)
 
 
 async def _accepted(stream: TokenStream) -> Accepted:

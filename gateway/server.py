@@ -16,12 +16,12 @@ import uvicorn
 
 from baton.client import BatonClient, Tls
 from baton.client.watcher import Watcher
-from baton.gateway import operators
+from baton.gateway import admin_credential
 from baton.gateway.app import Gateway
-from baton.gateway.cell import Cell, ParsersFactory
+from baton.gateway.cell import Cell, OutputParsersFactory
 from baton.gateway.cells import Cells
 from baton.gateway.connections import protocol_factory
-from baton.gateway.questions import Turns
+from baton.gateway.coordinator_queries import QueryLimiter
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.lifecycle import settled_heap, stop_requested
@@ -101,7 +101,7 @@ def setup_logs() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CellPlace:
+class CellEndpoints:
     """Where a cell is.
 
     Attributes:
@@ -110,12 +110,12 @@ class CellPlace:
     """
 
     coordinators: Sequence[str]
-    parsers: ParsersFactory | None = None
+    parsers: OutputParsersFactory | None = None
 
 
 async def serve(
     config: HttpConfig,
-    places: Sequence[CellPlace],
+    places: Sequence[CellEndpoints],
     listener: socket.socket,
     *,
     ready: Callable[[], None],
@@ -149,13 +149,13 @@ async def serve(
             client_auth=security.http_client_auth == "require", handshakes=handshakes
         )
     stop = stop if stop is not None else stop_requested()
-    turns = Turns()
+    query_limiter = QueryLimiter()
     async with settled_heap(), contextlib.AsyncExitStack() as stack:
         cells = Cells()
         for place in places:
-            cells.add(await _open(place, cells, len(places) > 1, tls, turns, stack))
+            cells.add(await _open(place, cells, len(places) > 1, tls, query_limiter, stack))
         await stack.enter_async_context(cells)
-        gateway = Gateway(cells, turns, config, security)
+        gateway = Gateway(cells, query_limiter, config, security)
         gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(
@@ -186,17 +186,17 @@ async def serve(
 
 
 async def _open(
-    place: CellPlace,
+    place: CellEndpoints,
     cells: Cells,
     has_others: bool,
     tls: Tls | None,
-    turns: Turns,
+    query_limiter: QueryLimiter,
     stack: contextlib.AsyncExitStack,
 ) -> Cell:
     """A cell, which is to be one of `cells`; the stack closes what it needs."""
 
     def elsewhere(model: str) -> BatonClient | None:
-        return cells.elsewhere(cell, model)
+        return cells.other_client(cell, model)
 
     client = BatonClient(
         place.coordinators,
@@ -204,11 +204,11 @@ async def _open(
         tls=tls,
         elsewhere=elsewhere if has_others else None,
     )
-    watcher = Watcher(place.coordinators, tls=tls, api_key=operators.credential)
+    watcher = Watcher(place.coordinators, tls=tls, api_key=admin_credential.current_credential)
     cell = Cell(
         await stack.enter_async_context(client),
         await stack.enter_async_context(watcher),
-        turns,
+        query_limiter,
         place.parsers,
     )
     return cell

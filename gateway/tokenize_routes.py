@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from baton.client.request import build
-from baton.gateway import bodies, parsing, problems
+from baton.gateway import body_parser, error_responses, request_bodies
 from baton.gateway.cells import Cells
-from baton.gateway.problems import Problem, no_such_model, wrong
-from baton.gateway.questions import credential
+from baton.gateway.coordinator_queries import request_credential
+from baton.gateway.error_responses import HttpError, invalid_value, model_not_found
 from baton.runtime.errors import InvalidArgument, RemoteError
 from baton.v1 import common_pb2
 
@@ -25,15 +25,15 @@ T = TypeVar("T")
 _MAX_AT_ONCE = 2
 
 
-class TokenizeBody(bodies.Part):
+class TokenizeBody(request_bodies.BodyModel):
     """A text, or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: bodies.Messages | None = None
+    messages: request_bodies.Messages | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: bodies.Tools | None = None
+    tools: request_bodies.Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -44,7 +44,7 @@ class TokenizeBody(bodies.Part):
         return self
 
 
-class DetokenizeBody(bodies.Part):
+class DetokenizeBody(request_bodies.BodyModel):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
@@ -61,36 +61,38 @@ class TokenizeRoutes:
         self._free = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
-        """Raises Problem."""
-        asked = parsing.parse(body, TokenizeBody)
-        if asked.messages is not None and not asked.messages:
-            raise wrong("messages", [], "must not be empty")
-        model, tokenizer = await self._served(asked.model, headers)
+        """Raises HttpError."""
+        body_fields = body_parser.parse_body(body, TokenizeBody)
+        if body_fields.messages is not None and not body_fields.messages:
+            raise invalid_value("messages", [], "must not be empty")
+        model, tokenizer = await self._served(body_fields.model, headers)
         try:
-            found = await self._in_thread(lambda: _tokens(tokenizer, asked))
+            found = await self._in_thread(lambda: _tokens(tokenizer, body_fields))
         except InvalidArgument as error:
-            raise Problem(400, str(error), param="messages", code="invalid_value") from None
+            raise HttpError(400, str(error), param="messages", code="invalid_value") from None
         except RemoteError as error:
             # What no message can hold.
-            raise problems.of(error) from None
+            raise error_responses.from_remote_error(error) from None
         return {**found, "max_model_len": model.max_model_len or None}
 
     async def detokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
-        """Raises Problem."""
-        asked = parsing.parse(body, DetokenizeBody)
-        model, tokenizer = await self._served(asked.model, headers)
+        """Raises HttpError."""
+        body_fields = body_parser.parse_body(body, DetokenizeBody)
+        model, tokenizer = await self._served(body_fields.model, headers)
         size = model.vocab_size or tokenizer.vocab_size
-        if asked.tokens and max(asked.tokens) >= size:
-            index, bad = next((i, one) for i, one in enumerate(asked.tokens) if one >= size)
+        if body_fields.tokens and max(body_fields.tokens) >= size:
+            index, bad = next((i, one) for i, one in enumerate(body_fields.tokens) if one >= size)
             allowed = f"must be below the vocabulary size of {size}"
-            raise wrong(f"tokens[{index}]", bad, allowed)
-        return {"prompt": await self._in_thread(lambda: tokenizer.decode(asked.tokens, False))}
+            raise invalid_value(f"tokens[{index}]", bad, allowed)
+        return {
+            "prompt": await self._in_thread(lambda: tokenizer.decode(body_fields.tokens, False))
+        }
 
     async def _served(
         self, name: str | None, headers: Mapping[str, str]
     ) -> tuple[common_pb2.ModelDescription, Tokenizer]:
-        shown = credential(headers)
-        cell = (await self._cells.of(name, "", shown))[0]
+        shown = request_credential(headers)
+        cell = (await self._cells.candidates(name, "", shown))[0]
         model = await cell.model.get(shown)
         check_served(name, model)
         return model, await cell.tokenizer.get(shown)
@@ -101,30 +103,30 @@ class TokenizeRoutes:
 
 
 def check_served(name: str | None, model: common_pb2.ModelDescription) -> None:
-    """Raises Problem when there is no model of that name; None is the base model."""
+    """Raises HttpError when there is no model of that name; None is the base model."""
     names = [model.name, *(adapter.name for adapter in model.adapters)]
     if name is not None and name not in names:
-        raise no_such_model(name, names)
+        raise model_not_found(name, names)
 
 
-def _tokens(tokenizer: Tokenizer, asked: TokenizeBody) -> dict[str, object]:
-    ids = _ids(tokenizer, asked)
-    strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
+def _tokens(tokenizer: Tokenizer, body_fields: TokenizeBody) -> dict[str, object]:
+    ids = _ids(tokenizer, body_fields)
+    strings = tokenizer.token_strings(ids) if body_fields.return_token_strs else None
     return {"count": len(ids), "tokens": ids, "token_strs": strings}
 
 
-def _ids(tokenizer: Tokenizer, asked: TokenizeBody) -> list[int]:
-    if asked.messages is None:
-        assert asked.prompt is not None
-        special = asked.add_special_tokens is not False
-        return tokenizer.encode_text(asked.prompt, add_special_tokens=special).tolist()
+def _ids(tokenizer: Tokenizer, body_fields: TokenizeBody) -> list[int]:
+    if body_fields.messages is None:
+        assert body_fields.prompt is not None
+        special = body_fields.add_special_tokens is not False
+        return tokenizer.encode_text(body_fields.prompt, add_special_tokens=special).tolist()
     chat = build(
-        [one.turn() for one in asked.messages],
+        [one.turn() for one in body_fields.messages],
         {
-            "add_generation_prompt": asked.add_generation_prompt,
-            "template_kwargs": asked.chat_template_kwargs,
-            "tools": [tool.described() for tool in asked.tools or ()],
+            "add_generation_prompt": body_fields.add_generation_prompt,
+            "template_kwargs": body_fields.chat_template_kwargs,
+            "tools": [tool.described() for tool in body_fields.tools or ()],
         },
     ).chat
-    special = bool(asked.add_special_tokens)
+    special = bool(body_fields.add_special_tokens)
     return tokenizer.encode_text(tokenizer.render(chat), add_special_tokens=special).tolist()

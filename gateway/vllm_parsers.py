@@ -26,12 +26,12 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from baton.client import RequestOptions, Tokens
-from baton.gateway import problems
-from baton.gateway.asks import Ask
-from baton.gateway.bodies import ChatBody
-from baton.gateway.problems import Problem
-from baton.gateway.questions import PerCaller
-from baton.gateway.tokens import OfTokenizer
+from baton.gateway import error_responses
+from baton.gateway.coordinator_queries import PerCallerQuery
+from baton.gateway.error_responses import HttpError
+from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.rendered_prompt import TokenizerResource
+from baton.gateway.request_bodies import ChatBody
 from baton.runtime.config_error import ConfigError
 from baton.v1 import common_pb2
 
@@ -59,7 +59,7 @@ _CONSTRAINTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ParserNames:
+class OutputParserNames:
     """Of vLLM's parsers; empty: none.
 
     Raises:
@@ -78,7 +78,7 @@ class ParserNames:
                 raise ConfigError(f"{key}: is {name!r}; must be one of {', '.join(known)}")
 
 
-class ModelParsers:
+class ModelOutputParsers:
     """Those of the model that the coordinator serves.
 
     Args:
@@ -86,24 +86,26 @@ class ModelParsers:
         model: asked with each caller's credential.
     """
 
-    def __init__(self, names: ParserNames, model: PerCaller[common_pb2.ModelDescription]) -> None:
+    def __init__(
+        self, names: OutputParserNames, model: PerCallerQuery[common_pb2.ModelDescription]
+    ) -> None:
         self._names = names
-        self._parsers = OfTokenizer(model, lambda path: Parsers(names, path))
+        self._parsers = TokenizerResource(model, lambda path: OutputParsers(names, path))
 
-    async def chat(self, body: ChatBody, authorization: str) -> ParsedChat | None:
+    async def chat(self, body: ChatBody, authorization: str) -> ChatOutputParser | None:
         """What one request needs of them; None: its outputs are as they are written.
 
         Raises:
-            Problem: vLLM refuses what it asks for, or the tokenizer is not here.
+            HttpError: vLLM refuses what it asks for, or the tokenizer is not here.
         """
         if body.may_call and not self._names.tool_call_parser:
-            raise problems.no_tools()
+            raise error_responses.tools_unsupported()
         if not (self._names.reasoning_parser or body.may_call):
             return None
         return (await self._parsers.get(authorization)).chat(body)
 
 
-class Parsers:
+class OutputParsers:
     """Those of one model's tokenizer.
 
     Args:
@@ -114,7 +116,7 @@ class Parsers:
         ConfigError: the tokenizer is not here, or lacks what the parsers need.
     """
 
-    def __init__(self, names: ParserNames, path: str) -> None:
+    def __init__(self, names: OutputParserNames, path: str) -> None:
         self._names = names
         try:
             self._tokenizer = get_tokenizer(path)
@@ -130,8 +132,8 @@ class Parsers:
             raise ConfigError(f"parsers for {path}: {error}") from error
         self._model_config = _model_config(path)
 
-    def chat(self, body: ChatBody) -> ParsedChat:
-        """What one request needs of them. Raises Problem: vLLM refuses what it asks for."""
+    def chat(self, body: ChatBody) -> ChatOutputParser:
+        """What one request needs of them. Raises HttpError: vLLM refuses what it asks for."""
         said = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
         try:
@@ -145,10 +147,10 @@ class Parsers:
         except ValueError as error:
             # Of a parser, which reads no more of a request than its tools.
             raise _refused(str(error), "tools") from None
-        return ParsedChat(self, request, bool(self._names.reasoning_parser))
+        return ChatOutputParser(self, request, bool(self._names.reasoning_parser))
 
-    def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ParsedChoice:
-        return ParsedChoice(self._parser(request), request, prompt_token_ids, self._names)
+    def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ChoiceOutputParser:
+        return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self._names)
 
     def _parser(self, request: Any) -> Any:
         add = request.add_generation_prompt
@@ -162,7 +164,7 @@ class Parsers:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedChat:
+class ChatOutputParser:
     """One request whose outputs are parsed.
 
     Attributes:
@@ -170,20 +172,22 @@ class ParsedChat:
         needs_prompt: to know whether the prompt's end begins to reason.
     """
 
-    _parsers: Parsers
+    _parsers: OutputParsers
     request: Any
     needs_prompt: bool
 
-    def ask(self, ask: Ask) -> Ask:
+    def adjust_request(self, request: ParsedRequest) -> ParsedRequest:
         """With what the parsers need: marks in the text, calls by a grammar."""
-        ask = replace(ask, options=cast("RequestOptions", self._options(ask.options)))
+        request = replace(request, options=cast("RequestOptions", self._options(request.options)))
         if self.request.tools:
             # What workers refuse of a grammar that was made of them.
-            ask = replace(ask, names={**ask.names, "sampling.structured_output": "tools"})
+            request = replace(
+                request, names={**request.names, "sampling.structured_output": "tools"}
+            )
         if self.request.include_reasoning:
-            return ask
+            return request
         # They would show what was reasoned.
-        return replace(ask, num_logprobs=None, return_token_ids=False)
+        return replace(request, num_logprobs=None, return_token_ids=False)
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: value for name, value in options.items() if name not in _CONSTRAINTS}
@@ -196,16 +200,16 @@ class ParsedChat:
                     found[ours] = value
         return found
 
-    def choices(self, count: int, prompt_token_ids: Sequence[int]) -> list[ParsedChoice]:
+    def choices(self, count: int, prompt_token_ids: Sequence[int]) -> list[ChoiceOutputParser]:
         """One per choice, since they keep state."""
         return [self._parsers.choice(self.request, prompt_token_ids) for _ in range(count)]
 
 
-class ParsedChoice:
+class ChoiceOutputParser:
     """The output of one choice, as a stream's deltas or as a whole."""
 
     def __init__(
-        self, parser: Any, request: Any, prompt_token_ids: Sequence[int], names: ParserNames
+        self, parser: Any, request: Any, prompt_token_ids: Sequence[int], names: OutputParserNames
     ) -> None:
         self._parser, self._request = parser, request
         self._prompt_token_ids = list(prompt_token_ids)
@@ -270,9 +274,9 @@ class ParsedChoice:
         return int(self._parser.count_reasoning_tokens(self._token_ids))
 
 
-def _refused(reason: str, param: str) -> Problem:
+def _refused(reason: str, param: str) -> HttpError:
     reason = reason.removeprefix("Value error, ")
-    return Problem(400, f"{param}: {reason}", param=param, code="invalid_value")
+    return HttpError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
 def _model_config(path: str) -> SimpleNamespace:

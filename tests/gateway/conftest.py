@@ -68,7 +68,7 @@ async def running(*addresses: str, **limits) -> AsyncIterator[Running]:
         # The heap is that of all tests: to look through it takes longer than most of them.
         patch.setattr(server, "settled_heap", nullcontext)
         config = HttpConfig(**{"drain_timeout_s": 5.0, **limits})
-        places = [server.CellPlace([address]) for address in addresses]
+        places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(
             server.serve(config, places, listener, ready=ready.set, stop=stop)
         )

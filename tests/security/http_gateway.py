@@ -8,7 +8,7 @@ import ssl
 import urllib.request
 
 from baton.cli.gateway import bind
-from baton.gateway.server import CellPlace, serve
+from baton.gateway.server import CellEndpoints, serve
 from baton.runtime.config import HttpConfig
 from baton.runtime.security_config import SecurityConfig
 
@@ -25,7 +25,7 @@ async def gateway(coordinator, pki=None, security=None, **limits):
     task = asyncio.create_task(
         serve(
             HttpConfig(drain_timeout_s=1.0, **limits),
-            [CellPlace([coordinator])],
+            [CellEndpoints([coordinator])],
             listener,
             ready=ready.set,
             stop=stop,

@@ -19,7 +19,7 @@ from baton.client import AdminClient, BatonClient, Tls
 from baton.client.errors import PermissionDeniedError
 from baton.coordinator.server.server import Coordinator
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
-from baton.gateway.server import CellPlace
+from baton.gateway.server import CellEndpoints
 from baton.gateway.server import serve as serve_gateway
 from baton.runtime import rpc
 from baton.runtime.dev_certs import CLUSTER_NAME, Authority
@@ -139,7 +139,7 @@ async def cell(model, fresh_pki, keys, coordinator_config, tmp_path):
             asyncio.create_task(
                 serve_gateway(
                     config.http,
-                    [CellPlace([coordinator.address])],
+                    [CellEndpoints([coordinator.address])],
                     listener,
                     ready=ready.set,
                     stop=stop,

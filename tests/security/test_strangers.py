@@ -9,9 +9,9 @@ from http_gateway import gateway
 
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnauthenticatedError
-from baton.gateway import questions
-from baton.gateway.problems import Problem
-from baton.gateway.questions import Turns
+from baton.gateway import coordinator_queries
+from baton.gateway.coordinator_queries import QueryLimiter
+from baton.gateway.error_responses import HttpError
 
 WAIT_S = 30.0
 NUM_STRANGERS = 60
@@ -74,7 +74,7 @@ async def front(start_coordinator, keys):
 
 async def test_keys_that_are_none_open_no_connections(front, monkeypatch):
     # All of them have their turn, however slow the machine.
-    monkeypatch.setattr(questions, "_TURN_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
     client, relay, user, operator = front
 
     async def status(path, key):
@@ -105,8 +105,8 @@ async def test_what_no_header_may_have_is_no_credential(front):
 
 
 async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
-    monkeypatch.setattr(questions, "_TURN_TIMEOUT_S", 0.05)
-    turns, answered = Turns(), asyncio.Event()
+    monkeypatch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", 0.05)
+    query_limiter, answered = QueryLimiter(), asyncio.Event()
     num_asked = 0
 
     async def ask():
@@ -115,14 +115,14 @@ async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
         await answered.wait()
         return "answer"
 
-    asking = [asyncio.create_task(turns.take(ask)) for _ in range(NUM_STRANGERS)]
+    asking = [asyncio.create_task(query_limiter.run(ask)) for _ in range(NUM_STRANGERS)]
     await asyncio.wait(asking, timeout=WAIT_S, return_when="FIRST_EXCEPTION")
     refused = await asyncio.gather(*asking[num_asked:], return_exceptions=True)
     assert num_asked < NUM_STRANGERS
-    assert {(type(error), error.status) for error in refused} == {(Problem, 503)}
+    assert {(type(error), error.status) for error in refused} == {(HttpError, 503)}
     answered.set()
     assert set(await asyncio.gather(*asking[:num_asked])) == {"answer"}
-    assert await turns.take(ask) == "answer"
+    assert await query_limiter.run(ask) == "answer"
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "key\n", "a\x00b"])

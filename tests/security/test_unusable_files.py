@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.coordinator.server.server import Coordinator
-from baton.gateway.scrapers import Scrapers
-from baton.gateway.server import CellPlace, serve
+from baton.gateway.metrics_auth import MetricsAuth
+from baton.gateway.server import CellEndpoints, serve
 from baton.runtime.access import Access
 from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
@@ -66,7 +66,7 @@ def anyones(pki):
 def set_up(security):
     """All that reads these files in some process."""
     Access(security, Refusals())
-    Scrapers(security, Refusals())
+    MetricsAuth(security, Refusals())
     within_cluster(security, with_tls=security.dials_tls)
 
 
@@ -105,7 +105,7 @@ async def test_a_gateway_that_only_dials_names_its_ca_as_configured(pki, tmp_pat
         with pytest.raises(ConfigError, match=f"^security.ca_file: {path} "):
             await serve(
                 config.http,
-                [CellPlace(["127.0.0.1:1"])],
+                [CellEndpoints(["127.0.0.1:1"])],
                 listener=None,
                 ready=lambda: None,
                 security=config.security,

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import pydantic_core
 from pydantic import ValidationError
 
-from baton.gateway.bodies import Part
-from baton.gateway.problems import Problem, wrong
+from baton.gateway.error_responses import HttpError, invalid_value
+from baton.gateway.request_bodies import BodyModel
 from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
-B = TypeVar("B", bound=Part)
+B = TypeVar("B", bound=BodyModel)
 
 _MAX_NAME_CHARS = 80
 
@@ -45,7 +45,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse(body: bytes, kind: type[B]) -> B:
+def parse_body(body: bytes, kind: type[B]) -> B:
     """Reads a body.
 
     Args:
@@ -53,15 +53,15 @@ def parse(body: bytes, kind: type[B]) -> B:
         kind: the fields that it may have.
 
     Raises:
-        Problem: it is no JSON, or a field of it is wrong, unknown or not supported.
+        HttpError: it is no JSON, or a field of it is wrong, unknown or not supported.
     """
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Problem(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         what = f"the body is a JSON {type(values).__name__}; must be an object"
-        raise Problem(400, what, code="invalid_json")
+        raise HttpError(400, what, code="invalid_json")
     known = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in values.items() if _is_looked_at(name, value, known)}
     try:
@@ -74,14 +74,14 @@ def _is_looked_at(name: str, value: object, known: set[str]) -> bool:
     """Whether a field is to be checked: it is known, and asks for something; null does not.
 
     Raises:
-        Problem: it is unknown, or not supported.
+        HttpError: it is unknown, or not supported.
     """
     if name in known:
         return True
     if value is None or value in UNSUPPORTED.get(name, ()):
         return False
     if name in UNSUPPORTED:
-        raise Problem(
+        raise HttpError(
             400,
             f"{name} is {shown(value)}; this server does not support it",
             param=name,
@@ -89,10 +89,10 @@ def _is_looked_at(name: str, value: object, known: set[str]) -> bool:
         )
     name = _short(name)
     hint = did_you_mean(name, known, cutoff=0.8)
-    raise Problem(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
+    raise HttpError(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
 
-def _explained(error: ValidationError, values: Any) -> Problem:
+def _explained(error: ValidationError, values: Any) -> HttpError:
     """The first thing that is wrong with a body, by its path there."""
     paths: dict[str, tuple[Any, list[str]]] = {}
     for problem in error.errors(include_url=False):
@@ -109,10 +109,10 @@ def _explained(error: ValidationError, values: Any) -> Problem:
     path, (value, reasons) = next(iter(paths.items()))
     reason = " or ".join(dict.fromkeys(reasons))
     if not path:
-        return Problem(400, reason, param=reason.split()[0], code="invalid_value")
+        return HttpError(400, reason, param=reason.split()[0], code="invalid_value")
     if reason == "it is required":
-        return Problem(400, f"{path} is missing; {reason}", param=path, code="missing_parameter")
-    return wrong(path, value, reason)
+        return HttpError(400, f"{path} is missing; {reason}", param=path, code="missing_parameter")
+    return invalid_value(path, value, reason)
 
 
 def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:

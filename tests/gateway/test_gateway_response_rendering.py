@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.client import Completion, Finished, LatencyBudget, TokenLogprob, Tokens, Usage
-from baton.gateway import answers
-from baton.gateway.asks import Ask
-from baton.gateway.tokens import ShownPrompt
+from baton.gateway import response_rendering
+from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.rendered_prompt import RenderedPrompt
 
 BUDGET = LatencyBudget((), 0.0, 0.0, 0.0, 0.0)
 # Everything that the contract's strings can hold.
@@ -37,10 +37,12 @@ def deltas(draw, logprobs):
     return found
 
 
-def ask(*, chat, num_logprobs, include_usage=False, continuous_usage=False, stop=()):
+def parsed_request_of(*, chat, num_logprobs, include_usage=False, continuous_usage=False, stop=()):
     usage = include_usage, continuous_usage
     options = {"stop": stop}
-    return Ask("id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options, {})
+    return ParsedRequest(
+        "id", chat, "interactive", ["x"], 1, None, True, *usage, num_logprobs, options, {}
+    )
 
 
 def parsed(chunk):
@@ -58,11 +60,13 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
     parts = data.draw(deltas(num_logprobs is not None))
     num_tokens = sum(len(part.token_ids) for part in parts)
     finished = Finished("length", "", Usage(3, num_tokens, 1), BUDGET)
-    head = answers.Head(ask(chat=chat, num_logprobs=num_logprobs), "m", 1)
-    chunks = answers.Chunks(head, 0, 3, ShownPrompt())
-    seen = [parsed(chunks.chunk(part, None)) for part in parts[:-1]]
-    seen.append(parsed(chunks.chunk(parts[-1], finished)))
-    whole = answers.whole(
+    head = response_rendering.ResponseHead(
+        parsed_request_of(chat=chat, num_logprobs=num_logprobs), "m", 1
+    )
+    chunks = response_rendering.ChunkRenderer(head, 0, 3, RenderedPrompt())
+    seen = [parsed(chunks.render(part, None)) for part in parts[:-1]]
+    seen.append(parsed(chunks.render(parts[-1], finished)))
+    whole = response_rendering.full_response(
         head,
         [
             Completion(
@@ -74,7 +78,7 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
                 finished,
             )
         ],
-        [ShownPrompt()],
+        [RenderedPrompt()],
     )
     whole = json.loads(json.dumps(whole, allow_nan=False))
     choices = [one["choices"][0] for one in seen]
@@ -99,29 +103,43 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
 )
 def test_what_stopped_it(stop, asked, shown):
     finished = Finished("stop", stop, Usage(1, 1, 0), BUDGET)
-    head = answers.Head(ask(chat=False, num_logprobs=None, stop=asked), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0, 3, ShownPrompt()).chunk(None, finished))
+    head = response_rendering.ResponseHead(
+        parsed_request_of(chat=False, num_logprobs=None, stop=asked), "m", 1
+    )
+    chunk = parsed(
+        response_rendering.ChunkRenderer(head, 0, 3, RenderedPrompt()).render(None, finished)
+    )
     assert chunk["choices"][0]["stop_reason"] == shown
 
 
 def test_usage_is_in_every_chunk_when_it_is_asked_for():
-    head = answers.Head(ask(chat=True, num_logprobs=None, include_usage=True), "m", 1)
-    chunk = parsed(answers.Chunks(head, 0, 3, ShownPrompt()).chunk(Tokens((1,), "a", 0), None))
+    head = response_rendering.ResponseHead(
+        parsed_request_of(chat=True, num_logprobs=None, include_usage=True), "m", 1
+    )
+    chunk = parsed(
+        response_rendering.ChunkRenderer(head, 0, 3, RenderedPrompt()).render(
+            Tokens((1,), "a", 0), None
+        )
+    )
     assert chunk["usage"] is None
-    last = parsed(answers.usage_chunk(head, [Usage(3, 4, 1)]))
+    last = parsed(response_rendering.usage_chunk(head, [Usage(3, 4, 1)]))
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_usage_so_far_is_in_every_chunk_when_that_is_asked_for():
-    asked = ask(chat=False, num_logprobs=None, include_usage=True, continuous_usage=True)
-    chunks = answers.Chunks(answers.Head(asked, "m", 1), 0, 3, ShownPrompt())
+    asked = parsed_request_of(
+        chat=False, num_logprobs=None, include_usage=True, continuous_usage=True
+    )
+    chunks = response_rendering.ChunkRenderer(
+        response_rendering.ResponseHead(asked, "m", 1), 0, 3, RenderedPrompt()
+    )
     finished = Finished("length", "", Usage(3, 3, 0), BUDGET)
     seen = [
         parsed(chunk)["usage"]
         for chunk in (
-            chunks.chunk(Tokens((1, 2), "a", 0), None),
-            chunks.chunk(Tokens((3,), "b", 2), finished),
+            chunks.render(Tokens((1, 2), "a", 0), None),
+            chunks.render(Tokens((3,), "b", 2), finished),
         )
     ]
     assert [(one["completion_tokens"], one["total_tokens"]) for one in seen] == [(2, 5), (3, 6)]

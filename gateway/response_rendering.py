@@ -15,11 +15,11 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any
 
 from baton.client import Completion, Finished, TokenLogprob, Tokens, Usage
-from baton.gateway.asks import Ask
-from baton.gateway.tokens import ShownPrompt
+from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.rendered_prompt import RenderedPrompt
 
 if TYPE_CHECKING:
-    from baton.gateway.vllm_parsers import ParsedChoice
+    from baton.gateway.vllm_parsers import ChoiceOutputParser
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; vLLM's floor for tokens that cannot be picked.
@@ -28,26 +28,26 @@ _FINISH_REASONS = {"cancelled": "abort", "unspecified": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """What every answer to one request begins with.
 
     Attributes:
         created: seconds since the epoch.
     """
 
-    ask: Ask
+    request: ParsedRequest
     model: str
     created: int
 
     def fields(self, kind: str) -> dict[str, Any]:
-        return {"id": self.ask.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.request.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def whole(
-    head: Head,
+def full_response(
+    head: ResponseHead,
     completions: Sequence[Completion],
-    prompts: Sequence[ShownPrompt],
-    parsers: Sequence[ParsedChoice | None] = (),
+    prompts: Sequence[RenderedPrompt],
+    parsers: Sequence[ChoiceOutputParser | None] = (),
 ) -> dict[str, Any]:
     """The answer to a request that does not stream.
 
@@ -57,40 +57,40 @@ def whole(
         prompts: what is shown of each.
         parsers: of the choices' outputs; without one they are as the model wrote them.
     """
-    ask, choices = head.ask, []
+    request, choices = head.request, []
     of_prompts = [
-        _of_prompt(ask, completions[index * ask.n].finished, prompt)
+        _of_prompt(request, completions[index * request.n].finished, prompt)
         for index, prompt in enumerate(prompts)
     ]
     for index, completion in enumerate(completions):
-        prompt, finished = prompts[index // ask.n], completion.finished
+        prompt, finished = prompts[index // request.n], completion.finished
         text, positions, token_ids = completion.text, completion.logprobs, completion.token_ids
-        if ask.only_prompt:
+        if request.only_prompt:
             text, positions, token_ids = "", (), ()
-        if ask.echo:
+        if request.echo:
             text, positions = prompt.text + text, finished.prompt_logprobs + positions
-        logprobs = _logprobs(ask, positions, 0, prompt.first_token)
+        logprobs = _logprobs(request, positions, 0, prompt.first_token)
         parser = parsers[index] if parsers else None
         if parser is not None:
             said: dict[str, Any] = {"message": parser.message(text, token_ids)}
-        elif ask.chat:
+        elif request.chat:
             said = {"message": {"role": "assistant", "content": text}}
         else:
             said = {"text": text}
-        end = _end(ask, finished, parser)
+        end = _end(request, finished, parser)
         choice = {"index": index, **said, "logprobs": logprobs, **end}
-        if ask.return_token_ids:
+        if request.return_token_ids:
             choice["token_ids"] = token_ids
         # As vLLM has them: a chat has one prompt, which is the whole answer's.
-        choices.append(choice if ask.chat else choice | of_prompts[index // ask.n])
-    kind = "chat.completion" if ask.chat else "text_completion"
+        choices.append(choice if request.chat else choice | of_prompts[index // request.n])
+    kind = "chat.completion" if request.chat else "text_completion"
     found = {**head.fields(kind), "choices": choices}
-    if ask.chat:
+    if request.chat:
         found |= of_prompts[0]
-    return found | {"usage": usage(ask, [one.usage for one in completions], parsers)}
+    return found | {"usage": usage(request, [one.usage for one in completions], parsers)}
 
 
-class Chunks:
+class ChunkRenderer:
     """The chunks of one choice.
 
     Args:
@@ -103,49 +103,49 @@ class Chunks:
 
     def __init__(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         num_prompt_tokens: int,
-        prompt: ShownPrompt,
-        parser: ParsedChoice | None = None,
+        prompt: RenderedPrompt,
+        parser: ChoiceOutputParser | None = None,
     ) -> None:
-        self.ask, self._parser = head.ask, parser
+        self.request, self._parser = head.request, parser
         self._first: dict[str, Any] = {"role": "assistant"}
-        self._echo = prompt.text if head.ask.echo else ""
+        self._echo = prompt.text if head.request.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
         # What is the same in all chunks says nothing of one.
         self._all_alike = (
-            head.ask.num_logprobs is None
-            and not head.ask.continuous_usage
-            and not head.ask.return_token_ids
-            and not head.ask.only_prompt
+            head.request.num_logprobs is None
+            and not head.request.continuous_usage
+            and not head.request.return_token_ids
+            and not head.request.only_prompt
         )
-        kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
+        kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
-        said = '"delta":{"content":' if head.ask.chat else '"text":'
+        said = '"delta":{"content":' if head.request.chat else '"text":'
         if parser is not None:
             # What is in a delta differs.
             said = '"delta":'
         start = f'data: {fields[:-1]},"choices":[{{"index":{index},{said}'
         # The first chunk of a chat says who speaks.
         self._start = start.replace('"delta":{', '"delta":{"role":"assistant",', 1)
-        if head.ask.return_token_ids:
+        if head.request.return_token_ids:
             # It has the prompt's tokens too: a chat's beside its choices, as in vLLM.
             ids = json.dumps(list(prompt.token_ids), separators=(",", ":"))
-            before = '"choices":[' if head.ask.chat else '"text":'
+            before = '"choices":[' if head.request.chat else '"text":'
             self._start = self._start.replace(before, f'"prompt_token_ids":{ids},{before}', 1)
         self._next_start = start
         # Usage is in the last chunk alone; with include_usage the others say that it is not there.
-        with_usage = head.ask.include_usage and not head.ask.continuous_usage
+        with_usage = head.request.include_usage and not head.request.continuous_usage
         close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
-        self._closed = "}" if head.ask.chat and parser is None else ""
+        self._closed = "}" if head.request.chat and parser is None else ""
         self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}{close}'
         self._close = close
         self._num_chars = 0
 
-    def chunk(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
+    def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
         """One event of the stream: tokens, the end, or both. Empty: there is nothing to say yet."""
-        if self.ask.only_prompt:
+        if self.request.only_prompt:
             tokens = None
         said = self._said(tokens, finished)
         if not said:
@@ -153,20 +153,20 @@ class Chunks:
         start, self._start = self._start, self._next_start
         if finished is None and self._all_alike:
             return f"{start}{said}{self._plain_end}".encode()
-        logprobs = _logprobs(self.ask, tokens.logprobs, self._num_chars) if tokens else None
-        if not self.ask.chat and logprobs is not None:
+        logprobs = _logprobs(self.request, tokens.logprobs, self._num_chars) if tokens else None
+        if not self.request.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            rest |= _end(self.ask, finished, self._parser)
-        if self.ask.return_token_ids:
+            rest |= _end(self.request, finished, self._parser)
+        if self.request.return_token_ids:
             rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
         close = self._close
-        if self.ask.continuous_usage:
+        if self.request.continuous_usage:
             self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
             so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
-            so_far_used = usage(self.ask, [so_far], [self._parser])
+            so_far_used = usage(self.request, [so_far], [self._parser])
             close = f'],"usage":{json.dumps(so_far_used)}}}\n\n'
         return f"{start}{said}{self._closed},{end}{close}".encode()
 
@@ -183,19 +183,21 @@ class Chunks:
 
 
 def usage_chunk(
-    head: Head, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
+    head: ResponseHead, usages: Sequence[Usage], parsers: Sequence[ChoiceOutputParser | None] = ()
 ) -> bytes:
     """The last chunk of a stream that asked for usage."""
-    kind = "chat.completion.chunk" if head.ask.chat else "text_completion"
-    fields = {**head.fields(kind), "choices": [], "usage": usage(head.ask, usages, parsers)}
+    kind = "chat.completion.chunk" if head.request.chat else "text_completion"
+    fields = {**head.fields(kind), "choices": [], "usage": usage(head.request, usages, parsers)}
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
 def usage(
-    ask: Ask, usages: Sequence[Usage], parsers: Sequence[ParsedChoice | None] = ()
+    request: ParsedRequest,
+    usages: Sequence[Usage],
+    parsers: Sequence[ChoiceOutputParser | None] = (),
 ) -> dict[str, Any]:
     """Tokens of all choices; a prompt counts once, however many choices it has."""
-    firsts = usages[:: ask.n]
+    firsts = usages[:: request.n]
     num_prompt = sum(one.prompt_tokens for one in firsts)
     num_output = sum(one.completion_tokens for one in usages)
     found: dict[str, Any] = {
@@ -210,9 +212,11 @@ def usage(
     return found
 
 
-def _end(ask: Ask, finished: Finished, parser: ParsedChoice | None) -> dict[str, Any]:
+def _end(
+    request: ParsedRequest, finished: Finished, parser: ChoiceOutputParser | None
+) -> dict[str, Any]:
     stop: str | int | None = finished.stop or None
-    asked = ask.options.get("stop") or ()
+    asked = request.options.get("stop") or ()
     if stop is not None and stop not in ([asked] if isinstance(asked, str) else asked):
         stop = int(stop)
     reason = _FINISH_REASONS.get(finished.reason, finished.reason)
@@ -221,10 +225,12 @@ def _end(ask: Ask, finished: Finished, parser: ParsedChoice | None) -> dict[str,
     return {"finish_reason": reason, "stop_reason": stop}
 
 
-def _of_prompt(ask: Ask, finished: Finished, prompt: ShownPrompt) -> dict[str, Any]:
+def _of_prompt(
+    request: ParsedRequest, finished: Finished, prompt: RenderedPrompt
+) -> dict[str, Any]:
     """What an answer says of a prompt when it is asked to."""
     found: dict[str, Any] = {}
-    if ask.num_prompt_logprobs is not None:
+    if request.num_prompt_logprobs is not None:
         found["prompt_logprobs"] = [
             {
                 str(one.token_id): {
@@ -237,13 +243,13 @@ def _of_prompt(ask: Ask, finished: Finished, prompt: ShownPrompt) -> dict[str, A
             or None
             for position in finished.prompt_logprobs
         ]
-    if ask.return_token_ids:
+    if request.return_token_ids:
         found["prompt_token_ids"] = prompt.token_ids
     return found
 
 
 def _logprobs(
-    ask: Ask,
+    request: ParsedRequest,
     positions: Iterable[Sequence[TokenLogprob]],
     num_chars: int,
     first_token: str = "",
@@ -251,15 +257,17 @@ def _logprobs(
     """Of some positions.
 
     Args:
-        ask: whether and how many.
+        request: whether and how many.
         positions: per token, the chosen one first.
         num_chars: of the tokens before.
         first_token: of a prompt, which nothing is known of but its text.
     """
-    if ask.num_logprobs is None:
+    if request.num_logprobs is None:
         return None
-    if ask.chat:
-        return {"content": [_chat_position(position, ask.num_logprobs) for position in positions]}
+    if request.chat:
+        return {
+            "content": [_chat_position(position, request.num_logprobs) for position in positions]
+        }
     found: dict[str, Any] = {
         "tokens": [],
         "token_logprobs": [],
@@ -272,7 +280,7 @@ def _logprobs(
         found["token_logprobs"].append(_finite(position[0].logprob) if position else None)
         # Of a prompt there may be more. The first of equal texts is the chosen token, or the
         # likelier one.
-        shown = position[: ask.num_logprobs + 1]
+        shown = position[: request.num_logprobs + 1]
         top = {one.text: _finite(one.logprob) for one in reversed(shown)}
         found["top_logprobs"].append(dict(reversed(top.items())) or None)
         found["text_offset"].append(num_chars)

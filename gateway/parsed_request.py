@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from baton.client import Prompt, RequestOptions
 from baton.client.request import LaneName
-from baton.gateway.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
-from baton.gateway.problems import wrong
+from baton.gateway.error_responses import invalid_value
+from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 
 # Of OpenAI's completions route, for requests that do not say.
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -43,7 +43,7 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """What one HTTP request asks of the coordinator.
 
     Attributes:
@@ -89,7 +89,7 @@ class Ask:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    def requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
+    def choice_requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
         """One per choice, in the order of their indices."""
         for index in range(self.num_choices):
             options: RequestOptions = {**self.options, "request_id": self.id}
@@ -100,13 +100,15 @@ class Ask:
             yield self.prompts[index // self.n], options
 
 
-def new_id(*, chat: bool) -> str:
+def new_request_id(*, chat: bool) -> str:
     """Of a request that came without."""
     return f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
 
 
-def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, str]) -> Ask:
-    """Raises Problem when a field or a header is wrong."""
+def from_completion_body(
+    body: CompletionBody, request_id: str, headers: Mapping[str, str]
+) -> ParsedRequest:
+    """Raises HttpError when a field or a header is wrong."""
     options = _options(body, headers)
     if body.max_tokens is None:
         options["default_max_tokens"] = _DEFAULT_COMPLETION_TOKENS
@@ -116,14 +118,14 @@ def of_completion(body: CompletionBody, request_id: str, headers: Mapping[str, s
         options["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.stream:
-            raise wrong("echo", True, "must be false in a stream with logprobs")
+            raise invalid_value("echo", True, "must be false in a stream with logprobs")
         options.setdefault("prompt_logprobs", body.logprobs)
-    ask = _ask(body, request_id, headers, options, body.prompts(), body.logprobs)
-    return replace(ask, echo=bool(body.echo), only_prompt=only_prompt)
+    request = _build(body, request_id, headers, options, body.prompts(), body.logprobs)
+    return replace(request, echo=bool(body.echo), only_prompt=only_prompt)
 
 
-def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
-    """Raises Problem when a field or a header is wrong."""
+def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> ParsedRequest:
+    """Raises HttpError when a field or a header is wrong."""
     options = _options(body, headers)
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
@@ -134,25 +136,25 @@ def of_chat(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> Ask:
     if body.tools:
         options["tools"] = [tool.described() for tool in body.tools]
     if not body.messages:
-        raise wrong("messages", [], "must not be empty")
+        raise invalid_value("messages", [], "must not be empty")
     turns = [message.turn() for message in body.messages]
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _ask(body, request_id, headers, options, [turns], num_logprobs)
+    return _build(body, request_id, headers, options, [turns], num_logprobs)
 
 
-def _ask(
+def _build(
     body: GenerationBody,
     request_id: str,
     headers: Mapping[str, str],
     options: RequestOptions,
     prompts: Sequence[Prompt],
     num_logprobs: int | None,
-) -> Ask:
+) -> ParsedRequest:
     lane = options["lane"] = _lane(body, headers)
     if num_logprobs is not None:
         options["logprobs"] = num_logprobs
     usage = body.stream_options or StreamOptions()
-    return Ask(
+    return ParsedRequest(
         request_id,
         isinstance(body, ChatBody),
         lane,
@@ -176,7 +178,7 @@ def _ask(
 
 def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions:
     if body.stream and body.prompt_logprobs is not None:
-        raise wrong("prompt_logprobs", body.prompt_logprobs, "must be left out in a stream")
+        raise invalid_value("prompt_logprobs", body.prompt_logprobs, "must be left out in a stream")
     found: dict[str, Any] = {
         name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
     }
@@ -199,7 +201,7 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
         try:
             found["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         except ValueError:
-            raise wrong("logit_bias", body.logit_bias, "keys must be token ids") from None
+            raise invalid_value("logit_bias", body.logit_bias, "keys must be token ids") from None
     return cast("RequestOptions", found | _structured(body))
 
 
@@ -208,7 +210,9 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
     if wanted is not None and wanted.type != "text":
         if by_vllm is not None:
             allowed = "must be left out beside response_format"
-            raise wrong("structured_outputs", by_vllm.model_dump(exclude_none=True), allowed)
+            raise invalid_value(
+                "structured_outputs", by_vllm.model_dump(exclude_none=True), allowed
+            )
         if wanted.json_schema is not None:
             return {"json_schema": wanted.json_schema.schema_}
         return {"json_object": True}
@@ -218,7 +222,7 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
     if "json_" in found:
         found["json_schema"] = found.pop("json_")
     if len(found) != 1:
-        raise wrong(
+        raise invalid_value(
             "structured_outputs",
             found,
             "must have one of json, json_object, regex, choice, grammar",
@@ -232,7 +236,7 @@ def _lane(body: GenerationBody, headers: Mapping[str, str]) -> LaneName:
     if said is None:
         return "batch" if (body.priority or 0) > 0 else "interactive"
     if said not in ("interactive", "batch"):
-        raise wrong("x-baton-lane", said, "must be interactive or batch")
+        raise invalid_value("x-baton-lane", said, "must be interactive or batch")
     return cast("LaneName", said)
 
 
@@ -245,5 +249,5 @@ def _timeout_s(headers: Mapping[str, str]) -> float | None:
     except ValueError:
         timeout_s = math.nan
     if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise wrong("x-baton-timeout-s", said, "must be a positive number of seconds")
+        raise invalid_value("x-baton-timeout-s", said, "must be a positive number of seconds")
     return timeout_s

@@ -16,16 +16,16 @@ from google.rpc import code_pb2
 from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.runtime.errors import RemoteError, shown
 
-INVALID = "invalid_request_error"
+INVALID_REQUEST = "invalid_request_error"
 # What nginx calls a request whose client left; no one reads it, metrics count it.
-CLIENT_LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 _RETRY_S = 1.0
 
 # Code: status and type.
 _KINDS: dict[int, tuple[int, str]] = {
-    code_pb2.INVALID_ARGUMENT: (400, INVALID),
-    code_pb2.FAILED_PRECONDITION: (400, INVALID),
-    code_pb2.OUT_OF_RANGE: (400, INVALID),
+    code_pb2.INVALID_ARGUMENT: (400, INVALID_REQUEST),
+    code_pb2.FAILED_PRECONDITION: (400, INVALID_REQUEST),
+    code_pb2.OUT_OF_RANGE: (400, INVALID_REQUEST),
     code_pb2.UNAUTHENTICATED: (401, "authentication_error"),
     code_pb2.PERMISSION_DENIED: (403, "permission_error"),
     code_pb2.NOT_FOUND: (404, "not_found_error"),
@@ -51,7 +51,7 @@ _NAMES = {
 }
 
 
-class Problem(Exception):
+class HttpError(Exception):
     """What a client did wrong, or cannot have now.
 
     Args:
@@ -69,15 +69,15 @@ class Problem(Exception):
         status: int,
         message: str,
         *,
-        kind: str = INVALID,
+        kind: str = INVALID_REQUEST,
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        hopeless: bool = False,
+        permanent: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
-        self.retry_after_s, self.hopeless = retry_after_s, hopeless
+        self.retry_after_s, self.permanent = retry_after_s, permanent
 
     def body(self) -> bytes:
         error = {
@@ -96,30 +96,32 @@ class Problem(Exception):
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
             # Whole seconds are coarse; OpenAI's clients read this one first.
             found.append((b"retry-after-ms", b"%d" % math.ceil(self.retry_after_s * 1e3)))
-        if self.hopeless:
+        if self.permanent:
             found.append((b"x-should-retry", b"false"))
         return found
 
 
-def wrong(field: str, value: object, allowed: str) -> Problem:
+def invalid_value(field: str, value: object, allowed: str) -> HttpError:
     """A field of the body, or a header, is not what it may be."""
-    return Problem(400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value")
+    return HttpError(
+        400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value"
+    )
 
 
-def no_tools() -> Problem:
+def tools_unsupported() -> HttpError:
     """Tools may be called, and nobody here would find the calls in what the model writes."""
     message = "tools: this gateway has no tool_call_parser; tool_choice must be 'none' beside them"
-    return Problem(400, message, param="tools", code="unsupported_parameter")
+    return HttpError(400, message, param="tools", code="unsupported_parameter")
 
 
-def no_such_model(name: str, served: Iterable[str]) -> Problem:
+def model_not_found(name: str, served: Iterable[str]) -> HttpError:
     """No cell behind this gateway serves it."""
     message = f"model is {name!r}; this gateway serves {' and '.join(map(repr, served))}"
     kind = "not_found_error"
-    return Problem(404, message, kind=kind, param="model", code="model_not_found")
+    return HttpError(404, message, kind=kind, param="model", code="model_not_found")
 
 
-def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
+def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None) -> HttpError:
     """What the coordinator, or the client library, answered.
 
     Args:
@@ -129,7 +131,7 @@ def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
     status, kind = _KINDS.get(error.code, (500, "server_error"))
     message, param = str(error), None
     code: str | None = error.name.lower()
-    retry_after_s, hopeless = error.retry_after_s, False
+    retry_after_s, permanent = error.retry_after_s, False
     if isinstance(error, InvalidArgumentError) and error.field:
         param = _http_name(error.field, {**_NAMES, **(names or {})})
         # A message begins with the field's name, as the contract has it.
@@ -145,7 +147,7 @@ def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
         code = (error.reason or "resource_exhausted").lower()
         if code == "client_requests":
             retry_after_s = _RETRY_S
-        hopeless = retry_after_s is None
+        permanent = retry_after_s is None
     elif error.code == code_pb2.UNAUTHENTICATED:
         # As OpenAI's own.
         code = "invalid_api_key"
@@ -153,14 +155,14 @@ def of(error: RemoteError, names: Mapping[str, str] | None = None) -> Problem:
         param, code = "model", "model_not_found"
     elif status == 503 and retry_after_s is None:
         retry_after_s = _RETRY_S
-    return Problem(
+    return HttpError(
         status,
         message,
         kind=kind,
         param=param,
         code=code,
         retry_after_s=retry_after_s,
-        hopeless=hopeless,
+        permanent=permanent,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from scripted_inference import accepted, delta, finished, serving, unused_address
 
 from baton.client import errors
-from baton.gateway.outage import Outage
+from baton.gateway.outage_log import OutageLog
 from baton.runtime.errors import ResourceExhausted, Unavailable
 
 WAIT_S = 30.0
@@ -17,9 +17,9 @@ WAIT_S = 30.0
 @pytest.fixture
 def lines(caplog):
     """What the log says of outages, in order."""
-    caplog.set_level(logging.INFO, logger="baton.gateway.outage")
+    caplog.set_level(logging.INFO, logger="baton.gateway.outage_log")
     return lambda: [
-        one.getMessage() for one in caplog.records if one.name == "baton.gateway.outage"
+        one.getMessage() for one in caplog.records if one.name == "baton.gateway.outage_log"
     ]
 
 
@@ -57,7 +57,7 @@ async def test_a_probe_meets_it_too(start_gateway, lines):
 
 def test_requests_that_are_refused_and_served_in_turns_fill_no_log(lines):
     now = [0.0]
-    outage = Outage(lambda: now[0])
+    outage = OutageLog(lambda: now[0])
     outage.failed(errors.from_baton(ResourceExhausted("full", reason="FULL", retry_after_s=1.0)))
     assert lines() == []
     for _ in range(50):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 
-from baton.gateway.problems import Problem
+from baton.gateway.error_responses import HttpError
 from baton.runtime.dial import bearer
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.watched_file import WatchedFiles, watched_secret
 
 
-class Scrapers:
+class MetricsAuth:
     """Knows the metrics token.
 
     Without one metrics are open where all of HTTP is, and where clients have shown certificates.
@@ -29,7 +29,7 @@ class Scrapers:
             self._token = watched_secret(path, "security.metrics_token_file")
 
     def check(self, headers: Mapping[str, str], peer: str) -> None:
-        """Raises Problem, 401, where somebody may not read them."""
+        """Raises HttpError, 401, where somebody may not read them."""
         shown = headers.get("authorization", "")
         if self._token is None:
             if not self._closed:
@@ -40,4 +40,4 @@ class Scrapers:
                 return
             what = "metrics need the metrics token: authorization: Bearer TOKEN"
         self._refusals.count("metrics", "unknown" if shown else "missing", peer=peer)
-        raise Problem(401, what, kind="authentication_error", code="invalid_api_key")
+        raise HttpError(401, what, kind="authentication_error", code="invalid_api_key")

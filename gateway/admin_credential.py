@@ -10,13 +10,13 @@ _SCHEME = "bearer "
 _credential: ContextVar[str] = ContextVar("credential", default="")
 
 
-def credential() -> str:
+def current_credential() -> str:
     """The API key or JWT of who asks; empty: none."""
     return _credential.get()
 
 
 @contextlib.contextmanager
-def shown_by(authorization: str) -> Iterator[None]:
+def use_credential(authorization: str) -> Iterator[None]:
     """What is asked inside is asked with an HTTP request's credential, and no rights of our own."""
     is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
     secret = authorization[len(_SCHEME) :].strip() if is_bearer else authorization.strip()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from baton.client.request import build
-from baton.gateway import asks, bodies, parsing, problems
-from baton.gateway.problems import Problem
+from baton.gateway import body_parser, error_responses, parsed_request, request_bodies
+from baton.gateway.error_responses import HttpError
 from baton.runtime.errors import RemoteError
 
 SCALARS = (
@@ -28,8 +28,11 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 KINDS = {
-    bodies.CompletionBody: (asks.of_completion, {"prompt": "x"}),
-    bodies.ChatBody: (asks.of_chat, {"messages": [{"role": "user", "content": "x"}]}),
+    request_bodies.CompletionBody: (parsed_request.from_completion_body, {"prompt": "x"}),
+    request_bodies.ChatBody: (
+        parsed_request.from_chat_body,
+        {"messages": [{"role": "user", "content": "x"}]},
+    ),
 }
 
 
@@ -42,33 +45,33 @@ def fields(kind):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_any_json_is_requests_or_a_problem(kind, data):
-    ask_of, least = KINDS[kind]
+    convert, least = KINDS[kind]
     body = json.dumps({**least, **data.draw(fields(kind))}).encode()
-    outcome = submitted(body, kind, ask_of)
+    outcome = submitted(body, kind, convert)
     if outcome is not None:
         assert outcome.status == 400
         assert json.loads(outcome.body())["error"]["message"] == str(outcome) != ""
 
 
-def submitted(body, kind, ask_of):
+def submitted(body, kind, convert):
     """What is wrong with a body; None when it becomes requests."""
     try:
-        ask = ask_of(parsing.parse(body, kind), "id", {})
-        for prompt, options in itertools.islice(ask.requests(), 4):
+        request = convert(body_parser.parse_body(body, kind), "id", {})
+        for prompt, options in itertools.islice(request.choice_requests(), 4):
             build(prompt, options)
-    except Problem as problem:
+    except HttpError as problem:
         return problem
     except RemoteError as error:
         # What does not fit the message.
-        return problems.of(error)
+        return error_responses.from_remote_error(error)
     return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(body=st.binary(max_size=64))
 def test_any_bytes_are_a_problem(kind, body):
-    with pytest.raises(Problem) as caught:
-        parsing.parse(body, kind)
+    with pytest.raises(HttpError) as caught:
+        body_parser.parse_body(body, kind)
     assert caught.value.status == 400
 
 
@@ -86,37 +89,39 @@ MANY_WRONG = {
 @pytest.mark.parametrize("name", MANY_WRONG)
 def test_of_many_that_are_wrong_one_is_told(name):
     """What is said of each would take the event loop minutes in the largest body."""
-    least = KINDS[bodies.ChatBody][1]
+    least = KINDS[request_bodies.ChatBody][1]
     with pytest.raises(ValidationError) as caught:
-        bodies.ChatBody.model_validate({**least, name: MANY_WRONG[name]})
+        request_bodies.ChatBody.model_validate({**least, name: MANY_WRONG[name]})
     # In a union something of each kind.
     assert caught.value.error_count() <= 2
-    with pytest.raises(Problem, match=f"^{name}"):
-        parsing.parse(json.dumps({**least, name: MANY_WRONG[name]}).encode(), bodies.ChatBody)
+    with pytest.raises(HttpError, match=f"^{name}"):
+        body_parser.parse_body(
+            json.dumps({**least, name: MANY_WRONG[name]}).encode(), request_bodies.ChatBody
+        )
 
 
 @pytest.mark.parametrize("above", [None, "structured_outputs", "logit_bias"])
 def test_long_names_come_back_shortened(above):
     wrong = {"n" * MANY: ""}
     body = {"prompt": "x"} | (wrong if above is None else {above: wrong})
-    with pytest.raises(Problem) as caught:
-        parsing.parse(json.dumps(body).encode(), bodies.CompletionBody)
+    with pytest.raises(HttpError) as caught:
+        body_parser.parse_body(json.dumps(body).encode(), request_bodies.CompletionBody)
     assert "n" * 60 in caught.value.param
     assert len(caught.value.body()) < 1000
 
 
 def test_no_more_turns_are_read_than_are_taken():
     turns = [{"role": "user", "content": "x"}] * MANY
-    with pytest.raises(Problem, match=r"^messages is .*at most 4096"):
-        parsing.parse(json.dumps({"messages": turns}).encode(), bodies.ChatBody)
+    with pytest.raises(HttpError, match=r"^messages is .*at most 4096"):
+        body_parser.parse_body(json.dumps({"messages": turns}).encode(), request_bodies.ChatBody)
 
 
-@given(name=st.sampled_from(sorted(parsing.UNSUPPORTED)), value=VALUES)
+@given(name=st.sampled_from(sorted(body_parser.UNSUPPORTED)), value=VALUES)
 def test_what_is_not_carried_out_is_named_unless_it_changes_nothing(name, value):
-    body = json.dumps({**KINDS[bodies.ChatBody][1], name: value}).encode()
-    if value is None or value in parsing.UNSUPPORTED[name]:
-        parsing.parse(body, bodies.ChatBody)
+    body = json.dumps({**KINDS[request_bodies.ChatBody][1], name: value}).encode()
+    if value is None or value in body_parser.UNSUPPORTED[name]:
+        body_parser.parse_body(body, request_bodies.ChatBody)
         return
-    with pytest.raises(Problem) as caught:
-        parsing.parse(body, bodies.ChatBody)
+    with pytest.raises(HttpError) as caught:
+        body_parser.parse_body(body, request_bodies.ChatBody)
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")

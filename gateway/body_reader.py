@@ -9,32 +9,32 @@ from collections.abc import Mapping
 from starlette.types import Receive
 
 from baton.gateway.connections import LINGER_S
-from baton.gateway.problems import Problem
+from baton.gateway.error_responses import HttpError
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import shown
 
 # Statuses of problems that leave something of the body to read.
-UNREAD = (408, 413, 415)
+UNREAD_BODY_STATUSES = (408, 413, 415)
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """Nobody reads the answer any more."""
 
 
-async def read(receive: Receive, headers: Mapping[str, str], config: HttpConfig) -> bytes:
+async def read_body(receive: Receive, headers: Mapping[str, str], config: HttpConfig) -> bytes:
     """A whole body of JSON.
 
     Raises:
         ClientLeft: before it was whole.
-        Problem: it is of another type, too long, or comes too slowly.
+        HttpError: it is of another type, too long, or comes too slowly.
     """
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         # A web page may send any other type to any server, this one without asking first.
         what = f"content-type is {shown(kind)}; must be application/json"
-        raise Problem(415, what, param="content-type", code="unsupported_media_type")
+        raise HttpError(415, what, param="content-type", code="unsupported_media_type")
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
-    too_large = Problem(413, f"the body is longer than {limit} bytes", code="body_too_large")
+    too_large = HttpError(413, f"the body is longer than {limit} bytes", code="body_too_large")
     length = headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise too_large
@@ -45,7 +45,7 @@ async def read(receive: Receive, headers: Mapping[str, str], config: HttpConfig)
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientLeft
+                    raise ClientDisconnected
                 parts.append(message.get("body", b""))
                 num_bytes += len(parts[-1])
                 if num_bytes > limit:
@@ -53,11 +53,11 @@ async def read(receive: Receive, headers: Mapping[str, str], config: HttpConfig)
                 more = message.get("more_body", False)
     except TimeoutError:
         what = f"no whole body within {timeout_s:g} s"
-        raise Problem(408, what, code="request_timeout") from None
+        raise HttpError(408, what, code="request_timeout") from None
     return b"".join(parts)
 
 
-async def pass_over(receive: Receive) -> None:
+async def discard_body(receive: Receive) -> None:
     """Drops what the client still sends, for a moment.
 
     Closed with something unread the connection would be reset, and the answer lost.

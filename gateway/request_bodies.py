@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from baton.gateway.problems import wrong
+from baton.gateway.error_responses import invalid_value
 from baton.runtime.errors import shown
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 _MAX_TOOLS = 1024
 
 
-class Part(BaseModel):
+class BodyModel(BaseModel):
     """An object of a body, or the whole of it."""
 
     # Strict: "5" is no number and 1 no boolean.
@@ -42,7 +42,7 @@ class Part(BaseModel):
         return value
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyModel):
     include_usage: bool | None = None
     # Of vLLM: with every chunk what there was of its choice so far.
     continuous_usage_stats: bool | None = None
@@ -50,14 +50,14 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(Part):
+class JsonSchema(BodyModel):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(BodyModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -71,7 +71,7 @@ class ResponseFormat(Part):
         return self
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(BodyModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -79,7 +79,7 @@ class StructuredOutputs(Part):
     grammar: str | None = None
 
 
-class GenerationBody(Part):
+class GenerationBody(BodyModel):
     """What both routes take."""
 
     model: str | None = None
@@ -150,7 +150,7 @@ class CompletionBody(GenerationBody):
         """Texts, or prompts of token ids; at least one.
 
         Raises:
-            Problem: it is something else.
+            HttpError: it is something else.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -161,10 +161,10 @@ class CompletionBody(GenerationBody):
             if all(isinstance(one, str) or (_are_ids(one) and one) for one in prompt):
                 return prompt
         allowed = "must be a text, a list of texts, token ids, or a list of lists of token ids"
-        raise wrong("prompt", prompt, allowed)
+        raise invalid_value("prompt", prompt, allowed)
 
 
-class Function(Part):
+class Function(BodyModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     # A JSON schema.
@@ -172,7 +172,7 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(BodyModel):
     """What the model may call."""
 
     type: Literal["function"]
@@ -186,24 +186,24 @@ class Tool(Part):
         return found
 
 
-class NamedFunction(Part):
+class NamedFunction(BodyModel):
     name: str
 
 
-class NamedTool(Part):
+class NamedTool(BodyModel):
     """The one that it is to call."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class CalledFunction(Part):
+class CalledFunction(BodyModel):
     name: str
     # As the model wrote them, which should be a JSON object.
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Part):
+class ToolCall(BodyModel):
     """Of an earlier answer."""
 
     id: str | None = None
@@ -213,7 +213,7 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class Message(Part):
+class Message(BodyModel):
     """One turn of a chat."""
 
     role: str

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from baton.client.request import Prompt, build
-from baton.gateway.asks import Ask
-from baton.gateway.problems import Problem
-from baton.gateway.questions import Answer, PerCaller
+from baton.gateway.coordinator_queries import CachedQuery, PerCallerQuery
+from baton.gateway.error_responses import HttpError
+from baton.gateway.parsed_request import ParsedRequest
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import common_pb2
@@ -28,7 +28,7 @@ _NONE_HERE = 501
 
 
 @dataclass(frozen=True, slots=True)
-class ShownPrompt:
+class RenderedPrompt:
     """What an answer shows of a prompt; what it does not is empty.
 
     Attributes:
@@ -41,7 +41,7 @@ class ShownPrompt:
     token_ids: Sequence[int] = ()
 
 
-class OfTokenizer(Generic[T]):
+class TokenizerResource(Generic[T]):
     """What is made, when it is first needed, of the served model's tokenizer files on this host.
 
     Args:
@@ -50,14 +50,14 @@ class OfTokenizer(Generic[T]):
     """
 
     def __init__(
-        self, model: PerCaller[common_pb2.ModelDescription], make: Callable[[str], T]
+        self, model: PerCallerQuery[common_pb2.ModelDescription], make: Callable[[str], T]
     ) -> None:
         self._model, self._make = model, make
         self._path = ""
-        self._answer: Answer[T] | None = None
+        self._answer: CachedQuery[T] | None = None
 
     async def get(self, authorization: str, field: str | None = None) -> T:
-        """Raises Problem: the caller may not ask, or the files are not here.
+        """Raises HttpError: the caller may not ask, or the files are not here.
 
         Args:
             authorization: of the caller.
@@ -65,14 +65,14 @@ class OfTokenizer(Generic[T]):
         """
         path = (await self._model.get(authorization)).tokenizer
         if self._answer is None or path != self._path:
-            self._path, self._answer = path, Answer(lambda: self._made(path), math.inf)
+            self._path, self._answer = path, CachedQuery(lambda: self._made(path), math.inf)
         try:
             return await self._answer.get()
-        except Problem as problem:
+        except HttpError as problem:
             if field is None or problem.status != _NONE_HERE:
                 raise
             message = f"{field} is not supported here: {problem}"
-            raise Problem(400, message, param=field, code="unsupported_parameter") from None
+            raise HttpError(400, message, param=field, code="unsupported_parameter") from None
 
     async def _made(self, path: str) -> T:
         try:
@@ -80,36 +80,38 @@ class OfTokenizer(Generic[T]):
         except ConfigError as error:
             _log.warning("the model's tokenizer cannot be used here: %s", error)
             message = "this gateway has no files of the model's tokenizer"
-            raise Problem(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
+            raise HttpError(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
 
 
-ModelTokenizer: TypeAlias = "OfTokenizer[Tokenizer]"
+ModelTokenizer: TypeAlias = "TokenizerResource[Tokenizer]"
 
 
-def model_tokenizer(model: PerCaller[common_pb2.ModelDescription]) -> ModelTokenizer:
+def model_tokenizer(model: PerCallerQuery[common_pb2.ModelDescription]) -> ModelTokenizer:
     """To show prompts as tokens."""
-    return OfTokenizer(model, _tokenizer)
+    return TokenizerResource(model, _tokenizer)
 
 
-async def shown_prompts(ask: Ask, tokenizer: Tokenizer | None) -> list[ShownPrompt]:
+async def render_prompts(
+    request: ParsedRequest, tokenizer: Tokenizer | None
+) -> list[RenderedPrompt]:
     """Of each prompt, as far as the answer shows it; its tokens wherever there is a tokenizer.
 
     Args:
-        ask: taken by the coordinator, so its prompts are good and not too long.
-        tokenizer: there when `ask.needs_tokenizer`, or whoever parses the output needs the prompt.
+        request: taken by the coordinator, so its prompts are good and not too long.
+        tokenizer: needed if `request.needs_tokenizer` is set, or an output parser reads the prompt.
 
     Raises:
-        Problem: they are not, by the files here.
+        HttpError: they are not, by the files here.
     """
     if tokenizer is None:
-        shows = ask.echo or ask.return_token_ids
-        return [_plain(prompt) if shows else ShownPrompt() for prompt in ask.prompts]
+        shows = request.echo or request.return_token_ids
+        return [_plain(prompt) if shows else RenderedPrompt() for prompt in request.prompts]
     try:
         return await asyncio.to_thread(
-            lambda: [_shown(ask, prompt, tokenizer) for prompt in ask.prompts]
+            lambda: [_shown(request, prompt, tokenizer) for prompt in request.prompts]
         )
     except InvalidArgument as error:
-        raise Problem(400, str(error), param="messages" if ask.chat else "prompt") from None
+        raise HttpError(400, str(error), param="messages" if request.chat else "prompt") from None
 
 
 def _tokenizer(path: str) -> Tokenizer:
@@ -119,16 +121,16 @@ def _tokenizer(path: str) -> Tokenizer:
     return Tokenizer(path)
 
 
-def _plain(prompt: Prompt) -> ShownPrompt:
+def _plain(prompt: Prompt) -> RenderedPrompt:
     """Of one that shows nothing but what came."""
     if isinstance(prompt, str):
-        return ShownPrompt(prompt)
-    return ShownPrompt(token_ids=cast("Sequence[int]", prompt))
+        return RenderedPrompt(prompt)
+    return RenderedPrompt(token_ids=cast("Sequence[int]", prompt))
 
 
-def _shown(ask: Ask, prompt: Prompt, tokenizer: Tokenizer) -> ShownPrompt:
-    ids = tokenizer.prompt_at_once(build(prompt, ask.options)).tolist()
-    if not ask.echo:
-        return ShownPrompt(token_ids=ids)
+def _shown(request: ParsedRequest, prompt: Prompt, tokenizer: Tokenizer) -> RenderedPrompt:
+    ids = tokenizer.prompt_at_once(build(prompt, request.options)).tolist()
+    if not request.echo:
+        return RenderedPrompt(token_ids=ids)
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids, False)
-    return ShownPrompt(text, tokenizer.decode(ids[:1], False), ids)
+    return RenderedPrompt(text, tokenizer.decode(ids[:1], False), ids)

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 _QUIET_S = 60.0
 
 
-class Outage:
+class OutageLog:
     """Of what requests and probes meet: one line when it begins, one when it is over.
 
     Args:
