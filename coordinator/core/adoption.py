@@ -27,7 +27,7 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
@@ -162,7 +162,7 @@ class Adoption:
         lifecycle: RequestLifecycle,
         workers: WorkerRegistry,
         placers: Placers,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
     ) -> None:
         self._lifecycle, self._workers, self._placers, self._timers = (
             lifecycle,
@@ -178,7 +178,7 @@ class Adoption:
 
     @property
     def num_timers(self) -> int:
-        """Timers set: one per attempt that no client has come back for, and SETTLED."""
+        """How many timers are set: one per orphan, and CoreTimer.ADOPTION."""
         return len(self._orphans) + (self._phase in (_Phase.RETURNING, _Phase.LATE))
 
     # ---- Workers.
@@ -202,7 +202,7 @@ class Adoption:
         if self._phase is _Phase.ALONE or (returns and not self._has_returned):
             # A new worker may be here before the first of those that another coordinator had.
             self._phase = _Phase.RETURNING if returns else _Phase.LATE
-            self._timers.set(SETTLED, now + (_RETURN_S if returns else _LATE_S))
+            self._timers.set(CoreTimer.ADOPTION, now + (_RETURN_S if returns else _LATE_S))
         self._has_returned |= returns
         if not returns:
             return []
@@ -229,7 +229,7 @@ class Adoption:
             orphan.take(output)
             if orphan.finished is not None:
                 self._placers.let_go(key, orphan.revision)
-                self._lifecycle.room_made = True
+                self._lifecycle.room_freed()
             else:
                 self._placers.held_grows(key, orphan.revision, orphan.num_kv_tokens)
 
@@ -259,13 +259,13 @@ class Adoption:
         return returning and request.attempt == 0 and len(request.token_ids) > 0
 
     def advance(self, now: float) -> None:
-        """The timer SETTLED went off: fewer wait for a worker, or nobody does any longer."""
+        """CoreTimer.ADOPTION is due: fewer resumed requests wait for a worker from now on."""
         if self._phase is _Phase.RETURNING:
             self._phase = _Phase.LATE
-            self._timers.set(SETTLED, now + _LATE_S - _RETURN_S)
+            self._timers.set(CoreTimer.ADOPTION, now + _LATE_S - _RETURN_S)
         else:
             self._phase = _Phase.SETTLED
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()
 
     def expire(self, key: RequestKey) -> None:
         """No client has come back for this attempt in time: its worker is told to end it."""
@@ -350,7 +350,7 @@ class Adoption:
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.let_go(key, orphan.revision)
-            self._lifecycle.room_made = True
+            self._lifecycle.room_freed()
         return orphan
 
     def _forget(self, key: RequestKey) -> None:
@@ -363,7 +363,3 @@ class Adoption:
             self._over.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
         self._lifecycle.out.append(ev.SendCommand(orphan.worker, command))
-
-
-SETTLED: WorkerKey = ("", 0)
-"""The timer at which those that come back wait no longer; no worker has this key."""

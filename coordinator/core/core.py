@@ -9,29 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from baton.coordinator.core.adoption import SETTLED, Adoption
-from baton.coordinator.core.dispatch import ROOM, Dispatcher
+from baton.coordinator.core.adoption import Adoption
+from baton.coordinator.core.dispatch import Dispatcher
 from baton.coordinator.core.handoff_reports import HandoffReports
 from baton.coordinator.core.membership import Membership
 from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.recovery_timeout import RecoveryTimeout
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.rollouts.retiring import gone_error
-from baton.coordinator.rollouts.rollout import ROLLOUT, Rollouts
+from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Policy
-from baton.coordinator.scaling.scaling import SCALING, Scaler
+from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, Request, RequestKey, WorkerKey
+from baton.coordinator.state.requests import EndedRequest, Request, RequestKey
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import in_config
 from baton.coordinator.state.slow_steps import Stall
-from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
@@ -63,13 +63,21 @@ class Core:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._timers: Timers[RequestKey | WorkerKey] = Timers()
+        self._timers = Timers()
+        # Whether a waiting request may find a worker, so that a round of dispatching is due.
+        self._may_dispatch = False
         self.workers = WorkerRegistry(config.model_name, config.revision)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
         traffic = Traffic(config.revision)
         self._lifecycle = RequestLifecycle(
-            config, self.workers, self.placers, traffic, self._timers, random_bytes
+            config,
+            self.workers,
+            self.placers,
+            traffic,
+            self._timers,
+            random_bytes,
+            self._room_freed,
         )
         self._adoption = Adoption(self._lifecycle, self.workers, self.placers, self._timers)
         self._handoffs = HandoffReports(self._lifecycle)
@@ -146,12 +154,12 @@ class Core:
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
         }
-        # By timer; requests and workers have timers of their own.
-        self._timed: dict[WorkerKey, Callable[[float], None]] = {
-            SETTLED: self._adoption.advance,
-            SCALING: members.scale,
-            ROLLOUT: self.rollouts.advance,
-            ROOM: self._room_is_due,
+        # Called with the time when the timer is due. Requests and workers have timers of their own.
+        self._timed: dict[CoreTimer, Callable[[float], None]] = {
+            CoreTimer.ADOPTION: self._adoption.advance,
+            CoreTimer.SCALING: members.scale,
+            CoreTimer.ROLLOUT: self.rollouts.advance,
+            CoreTimer.ROOM: self._room_is_due,
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
@@ -172,8 +180,8 @@ class Core:
             self.placers.changed = False
             if self.rollouts:
                 self.rollouts.advance(now)
-        if self._lifecycle.room_made:
-            self._dispatcher.dispatch(now)
+        if self._may_dispatch:
+            self._may_dispatch = self._dispatcher.dispatch(now)
         self._members.advance()
         return self._lifecycle.take_effects()
 
@@ -369,8 +377,8 @@ class Core:
         while (key := self._timers.pop_due(now)) is not None:
             if isinstance(key, str):
                 self._request_is_due(key, now)
-            elif (part := self._timed.get(key)) is not None:
-                part(now)
+            elif isinstance(key, CoreTimer):
+                self._timed[key](now)
             else:
                 self._members.look_at(key, now)
 
@@ -383,4 +391,7 @@ class Core:
         self._lifecycle.expire(request, self._dispatcher.queue_error, now)
 
     def _room_is_due(self, now: float) -> None:
-        self._lifecycle.room_made = True
+        self._room_freed()
+
+    def _room_freed(self) -> None:
+        self._may_dispatch = True

@@ -14,14 +14,12 @@ from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import ROLE_OF
-from baton.coordinator.state.requests import Request, RequestKey, RequestState, WorkerKey
-from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.requests import Request, RequestState
+from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# The key of its timer.
-ROOM: WorkerKey = ("", 3)
 # A batch request that made room so often is let go on: its cache may not keep what was computed.
 _MAX_PARKED = 8
 # Room that is foreseen is looked for so much later at least, rounding or not.
@@ -39,7 +37,7 @@ class Dispatcher:
         placers: Placers,
         adoption: Adoption,
         rollouts: Rollouts,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
     ) -> None:
         self._config, self._lifecycle, self._workers = config, lifecycle, workers
         self._placers, self._adoption, self._rollouts = placers, adoption, rollouts
@@ -48,11 +46,14 @@ class Dispatcher:
     @property
     def num_timers(self) -> int:
         """Timers set: one while room is foreseen."""
-        return int(ROOM in self._timers)
+        return int(CoreTimer.ROOM in self._timers)
 
-    def dispatch(self, now: float) -> None:
-        """Sends the requests whose turn it is to workers that have room for them."""
-        self._lifecycle.room_made = False
+    def dispatch(self, now: float) -> bool:
+        """Sends the requests whose turn it is to workers that have room for them.
+
+        Returns:
+            Whether another round is due: batch requests were parked, which freed room.
+        """
         room_at = math.inf
         for request in self._lifecycle.lanes.candidates() if len(self._lifecycle.lanes) else ():
             if self._settled(request, now) or self._adoption.may_return(request):
@@ -77,13 +78,11 @@ class Dispatcher:
                 self._lifecycle.fail(request, problem, now)
             else:
                 self._lifecycle.dispatch(request, placement, now)
-        # What ended on the way made no room on a worker.
-        self._lifecycle.room_made = False
         if room_at < math.inf:
-            self._timers.set(ROOM, max(room_at, now + _LEAST_WAIT_S))
+            self._timers.set(CoreTimer.ROOM, max(room_at, now + _LEAST_WAIT_S))
         else:
-            self._timers.cancel(ROOM)
-        self._park(now)
+            self._timers.cancel(CoreTimer.ROOM)
+        return self._park(now)
 
     def queue_error(self, request: Request) -> errors.BatonError:
         """Why a request waited for too long."""
@@ -168,8 +167,13 @@ class Dispatcher:
             and worker.can_resume(request)
         ]
 
-    def _park(self, now: float) -> None:
-        """Parks batch requests where interactive ones that were just added would be too slow."""
+    def _park(self, now: float) -> bool:
+        """Parks batch requests where interactive ones that were just added would be too slow.
+
+        Returns:
+            Whether any was parked.
+        """
+        has_parked = False
         while self._placers.crowded:
             crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)
@@ -179,6 +183,8 @@ class Dispatcher:
                     break
                 # The one that is computed again most cheaply.
                 self._lifecycle.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
+                has_parked = True
+        return has_parked
 
     def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
         """Why a request cannot go on after its known tokens; None when it can, or has none."""

@@ -173,4 +173,4 @@ class Flips:
         worker.flip = None
         self._flipping.pop(worker.key, None)
         self._placers.refresh(worker)
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()

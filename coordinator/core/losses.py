@@ -10,7 +10,7 @@ from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.requests import RequestKey, RequestState, WorkerKey
+from baton.coordinator.state.requests import RequestKey, RequestState
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
@@ -32,7 +32,7 @@ class Losses:
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._lifecycle, self._workers, self._placers, self._latency = (
@@ -99,7 +99,7 @@ class Losses:
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""
         self._placers.refresh(worker)
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()
 
     def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
         """A worker has left its pool: if it was the last, parked requests wait for a new one."""

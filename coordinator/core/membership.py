@@ -16,7 +16,7 @@ from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import POOL_OF, ROLE_OF
-from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.scaling_decision import Drain
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -53,7 +53,7 @@ class Membership:
         latency: LatencyRegistry,
         adoption: Adoption,
         scaler: Scaler,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._config, self._lifecycle, self._workers, self._placers = (
@@ -129,7 +129,7 @@ class Membership:
         if self._scaler.launches.is_ending(worker.id):
             # It was given up while it started, and came up before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()
         return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
@@ -158,7 +158,8 @@ class Membership:
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
-        self._lifecycle.room_made |= len(self._lifecycle.lanes) > 0
+        if len(self._lifecycle.lanes):
+            self._lifecycle.room_freed()
         is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))
         if load.num_steps != worker.num_steps or is_idle:
             worker.num_steps, worker.progressed_at, worker.stuck = load.num_steps, now, False
@@ -198,7 +199,7 @@ class Membership:
             self._flips.heard(worker)
         self._placers.refresh(worker)
         self._losses.left_pool(*was_in, now)
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:
         """A worker's stream has ended; the worker may be back."""

@@ -22,7 +22,6 @@ from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import (
     Interruption,
     Request,
-    RequestKey,
     RequestState,
     StateLimits,
     StreamKey,
@@ -60,6 +59,7 @@ class RequestLifecycle:
         traffic: says which revision a new request gets.
         timers: the core's; each request has one.
         random_bytes: makes handoff ids; injected so that a simulation repeats.
+        room_freed: see the attribute.
 
     Attributes:
         requests: those that have not ended, and the latest that have.
@@ -67,7 +67,8 @@ class RequestLifecycle:
         admission: whether requests are let in.
         stats: counters.
         out: the effects of the event that is being handled; the core takes them.
-        room_made: something ended or arrived, so that dispatching is worth a try.
+        room_freed: called when a waiting request may find a worker now: a request has arrived or
+            ended, or a worker takes more.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class RequestLifecycle:
         workers: WorkerRegistry,
         placers: Placers,
         traffic: Traffic,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
         random_bytes: Callable[[int], bytes],
+        room_freed: Callable[[], None],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._placers, self._random_bytes = placers, random_bytes
@@ -95,7 +97,7 @@ class RequestLifecycle:
         self.out: list[ev.Effect] = []
         # The list inside the last SendDeltas of `out`; empty: there is none yet.
         self._deltas: list[tuple[StreamKey, bytes]] = []
-        self.room_made = False
+        self.room_freed = room_freed
         self.admission = Admission(config, self.lanes, placers)
         self._admission_check = AdmissionCheck(
             self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
@@ -142,7 +144,7 @@ class RequestLifecycle:
         self._accept(request)
         self._queue(request, now, checked.num_tokens)
         self._set_timer(request)
-        self.room_made = True
+        self.room_freed()
         return request
 
     def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
@@ -210,7 +212,8 @@ class RequestLifecycle:
     def prefill_over(self, request: Request) -> None:
         """The prompt is computed: the prefill worker has only the handoff left to finish."""
         request.prefill_done = True
-        self.room_made |= self._assignments.prefill_over(request)
+        if self._assignments.prefill_over(request):
+            self.room_freed()
 
     def decoding(self, request: Request, now: float) -> None:
         """The first output of the decode worker is here."""
@@ -238,7 +241,8 @@ class RequestLifecycle:
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """A worker has reported something of the request's attempt."""
-        self.room_made |= self._assignments.answered(request, worker)
+        if self._assignments.answered(request, worker):
+            self.room_freed()
 
     def handed_over(self, request: Request) -> None:
         """The prefill worker's side of the handoff is over, or no longer matters."""
@@ -273,7 +277,7 @@ class RequestLifecycle:
         self.stats.moved_to_stable(request.revision)
         request.revision, request.hashes = revision, None
         self.lanes.changed_revision(request)
-        self.room_made = True
+        self.room_freed()
 
     def park(self, request: Request, now: float) -> None:
         """Takes a running batch request off its workers to make room; it waits for another turn."""
@@ -470,7 +474,7 @@ class RequestLifecycle:
         self._timers.cancel(request.key)
         self._let_go(request)
         self.requests.remove(request)
-        self.room_made = True
+        self.room_freed()
         record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:
@@ -554,9 +558,10 @@ class RequestLifecycle:
             request.interruptions.append(Interruption(stage, now))
         self._advance(request, state, now)
         self._queue(request, now)
-        self.room_made = True
+        self.room_freed()
 
     def _let_go(self, request: Request) -> None:
         """The request leaves its workers, and its attempt is over."""
         self.requests.end_attempt(request)
-        self.room_made |= self._assignments.let_go(request)
+        if self._assignments.let_go(request):
+            self.room_freed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.coordinator.lanes.lanes import Lanes
@@ -18,13 +19,13 @@ class RolloutRequests(Protocol):
     this interface.
 
     Attributes:
-        room_made: set to True when a waiting request may find a worker now.
+        room_freed: to be called when a waiting request may find a worker now.
     """
 
     requests: RequestTable
     lanes: Lanes
     stats: CoreStats
-    room_made: bool
+    room_freed: Callable[[], None]
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:
         """Ends a request with an error."""

@@ -21,16 +21,12 @@ from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import ROLE_OF, Pool
-from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.coordinator.state.revision import Revision
-from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.revision_stats import Side
 from baton.runtime import errors
 from baton.v1 import cluster_pb2
-
-ROLLOUT: WorkerKey = ("", 2)
-"""The timer at which a rollout is looked at; no worker has this key."""
 
 _INTERVAL_S = 1.0
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
@@ -80,7 +76,7 @@ class Rollouts:
         workers: WorkerRegistry,
         placers: Placers,
         scaler: Scaler,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
         drain: Callable[[Worker, float, str, float], None],
         emit: Callable[[ev.Effect], None],
         max_request_s: float,
@@ -238,11 +234,11 @@ class Rollouts:
         self._reserve()
         self._move_waiting()
         # What waits for workers that are gone is to hear it.
-        self._lifecycle.room_made = True
+        self._lifecycle.room_freed()
         if self:
-            self._timers.set(ROLLOUT, now + _INTERVAL_S)
+            self._timers.set(CoreTimer.ROLLOUT, now + _INTERVAL_S)
         else:
-            self._timers.cancel(ROLLOUT)
+            self._timers.cancel(CoreTimer.ROLLOUT)
             self._placers.keep_only(frozenset({self.traffic.stable}))
 
     # ---- Inside.
@@ -285,7 +281,7 @@ class Rollouts:
         self._set_current()
         self._placers.changed = True
         if not self:
-            self._timers.cancel(ROLLOUT)
+            self._timers.cancel(CoreTimer.ROLLOUT)
         # What came before the first worker did was taken for the configured revision's.
         self._move_waiting()
         self._tell()

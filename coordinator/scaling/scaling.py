@@ -20,17 +20,13 @@ from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import POOL_OF, Pool
-from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingSettings, Targets
 from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDecision, Want
-from baton.coordinator.state.timers import Timers
+from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.errors import BatonError, FailedPrecondition
-
-SCALING: WorkerKey = ("", 1)
-"""The timer of the next decision; no worker has this key."""
 
 # Between two decisions, where something that happened asks for one.
 _SOONEST_S = 0.2
@@ -61,7 +57,7 @@ class Scaler:
         workers: WorkerRegistry,
         observer: Observer,
         stats: CoreStats,
-        timers: Timers[RequestKey | WorkerKey],
+        timers: Timers,
         emit: Callable[[ev.Effect], None],
         policy: Policy | None = None,
         stable: Revision | None = None,
@@ -213,7 +209,7 @@ class Scaler:
     def stop(self) -> None:
         """Decides nothing any more."""
         self.active = False
-        self._timers.cancel(SCALING)
+        self._timers.cancel(CoreTimer.SCALING)
 
     def scale(self, pool: Pool, num_workers: int, now: float) -> None:
         """An operator sets the size of a pool."""
@@ -369,7 +365,7 @@ class Scaler:
 
     def _set_timer(self, at: float) -> None:
         self._due = at
-        self._timers.set(SCALING, at)
+        self._timers.set(CoreTimer.SCALING, at)
 
     def _observe(self, now: float) -> Observation:
         """What the policy is to decide by.
