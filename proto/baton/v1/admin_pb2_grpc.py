@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """State and control of one cell: a coordinator with its two pools.
+    """State and control of one cell: a coordinator with its prefill and decode pools.
     """
 
     def __init__(self, channel):
@@ -133,152 +133,159 @@ class AdminStub:
 
 
 class AdminServicer:
-    """State and control of one cell: a coordinator with its two pools.
+    """State and control of one cell: a coordinator with its prefill and decode pools.
     """
 
     def ListPools(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the pools and lanes with their current sizes and limits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the attached workers.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists running requests, and recently ended ones if asked to.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """One request, running or recently ended, with its latency budget. NOT_FOUND otherwise.
+        """Returns one running or recently ended request with its latency budget. NOT_FOUND: there is no
+        such request, or it ended too long ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the cell does: what top, doctor and the dashboard show.
+        """Returns the health of the cell, as shown by `baton top`, `baton doctor` and the dashboard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Cancels a request; idempotent. NOT_FOUND when it is not running.
+        """Cancels a request; idempotent. NOT_FOUND: no such request is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """The calls on sizes answer FAILED_PRECONDITION where a coordinator starts no workers.
+        """The calls that change pool sizes fail with FAILED_PRECONDITION if the coordinator does not
+        start workers itself.
 
-        Sets a pool's size by hand. It holds, whatever the load, until autoscaling is switched on
-        (again). FAILED_PRECONDITION outside its floor and ceiling.
+        Sets a pool's size by hand. The size holds regardless of load until autoscaling is switched on
+        again. FAILED_PRECONDITION: the size is outside the pool's minimum and maximum.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTargets(self, request, context):
-        """What pools are sized for. Answers with the targets of all lanes.
+        """Changes the latency targets that pools are sized for. Returns the targets of all lanes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetAutoscale(self, request, context):
-        """On: the pools size themselves, those with a size by hand too. Off: they keep their sizes.
+        """Switches autoscaling on or off. On: pools follow the load, including those sized by hand. Off:
+        pools keep their sizes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """The worker takes nothing new, finishes what it has, and leaves; a pool that is then too small
-        gets another. NOT_FOUND: no such worker.
+        """Drains a worker: it gets no new requests, finishes its running ones, and leaves. If its pool is
+        then too small, the coordinator starts another worker. NOT_FOUND: no such worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlipWorker(self, request, context):
-        """The worker changes to the other pool, without loading anything again, when its requests have
-        ended or moved; sizes by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION: it
-        does not serve, it is the last of its pool, or a pool would leave its limits.
+        """Moves a worker to the other pool without loading the model again, as soon as its requests have
+        ended or moved. Sizes set by hand move with it. NOT_FOUND: no such worker. FAILED_PRECONDITION:
+        the worker is not serving, is the last of its pool, or a pool would leave its size limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """The last scaling decisions of a pool, newest first, with their numbers and reasons.
+        """Lists recent scaling decisions, newest first, with their inputs and reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Pools, workers and the rollout, again whenever they change, at most once per interval. A slow
-        reader gets fewer events, never old ones. RESOURCE_EXHAUSTED: too many watch already.
+        """Streams pools, workers and the rollout whenever they change, at most once per interval. A slow
+        reader gets fewer events, but never outdated ones. RESOURCE_EXHAUSTED: too many watchers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Records what a worker's engine computes for a while, without a restart, and gives the traces:
-        `started`, then for each rank a `file` and its `data` in order. Ending the call ends the
-        recording. The worker's steps take longer while it records, and stop while it writes. NOT_FOUND:
-        no such worker. FAILED_PRECONDITION: it is being profiled already, or its engine cannot be.
-        RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker was lost.
+        """Profiles a worker's engine for a while, without a restart, and returns the traces: `started`,
+        then a `file` and its `data` in order for each rank. Ending the call ends the profile. The
+        worker's steps are slower while it records, and pause while it writes the traces. NOT_FOUND: no
+        such worker. FAILED_PRECONDITION: the worker is already being profiled, or its engine cannot
+        be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartRollout(self, request, context):
-        """Rollouts: another model, or other engine arguments, tried on a share of the traffic first.
+        """A rollout tries another model, or other engine arguments, on a share of the traffic first.
 
-        Starts workers of a new revision beside the stable ones, and sends them a share of the new
-        requests once they serve. FAILED_PRECONDITION: a rollout runs already, or nothing starts workers
-        here and none of this revision is attached. INVALID_ARGUMENT names the field.
+        Starts workers of a new revision (the canary) beside the stable ones, and sends them a share of
+        the new requests once they serve. FAILED_PRECONDITION: a rollout is running, or this
+        coordinator starts no workers and none of this revision is attached. INVALID_ARGUMENT names the
+        field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRolloutShare(self, request, context):
-        """The share of new requests that go to the canary from now on.
+        """Changes the share of new requests that go to the canary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRollout(self, request, context):
-        """Both revisions side by side; of the last rollout where none runs.
+        """Compares both revisions of the running rollout, or of the last one if none is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PromoteRollout(self, request, context):
-        """The canary becomes the stable revision once it has as many workers as the pools are to have;
-        the others then finish what they have, and leave. FAILED_PRECONDITION: no rollout runs, or the
-        canary does not serve.
+        """Makes the canary the stable revision once it has as many workers as the pools should have. The
+        old revision's workers then finish their requests and leave. FAILED_PRECONDITION: no rollout is
+        running, or the canary is not serving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortRollout(self, request, context):
-        """The canary gets nothing new; its workers finish what they have, and leave.
-        FAILED_PRECONDITION: no rollout runs.
+        """Ends the rollout: the canary gets no new requests; its workers finish theirs and leave.
+        FAILED_PRECONDITION: no rollout is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -391,7 +398,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """State and control of one cell: a coordinator with its two pools.
+    """State and control of one cell: a coordinator with its prefill and decode pools.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """Workers dial in: only the coordinator's address needs configuring.
+    """Workers connect to the coordinator, so only the coordinator's address has to be configured.
     """
 
     def __init__(self, channel):
@@ -43,26 +43,26 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """Workers dial in: only the coordinator's address needs configuring.
+    """Workers connect to the coordinator, so only the coordinator's address has to be configured.
     """
 
     def Attach(self, request_iterator, context):
-        """One stream per worker, for its whole life. The worker's first message is a Hello, the
-        coordinator's first is a Welcome or the stream ends with a status: FAILED_PRECONDITION (model or
-        layout differs from the cluster's, with both values), ALREADY_EXISTS (a worker of this id and a
-        newer incarnation is attached), ABORTED (this incarnation was declared lost: it is fenced and
-        must stop at once).
+        """One stream per worker, for the worker's whole life. The worker first sends a Hello. The
+        coordinator answers with a Welcome, or ends the stream with a status:
+        FAILED_PRECONDITION: model or KV layout differs from the cluster's. The worker must exit.
+        ALREADY_EXISTS: a newer incarnation of this worker ID is attached. The worker must exit.
+        ABORTED: this incarnation was declared dead and is fenced. The worker must stop at once.
 
-        Order, loss and restarts. Every message carries a sequence number, from 1, without gaps, per
-        sender and (worker incarnation, coordinator generation), and acknowledges what the sender of it
-        has processed of the other direction. A sender keeps what is not acknowledged, up to a bound; on
-        a new stream within the same incarnation and generation it sends again from the first message
-        the other side has not processed (Hello.ack, Welcome.ack). Load reports and acknowledgements
-        alone are not kept.
+        Reliable delivery: each sender numbers its messages from 1 without gaps, per worker incarnation
+        and coordinator generation, and acknowledges the highest number it has processed of the other
+        side. A sender keeps unacknowledged messages up to a limit. On a new stream within the same
+        incarnation and generation it resends all messages that the other side has not processed (see
+        Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-        Liveness: a message at least every Welcome.heartbeat_interval. A stream that ends because the
-        coordinator went away leaves requests running for Welcome.adoption_grace; a worker that hears a
-        *new* generation reports them in Hello.running and keeps those that Welcome.adopted names.
+        Liveness: each side must send a message at least every Welcome.heartbeat_interval. If the
+        stream ends because the coordinator went away, the worker keeps its requests running for
+        Welcome.adoption_grace. A worker that meets a new generation reports its requests in
+        Hello.running, continues those named in Welcome.adopted, and aborts the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +85,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """Workers dial in: only the coordinator's address needs configuring.
+    """Workers connect to the coordinator, so only the coordinator's address has to be configured.
     """
 
     @staticmethod

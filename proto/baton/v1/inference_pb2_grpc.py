@@ -27,10 +27,11 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Text generation. Errors are gRPC's own codes with google.rpc details: INVALID_ARGUMENT names the
-    field, its value and what is allowed (BadRequest); RESOURCE_EXHAUSTED carries RetryInfo, and a
-    client should wait that long; UNAVAILABLE when no worker can serve, and a client should retry
-    with backoff; the rest mean what they mean everywhere.
+    """Text generation. Errors are gRPC status codes with google.rpc details:
+    INVALID_ARGUMENT: a client must not retry; BadRequest names field, value and what is allowed.
+    RESOURCE_EXHAUSTED: a client should wait as long as RetryInfo says, then retry.
+    UNAVAILABLE: no worker can serve the request now; a client should retry with backoff.
+    All other codes have their usual meaning.
     """
 
     def __init__(self, channel):
@@ -57,31 +58,33 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Text generation. Errors are gRPC's own codes with google.rpc details: INVALID_ARGUMENT names the
-    field, its value and what is allowed (BadRequest); RESOURCE_EXHAUSTED carries RetryInfo, and a
-    client should wait that long; UNAVAILABLE when no worker can serve, and a client should retry
-    with backoff; the rest mean what they mean everywhere.
+    """Text generation. Errors are gRPC status codes with google.rpc details:
+    INVALID_ARGUMENT: a client must not retry; BadRequest names field, value and what is allowed.
+    RESOURCE_EXHAUSTED: a client should wait as long as RetryInfo says, then retry.
+    UNAVAILABLE: no worker can serve the request now; a client should retry with backoff.
+    All other codes have their usual meaning.
     """
 
     def Generate(self, request, context):
-        """One request, its events streamed: accepted, deltas, finished. What a client in any language
-        uses. The call's own deadline and cancellation are the request's.
+        """Runs one request and streams its events: accepted, deltas, finished. Simple clients should use
+        this call. The call's deadline and cancellation apply to the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Any number of concurrent requests over one stream. Up: submissions and cancels. Down: batches
-        of events, at most one batch per engine step of a worker. Losing the stream cancels its
-        requests; a client that resumes submits again with the tokens it has.
+        """Runs any number of concurrent requests over one stream. The client sends submissions and
+        cancels; the server sends batches of events, at most one batch per engine step of a worker. If
+        the stream breaks, its requests are cancelled; a client should submit them again on a new
+        stream with ResumeState.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The model this coordinator serves.
+        """Describes the model that this coordinator serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,10 +117,11 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Text generation. Errors are gRPC's own codes with google.rpc details: INVALID_ARGUMENT names the
-    field, its value and what is allowed (BadRequest); RESOURCE_EXHAUSTED carries RetryInfo, and a
-    client should wait that long; UNAVAILABLE when no worker can serve, and a client should retry
-    with backoff; the rest mean what they mean everywhere.
+    """Text generation. Errors are gRPC status codes with google.rpc details:
+    INVALID_ARGUMENT: a client must not retry; BadRequest names field, value and what is allowed.
+    RESOURCE_EXHAUSTED: a client should wait as long as RetryInfo says, then retry.
+    UNAVAILABLE: no worker can serve the request now; a client should retry with backoff.
+    All other codes have their usual meaning.
     """
 
     @staticmethod

@@ -26,17 +26,17 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Between the transfer services of two workers. Beside the methods below, the service has two
-    streams whose messages are not protobuf where bytes of KV caches are in them.
+    """Calls between the transfer services of two workers. Beside the methods below, the service has two
+    streams with messages that are not protobuf where they contain KV cache bytes.
 
-    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
-    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
-    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
-    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
-    travel beside this stream.
+    `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
+    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    The commit frame carries the totals. With a transport other than gRPC, data frames contain a
+    reference instead of the bytes, or travel beside this stream.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
-    ways, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
+    LinkMessages, and the group lives as long as the stream.
     """
 
     def __init__(self, channel):
@@ -53,21 +53,22 @@ class KvTransferStub:
 
 
 class KvTransferServicer:
-    """Between the transfer services of two workers. Beside the methods below, the service has two
-    streams whose messages are not protobuf where bytes of KV caches are in them.
+    """Calls between the transfer services of two workers. Beside the methods below, the service has two
+    streams with messages that are not protobuf where they contain KV cache bytes.
 
-    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
-    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
-    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
-    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
-    travel beside this stream.
+    `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
+    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    The commit frame carries the totals. With a transport other than gRPC, data frames contain a
+    reference instead of the bytes, or travel beside this stream.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
-    ways, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
+    LinkMessages, and the group lives as long as the stream.
     """
 
     def Describe(self, request, context):
-        """What this end accepts: for operators, and for a sender that wants to know before it opens.
+        """Describes what this receiver accepts, for operators, and for senders before they open a
+        handoff.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,17 +91,17 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Between the transfer services of two workers. Beside the methods below, the service has two
-    streams whose messages are not protobuf where bytes of KV caches are in them.
+    """Calls between the transfer services of two workers. Beside the methods below, the service has two
+    streams with messages that are not protobuf where they contain KV cache bytes.
 
-    `/baton.v1.KvTransfer/Push` carries one handoff: raw frames one way, PushReply messages the other;
-    kvtransfer/frames.py defines the frames. The first is an open whose payload is a PushOpen. A data
-    frame carries handoff, epoch, layer, block range and a checksum; the commit frame carries the
-    totals. With another transport than gRPC, data frames carry a reference in place of the bytes, or
-    travel beside this stream.
+    `/baton.v1.KvTransfer/Push` transfers one handoff: the sender writes raw frames, the receiver
+    writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
+    with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
+    The commit frame carries the totals. With a transport other than gRPC, data frames contain a
+    reference instead of the bytes, or travel beside this stream.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: LinkMessages both
-    ways, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
+    LinkMessages, and the group lives as long as the stream.
     """
 
     @staticmethod
