@@ -1,4 +1,4 @@
-"""Who calls, by the credential of a call or of one request, and what they may do."""
+"""Authentication and authorization: recognises callers by credential and checks their rights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from baton.v1 import common_pb2
 
 _SCHEME = "bearer "
 _INFERENCE, _ADMIN = "Inference", "Admin"
-# What callers are told; the exact reason is in the log and the metrics, for operators.
+# Callers get this text only; operators find the exact reason in the log and the metrics.
 _UNKNOWN = "the credential is not valid here"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who was recognised.
+    """A caller whose credential was accepted.
 
     Attributes:
-        name: of the key or the token's subject, for logs; empty: nobody was asked for one.
-        grants: None: no limits.
-        account: what its requests are counted by; no two credentials' subjects have one.
+        name: Name of the API key or subject of the token, for logs; empty without authentication.
+        grants: Rights and limits of the caller; None means no limits.
+        account: Key under which the caller's running requests are counted; unique per credential.
     """
 
     name: str = ""
@@ -47,15 +47,15 @@ ANYONE = Caller()
 
 
 class Access:
-    """Recognises callers, and counts whom it refuses.
+    """Authenticates callers, checks their rights and counts refused calls.
 
     Args:
-        config: names the files.
-        refusals: gets them.
-        wall_clock: seconds since the epoch.
+        config: Security section; names the files with keys, tokens and certificates.
+        refusals: Counter that every refused call is added to.
+        wall_clock: Returns seconds since the epoch.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: A configured file cannot be used.
     """
 
     def __init__(
@@ -73,30 +73,30 @@ class Access:
         self._cluster_token: WatchedFiles[str] | None = None
         if token := config.cluster_token_file:
             self._cluster_token = watched_secret(token, "security.cluster_token_file")
-        # By account: its places, and how many requests are in each.
+        # Per account: how many requests use each concurrency slot.
         self._places: defaultdict[str, Counter[object]] = defaultdict(Counter)
-        # By tenant: its places for calls, and how many calls are in each; and which each one is in.
+        # Per tenant: how many calls use each call slot; and, per call, the slot that it uses.
         self._call_places: defaultdict[str, Counter[object]] = defaultdict(Counter)
         self._place_of: dict[tuple[str, int], object] = {}
 
     @classmethod
     def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
-        """Where only workers come: the files of clients' keys need not be on this host."""
+        """Access for a server that only workers call: it does not read the clients' key files."""
         return cls(config.model_copy(update={"api_keys_file": "", "jwt": JwtConfig()}), refusals)
 
     @property
     def needs_credentials(self) -> bool:
-        """Whether requests need one."""
+        """Whether a request must carry a credential."""
         return self._config.has_keys
 
     # ---- Requests.
 
     def caller(self, authorization: str, *, peer: str = "") -> Caller:
-        """Who may submit requests with a credential.
+        """Authenticates the sender of a request.
 
         Raises:
-            Unauthenticated: nobody.
-            PermissionDenied: it is for operators only.
+            Unauthenticated: The credential is missing, unknown or expired.
+            PermissionDenied: The credential is only valid for the Admin service.
         """
         if not self.needs_credentials:
             return ANYONE
@@ -105,7 +105,7 @@ class Access:
             raise self._refused(
                 _INFERENCE,
                 "no_inference",
-                PermissionDenied("this credential has no right to requests, it names no tenant"),
+                PermissionDenied("this credential names no tenant, so it cannot submit requests"),
                 peer,
                 caller.name,
             )
@@ -120,10 +120,10 @@ class Access:
         sampling: common_pb2.SamplingParams,
         peer: str = "",
     ) -> None:
-        """What a request says before its prompt is looked at.
+        """Checks a request's tenant, lane and output length before its prompt is tokenized.
 
         Raises:
-            PermissionDenied: the tenant, the lane or the length is not the caller's to have.
+            PermissionDenied: The caller's grants do not allow the tenant, the lane or the length.
         """
         grants = caller.grants
         if grants is None:
@@ -144,7 +144,7 @@ class Access:
             raise self._refused(_INFERENCE, reason, PermissionDenied(refusal), peer, caller.name)
 
     def check_prompt(self, caller: Caller, num_tokens: int) -> None:
-        """Raises PermissionDenied when a prompt is longer than the caller's may be."""
+        """Raises PermissionDenied when the prompt is longer than the caller's grants allow."""
         limit = caller.grants.max_prompt_tokens if caller.grants is not None else None
         if limit is not None and num_tokens > limit:
             message = f"the prompt has {num_tokens} tokens; at most {limit} with this credential"
@@ -155,25 +155,26 @@ class Access:
     def enter(
         self, caller: Caller, request_id: str = "", *, resumes: bool = False
     ) -> Callable[[], None] | None:
-        """Takes a place among the caller's running requests.
+        """Takes a concurrency slot for one request.
 
         Args:
-            caller: whose place it is.
-            request_id: as the caller calls it; empty: it does not.
-            resumes: it shares the place of its older self, which ends once this one is accepted.
+            caller: Sender of the request.
+            request_id: Request ID that the caller chose; empty when the caller chose none.
+            resumes: Whether the request resumes an earlier one. Both share a slot, because the
+                earlier one ends as soon as the resumed one is accepted.
 
         Returns:
-            What gives it back, to be called once; None: places are not counted.
+            A function that releases the slot, to be called once. None when the caller has no limit.
 
         Raises:
-            ResourceExhausted: all of them are taken.
+            ResourceExhausted: All slots of the caller are in use.
         """
         limit = caller.grants.max_concurrent if caller.grants is not None else None
         if limit is None:
             return None
         account = caller.account
         held, place = self._places[account], object()
-        # A third one of a name needs its own: what is being prepared is bounded by places too.
+        # A third request of the same ID needs its own slot: slots also bound request preparation.
         if request_id and held[request_id] <= int(resumes):
             place = request_id
         if place not in held and len(held) >= limit:
@@ -189,19 +190,19 @@ class Access:
     def hold_call(
         self, caller: Caller, call: int, *, older: int | None = None
     ) -> Callable[[], None]:
-        """Counts one of the server's calls to the caller's tenant.
+        """Counts one open call of the server against the limit of the caller's tenant.
 
         Args:
-            caller: with grants.
-            call: its number; no other one has it.
-            older: of the call in which runs what is resumed in this one: they share a place, as the
-                older one is lost, and ends once that is noticed.
+            caller: Caller with grants.
+            call: Number of the call, unique in this process.
+            older: Number of the broken call whose requests are resumed in this call. Both share a
+                slot until the server notices that the older call has ended.
 
         Returns:
-            What gives it back, to be called once.
+            A function that releases the slot, to be called once.
 
         Raises:
-            ResourceExhausted: the tenant holds as many as one may.
+            ResourceExhausted: The tenant already holds security.max_calls_per_tenant calls.
         """
         assert caller.grants is not None
         tenant, limit = caller.grants.tenant, self._config.tenant_calls
@@ -225,15 +226,16 @@ class Access:
     # ---- Operators and workers.
 
     def check_admin(self, authorization: str, names: Collection[str], *, peer: str = "") -> None:
-        """Of a call of the Admin service.
+        """Checks that a caller may use the Admin service.
 
         Args:
-            authorization: its credential.
-            names: in the caller's certificate, which was verified.
-            peer: its address.
+            authorization: Credential of the call.
+            names: Names in the caller's verified certificate.
+            peer: Address of the caller, for logs.
 
         Raises:
-            Unauthenticated, PermissionDenied.
+            Unauthenticated: The credential is missing, unknown or expired.
+            PermissionDenied: The credential or certificate has no admin rights.
         """
         if not self._config.knows_clients or set(names) & set(self._config.admin_names):
             return
@@ -248,7 +250,7 @@ class Access:
     def check_member(
         self, authorization: str, names: Collection[str], service: str, *, peer: str = ""
     ) -> None:
-        """Of a worker's call; arguments and errors as check_admin's."""
+        """Checks a worker's call to `service`; other arguments and errors as in `check_admin`."""
         if self._cluster_token is not None:
             token = self._cluster_token.get()
             if not authorization:
@@ -261,7 +263,7 @@ class Access:
             raise self._refused(service, "certificate_name", refusal, peer)
 
     def _recognised(self, authorization: str, service: str, peer: str) -> Caller:
-        """Raises Unauthenticated."""
+        """Returns the caller that owns the credential; raises Unauthenticated."""
         if not authorization:
             missing = Unauthenticated("a credential is missing: authorization: Bearer KEY")
             raise self._refused(service, "missing", missing, peer)
@@ -300,7 +302,7 @@ def _leave(places: dict[str, Counter[object]], account: str, place: object) -> N
 
 
 def _secret(authorization: str) -> str:
-    """Behind "Bearer "; whatever it is where that is missing."""
+    """The text after "Bearer "; the whole header when it does not start with "Bearer "."""
     if authorization[: len(_SCHEME)].lower() == _SCHEME:
         return authorization[len(_SCHEME) :].strip()
     return authorization

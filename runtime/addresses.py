@@ -1,4 +1,4 @@
-"""Addresses of this host, as others see them."""
+"""Parses addresses and finds the addresses under which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.runtime.config_error import ConfigError
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host to listen on means every interface."""
+    """Whether listening on this host means listening on every interface."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -17,15 +17,15 @@ def is_wildcard(host: str) -> bool:
 
 
 def joined(host: str, port: int | str) -> str:
-    """host:port, an IPv6 address in brackets."""
+    """Formats host:port, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str, key: str) -> tuple[str, int]:
-    """host:port as its parts.
+    """Splits host:port.
 
     Raises:
-        ConfigError: naming `key` when it is not host:port.
+        ConfigError: The address is not host:port; the message names `key`.
     """
     host, separator, port = address.rpartition(":")
     is_url = host.startswith(("http:", "https:"))
@@ -35,10 +35,10 @@ def split_address(address: str, key: str) -> tuple[str, int]:
 
 
 def local_address(host: str, port: int) -> str:
-    """Of the interface on the route to another host; may look its name up.
+    """Address of the local interface on the route to `host`; may resolve `host` through DNS.
 
     Raises:
-        OSError: there is no way there.
+        OSError: No route to the host, or its name cannot be resolved.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     # Connecting a datagram socket sends nothing; it only picks the route.
@@ -48,8 +48,8 @@ def local_address(host: str, port: int) -> str:
 
 
 def outward_address(family: socket.AddressFamily) -> str | None:
-    """Of the interface with the default route."""
-    # Documentation addresses (RFC 5737, RFC 3849): routed like any foreign one.
+    """Address of the interface with the default route; None without one."""
+    # RFC 5737 and RFC 3849 reserve these addresses for documentation; they use the default route.
     target = "2001:db8::1" if family is socket.AF_INET6 else "192.0.2.1"
     try:
         found = local_address(target, 9)

@@ -1,4 +1,4 @@
-"""Which cores a process runs on, where a few of them make the difference."""
+"""Pins threads to CPU cores, and claims cores so that other processes on the host see the claim."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-# vLLM's setting of the cores its CPU ranks compute on; it reads it from the environment only.
+# vLLM reads the cores for its CPU ranks from this environment variable only.
 VLLM_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
 _claimed: set[int] = set()
 
 
 def deal(cores: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
-    """Deals cores out evenly; with more shares than cores some get the same one."""
+    """Splits cores evenly; with more shares than cores, some shares get the same core."""
     return tuple(tuple(cores[index % len(cores) :: num_shares]) for index in range(num_shares))
 
 
 def claim(cores: Collection[int]) -> list[int]:
-    """Says that this process computes on these cores, for as long as it lives.
+    """Marks cores as used by this process until it ends.
 
-    By names that the kernel gives to one socket each, and has back when its process ends.
+    Each mark is an abstract Unix socket name, which the kernel frees when the process ends.
 
     Returns:
-        Those that another process of this host has said so of.
+        Cores that another process of this host has already claimed.
     """
     taken = []
     for core in sorted(set(cores) - _claimed):
@@ -34,21 +34,21 @@ def claim(cores: Collection[int]) -> list[int]:
         try:
             one.bind(f"\0baton-core-{core}")
         except OSError as error:
-            # Where such names are not to be had nobody can say so.
+            # Without abstract socket names (other errors) claims are not possible; ignore them.
             if error.errno == errno.EADDRINUSE:
                 taken.append(core)
             one.close()
         else:
             _claimed.add(core)
-            # It stays open until the process ends.
+            # The socket stays open, and the claim valid, until the process ends.
             one.detach()
     return taken
 
 
 def keep_off(cpus: Collection[int]) -> None:
-    """Moves every thread of this process off `cpus`, unless it may use no other core.
+    """Moves every thread of this process off `cpus`, unless no other core is allowed.
 
-    Processes started later inherit it.
+    Child processes started later inherit the affinity.
     """
     if others := os.sched_getaffinity(0).difference(cpus):
         run_on(others)
@@ -58,10 +58,10 @@ def run_on(cpus: Collection[int]) -> None:
     """Moves every thread of this process to `cpus`.
 
     Raises:
-        OSError: this process may use none of them.
+        OSError: The kernel allows none of these cores to this process.
     """
     os.sched_setaffinity(0, cpus)
     for thread in Path("/proc/self/task").iterdir():
-        # One that has just ended needs no core.
+        # The thread may have ended since the directory was listed.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cpus)

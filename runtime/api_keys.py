@@ -1,6 +1,6 @@
-"""API keys: `baton_ID_SECRET`, of which a file holds the id and a hash.
+"""API keys of the form `baton_ID_SECRET`. The key file stores only the ID and a hash of the key.
 
-The secret has 256 random bits, so that a plain SHA-256 of the whole key cannot be guessed at.
+The secret has 256 random bits, so a plain SHA-256 of the key cannot be reversed by guessing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from baton.runtime.section import PositiveInt, Section
 
 LaneName = Literal["interactive", "batch"]
 
-# Longest wait for others who change a file, and how often is looked.
+# Longest wait for the lock on the key file, and the interval between two attempts.
 _LOCK_TIMEOUT_S, _LOCK_POLL_S = 10.0, 0.02
 
 _KEY = re.compile(r"baton_([0-9a-f]{12})_[A-Za-z0-9_-]{43}", re.ASCII)
 
 
 class Grants(Section):
-    """What the holder of a key or a token may do.
+    """Rights and limits of an API key or a token.
 
     Attributes:
-        tenant: whom requests are accounted to; empty: no requests.
-        admin: whether the Admin service may be called.
+        tenant: Tenant that requests are accounted to; empty means that requests are not allowed.
+        admin: Whether the Admin service may be called.
     """
 
     tenant: str = ""
@@ -57,13 +57,13 @@ class Grants(Section):
 
 
 class ApiKey(Grants):
-    """One entry of the file.
+    """One entry of the key file.
 
     Attributes:
-        id: the key's second part, not secret.
-        name: what logs call it.
-        sha256: of the whole key.
-        expires: UTC unless it says otherwise; None: never.
+        id: Second part of the key; not secret.
+        name: Name of the key in logs.
+        sha256: Hex SHA-256 of the whole key.
+        expires: Expiry with time zone; None means never.
     """
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
@@ -82,7 +82,7 @@ class ApiKey(Grants):
     @classmethod
     def _has_zone(cls, expires: datetime | None) -> datetime | None:
         if expires is not None and expires.tzinfo is None:
-            raise ValueError("must say its zone: 2030-01-31T00:00:00Z")
+            raise ValueError("needs a time zone, for example 2030-01-31T00:00:00Z")
         return expires
 
     @model_validator(mode="after")
@@ -92,6 +92,7 @@ class ApiKey(Grants):
         return self
 
     def fits(self, key: str) -> bool:
+        """Whether `key` is the key of this entry, compared in constant time."""
         return hmac.compare_digest(digest(key), self.sha256)
 
 
@@ -100,21 +101,21 @@ class _File(Section):
 
 
 def digest(key: str) -> str:
-    """SHA-256 in hex."""
+    """Hex SHA-256 of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def id_of(key: str) -> str | None:
-    """None: it is no key at all."""
+    """ID of an API key; None when the text does not have the form of an API key."""
     found = _KEY.fullmatch(key)
     return found[1] if found is not None else None
 
 
 def make(name: str, **grants: Any) -> tuple[str, ApiKey]:
-    """A new key, and its entry.
+    """Creates an API key and its entry for the key file.
 
     Raises:
-        ConfigError: a name or a grant is wrong.
+        ConfigError: The name or a grant is invalid.
     """
     key_id = secrets.token_hex(6)
     key = f"baton_{key_id}_{secrets.token_urlsafe(32)}"
@@ -125,15 +126,18 @@ def make(name: str, **grants: Any) -> tuple[str, ApiKey]:
 
 
 def read(path: str, called: str = "") -> dict[str, ApiKey]:
-    """The file's keys by id.
+    """Reads the key file.
 
     Args:
-        path: of the file.
-        called: what errors call it; empty: by its path.
+        path: Path of the file.
+        called: Name of the file in error messages; empty means the path.
+
+    Returns:
+        Entries by key ID.
 
     Raises:
-        ConfigError: it is wrong; the message names the entry and shows no value of it.
-        OSError: it cannot be read.
+        ConfigError: The content is invalid; the message names the entry but none of its values.
+        OSError: The file cannot be read.
     """
     called = called or path
     try:
@@ -142,7 +146,7 @@ def read(path: str, called: str = "") -> dict[str, ApiKey]:
     except ValidationError as error:
         raise ConfigError("\n".join(f"{called}: {line}" for line in _explain(error))) from None
     except (yaml.YAMLError, ValueError):
-        # Of bytes that are no text, and of dates that there are none of.
+        # ValueError: bytes that are not UTF-8, or a date that does not exist.
         raise ConfigError(f"{called}: not YAML, or with a date that does not exist") from None
     by_id = {key.id: key for key in found}
     if len(by_id) < len(found):
@@ -152,13 +156,13 @@ def read(path: str, called: str = "") -> dict[str, ApiKey]:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Whoever else would change the file waits: read it in here, and write it.
+    """Holds the lock for a change of the key file: read and write the file inside the context.
 
     Raises:
-        ConfigError: somebody else takes too long.
-        OSError: its directory cannot be opened.
+        ConfigError: Another process held the lock for too long.
+        OSError: The directory of the file cannot be opened.
     """
-    # Of the directory: the file itself is replaced, and nothing is to be left beside it.
+    # The lock is on the directory, because `write` replaces the file and a lock file would remain.
     directory = os.open(Path(path).resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         until = time.monotonic() + _LOCK_TIMEOUT_S
@@ -178,13 +182,14 @@ def locked(path: str) -> Iterator[None]:
 
 
 def write(path: str, keys: list[ApiKey]) -> None:
-    """Replaces the file, where a link leads to; a new one only its owner can read.
+    """Replaces the key file atomically, following a symbolic link.
 
-    One that is there keeps its owner and its mode: whoever reads it still has to be able to.
+    A new file is readable by its owner only. An existing file keeps its owner and mode, so that its
+    readers can still read it.
 
     Raises:
-        ConfigError: it is no file but something else, such as a device.
-        OSError: it cannot be written.
+        ConfigError: The path is not a regular file, but for example a device.
+        OSError: The file cannot be written.
     """
     file = Path(path).resolve()
     if file.exists() and not file.is_file():
@@ -203,12 +208,12 @@ def write(path: str, keys: list[ApiKey]) -> None:
             beside.chmod(before.st_mode & 0o777)
         beside.replace(file)
     finally:
-        # Of a disk that is full: it is not to be taken for the keys.
+        # After a failed write (disk full) the incomplete file must not be taken for the key file.
         beside.unlink(missing_ok=True)
 
 
 def _explain(error: ValidationError) -> list[str]:
-    """What is wrong where, without the values."""
+    """Describes each validation error with its place, but without the values."""
     found = []
     for one in error.errors():
         said = one["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

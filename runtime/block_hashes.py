@@ -1,8 +1,8 @@
-"""What names a block of a prompt's KV cache, equally in every process.
+"""Hashes that name a block of a prompt's KV cache equally in every process.
 
-A block's KV depends on every token up to its end, so its hash does too: xxh3_64 over the block's
-token ids, seeded with the hash of the block before it. Equal hashes mean equal prefixes; 64 bits
-do for choosing a worker, and nothing is ever loaded on the strength of one.
+The KV of a block depends on every token up to the end of the block. The hash does too: it is
+xxh3_64 over the block's token IDs, seeded with the hash of the previous block. Equal hashes mean
+equal prefixes. 64 bits are enough to choose a worker; no KV is loaded on the hash alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import xxhash
 
 ROOT = 0
-"""The parent of a prompt's first block."""
+"""Parent hash of a prompt's first block, for the base model."""
 
 
 def root_of(adapter: str) -> int:
-    """The parent of a prompt's first block that is computed with a LoRA adapter.
+    """Parent hash of the first block of a prompt that is computed with a LoRA adapter.
 
     Args:
-        adapter: its name; empty for the base model.
+        adapter: Name of the adapter; empty for the base model.
     """
     return xxhash.xxh3_64_intdigest(f"adapter {adapter}".encode()) if adapter else ROOT
 
@@ -28,16 +28,16 @@ def root_of(adapter: str) -> int:
 def block_hashes(
     token_ids: Sequence[int], block_size_tokens: int, parent: int = ROOT
 ) -> array[int]:
-    """Hashes of the full blocks, in order; tokens of a last, partial block are left out.
+    """Hashes the full blocks of a prompt, in order; a partial last block is left out.
 
     Args:
-        token_ids: each 0 to 2^32 - 1; hashed as little-endian 4-byte words, which is the order of
-            every machine that engines run on.
-        block_size_tokens: at least 1.
-        parent: hash of the block before the first of these tokens.
+        token_ids: Token IDs from 0 to 2^32 - 1, hashed as little-endian 4-byte words (the byte
+            order of every machine that engines run on).
+        block_size_tokens: Tokens per block, at least 1.
+        parent: Hash of the block before the first of these tokens.
 
     Returns:
-        64-bit numbers, 8 bytes each.
+        One 64-bit hash per block, 8 bytes each.
     """
     if block_size_tokens < 1:
         raise ValueError(f"block_size_tokens is {block_size_tokens}; must be at least 1")

@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with`."""
+"""Base classes for objects with a close method that are used in a `with` block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """By `close`."""
+    """Calls `close` at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -26,7 +26,7 @@ class Closing(ABC):
 
 
 class AsyncClosing(ABC):
-    """By `aclose`, for `async with`."""
+    """Calls `aclose` at the end of an `async with` block."""
 
     @abstractmethod
     async def aclose(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What is said of a wrong configuration, also by what reads none."""
+"""The configuration error, in a module without other imports."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Models that need no download: the toy that ships with Baton, and random ones made on first use.
+"""Models that need no download: the toy model that ships with Baton, and random ones.
 
-All are small Llama checkpoints in Hugging Face format, with a byte-level BPE tokenizer and a chat
-template, so that everything downstream loads exactly what a real checkpoint would be. The toy
-(models/README.md) knows its glossary by heart. The others have random weights from a fixed seed:
-the words they say mean nothing.
+All are small Llama checkpoints in Hugging Face format, with a byte-level BPE tokenizer and a
+chat template, so the rest of the code loads them like any real checkpoint. The toy model
+(models/README.md) has learned the definitions of a glossary. The other models are generated on
+first use from a fixed seed; their answers mean nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from baton.runtime.config_error import ConfigError
 
-# Part of the directory's name: changes whenever what is made here does.
+# Part of the directory's name; raise it whenever the generated files change.
 _VERSION = 1
 _SEED = 20260101
 
@@ -29,8 +29,8 @@ _CHAT_TEMPLATE = (
     "{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-# What the tokenizer's merges are learned from; every byte has a token of its own beside them, so
-# characters outside it are split across tokens.
+# Training text of the tokenizer's merges. Every byte also has its own token, so characters that are
+# not in the text are split across tokens.
 _CORPUS = """
 The prompt is read by a prefill worker and its key value cache is handed to a decode worker that
 streams the tokens one by one. A runner passes the baton to the next runner while both are running.
@@ -41,7 +41,7 @@ is the time to the first token and the gaps between the tokens that follow; aver
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama model; vocab_size 0 means the tokenizer's."""
+    """Sizes of a Llama model; vocab_size 0 means the tokenizer's vocabulary size."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,35 +52,35 @@ class Shape:
     vocab_size: int = 0
 
 
-# The one that ships.
+# The toy model that ships with Baton.
 GLOSSARY = "glossary"
 _SHIPPED = Path(__file__).parents[1] / "models"
 
 SHAPES = {
-    # Loads in a second; what the tests use.
+    # Used by the tests; loads in a second.
     "demo": Shape(256, 512, 4, 4, 2, 4096),
-    # Two layers: what tests start of which several ranks share a core.
+    # Used by tests with several ranks per core; two layers keep it fast.
     "demo-2-layers": Shape(128, 256, 2, 4, 2, 2048),
-    # 88 million parameters: what the benchmarks use.
+    # Used by the benchmarks; 88 million parameters.
     "demo-88m": Shape(768, 2048, 12, 12, 4, 4096, vocab_size=16384),
 }
 
 
 def ensure(model: str, *, weights: bool = True, root: Path | None = None) -> str:
-    """The directory of a demo model, made when it does not exist; any other model unchanged.
+    """Directory of a demo model, generated when missing; any other name is returned as is.
 
     Args:
-        model: GLOSSARY, a name in SHAPES, or whatever names a real model.
-        weights: whether the checkpoint is needed too, not only tokenizer and configuration.
-            Making it needs torch.
-        root: where models are kept that are made here.
+        model: GLOSSARY, a name in SHAPES, or any name or path of a real model.
+        weights: Whether the checkpoint is needed too, not only tokenizer and configuration.
+            Generating it needs torch.
+        root: Parent directory of generated models; None means ~/.cache/baton.
 
     Returns:
         A local directory, or `model` itself.
 
     Raises:
-        ConfigError: weights are needed and torch is not installed; this installation lacks the
-            model that ships.
+        ConfigError: Weights are needed and torch is not installed, or this installation lacks the
+            toy model.
     """
     if model == GLOSSARY:
         return str(_shipped(GLOSSARY))
@@ -104,14 +104,14 @@ def _shipped(name: str) -> Path:
     ]
     if missing:
         raise ConfigError(
-            f"model: {name} should be in {directory}, where there is no {', '.join(missing)}: "
-            "install Baton whole, or name another model"
+            f"model: {name} should be in {directory}, but {', '.join(missing)} is missing there: "
+            "install the complete package, or name another model"
         )
     return directory
 
 
 def _make_atomically(directory: Path, write: Callable[[Path], None]) -> None:
-    """Two processes may make the same model at once: the first rename wins."""
+    """Writes into a scratch directory and renames it; of two processes, the first rename wins."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
     try:
@@ -189,7 +189,7 @@ def _make_weights(directory: Path, shape: Shape) -> None:
     vocab_size = json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        # Wider than a trained model's start, so that the likeliest token is not always the same.
+        # A larger spread than usual initial weights, so that the likeliest token varies.
         return torch.randn(rows, columns, generator=generator) * (1.5 / columns**0.5)
 
     hidden, query = shape.hidden_size, shape.num_heads * head_size

@@ -1,4 +1,4 @@
-"""A CA and certificates for development, and for tests."""
+"""Creates a CA and certificates for development and for tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.runtime.config_error import ConfigError
 
-# What members of a cluster are called, as security.cluster_names and .admin_names have it.
+# Names in the certificates; the defaults of security.cluster_names and security.admin_names.
 CLUSTER_NAME, CLIENT_NAME, ADMIN_NAME = "baton", "baton-client", "baton-admin"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-# Clocks of hosts differ.
+# Certificates start to be valid this much earlier, because clocks of hosts differ.
 _EARLIER = timedelta(minutes=5)
 _CA_DAYS = 3650
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A CA with its key."""
+    """A certificate authority with its private key."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -53,12 +53,14 @@ class Authority:
 
     @classmethod
     def read(cls, cert_file: Path, key_file: Path) -> Authority:
-        """Raises ConfigError where the files are no CA's."""
+        """Raises ConfigError when the files are not a CA certificate with its key."""
         try:
             cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
             key = serialization.load_pem_private_key(key_file.read_bytes(), None)
         except ValueError:
-            raise ConfigError(f"{cert_file}, {key_file}: no certificate with its key") from None
+            raise ConfigError(
+                f"{cert_file}, {key_file}: not a PEM certificate with its private key"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{key_file}: not made by `baton certs`")
         if key.public_key() != cert.public_key():
@@ -75,19 +77,19 @@ class Authority:
         serves: bool = False,
         until: datetime | None = None,
     ) -> None:
-        """Writes a certificate and its new key.
+        """Writes a certificate and its new private key.
 
         Args:
-            cert_file: of the certificate.
-            key_file: of the key, which only its owner can read.
-            name: common name, and a DNS name beside it.
-            hosts: names and addresses that it is valid for.
-            serves: whether it may be a server's.
-            until: 30 days from now by default.
+            cert_file: Path for the certificate.
+            key_file: Path for the private key, readable by its owner only.
+            name: Common name; also added as a DNS name.
+            hosts: Further host names and addresses that the certificate is valid for.
+            serves: Whether a server may use the certificate.
+            until: Expiry; None means 30 days from now.
         """
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         until = until if until is not None else now + timedelta(days=30)
-        # One that has expired was valid once.
+        # An expired certificate also needs a start before its end.
         since = min(now, until) - _EARLIER
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if serves:
@@ -108,18 +110,22 @@ class Authority:
 
 
 def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[Path]:
-    """A CA (kept where it is there), and server.pem, client.pem and admin.pem with their keys.
+    """Writes a CA, and server.pem, client.pem and admin.pem with their keys.
 
-    Without its CA nothing that is there is written over: somebody else has made it.
+    An existing CA is kept, and the three certificates are renewed. Without a CA, existing files are
+    never overwritten, because something else created them.
 
     Args:
-        directory: made where it is not there.
-        hosts: that servers are dialled by, beside this host's loopback names.
-        days: until they expire.
+        directory: Target directory; created when missing.
+        hosts: Names and addresses of the servers, beside this host's loopback names.
+        days: Validity in days.
+
+    Returns:
+        Paths of all eight files.
 
     Raises:
-        ConfigError: there is something else in the files, or a host is none.
-        OSError: it cannot be written.
+        ConfigError: The directory holds other files of these names, or a host name is invalid.
+        OSError: A file cannot be written.
     """
     names = [*_LOCAL, *hosts]
     for one in names:
@@ -133,8 +139,8 @@ def make(directory: str, *, hosts: Iterable[str] = (), days: int = 30) -> list[P
         authority = Authority.read(*ca)
     elif found := [str(file) for file in files if file.exists()]:
         raise ConfigError(
-            f"{', '.join(found)} would be written over, and there is no ca.pem with its ca.key to "
-            "renew by: take another directory, or move what is there away"
+            f"{', '.join(found)} would be overwritten, and there is no ca.pem with its ca.key to "
+            "renew them with: choose another directory, or move these files away"
         )
     else:
         authority = Authority.make()
@@ -169,13 +175,13 @@ def _named(name: str) -> x509.Name:
 
 
 def _general_name(name: str) -> x509.GeneralName:
-    """Raises ConfigError: no certificate can have it."""
+    """Raises ConfigError when the name is neither an IP address nor an ASCII host name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         pass
     if not name or not name.isascii():
-        raise ConfigError(f"{name!r} is neither an address nor the name of a host, in ASCII")
+        raise ConfigError(f"{name!r} is neither an IP address nor a host name in ASCII")
     return x509.DNSName(name)
 
 
@@ -206,7 +212,7 @@ def _cert_pem(cert: x509.Certificate) -> bytes:
 
 
 def _write(file: Path, data: bytes, *, secret: bool = False) -> None:
-    """Replaces a file at once: whoever reads it sees the old one or the new one."""
+    """Replaces a file atomically: readers see either the old content or the new."""
     beside = file.with_name(f"{file.name}.new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
@@ -215,5 +221,5 @@ def _write(file: Path, data: bytes, *, secret: bool = False) -> None:
             out.write(data)
         beside.replace(file)
     finally:
-        # Of a disk that is full.
+        # Remove what a failed write (disk full) has left.
         beside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a process introduces itself to the servers that it dials."""
+"""TLS files and credentials that a process uses when it dials a server."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 AUTHORIZATION = "authorization"
 
 
-def _nobody() -> str:
+def _no_credential() -> str:
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """What channels and calls need.
+    """TLS settings and credential for outgoing channels and calls.
 
     Attributes:
-        tls: None: without.
-        server_name: what servers' certificates must name; empty: the host that is dialled.
-        credential: the `authorization` of calls, "Bearer ..."; empty: none.
+        tls: TLS files; None means plain text.
+        server_name: Name that the server's certificate must have; empty means the dialled host.
+        credential: Returns the `authorization` value of calls, "Bearer ..."; empty means none.
     """
 
     tls: TlsFiles | None = None
     server_name: str = ""
-    credential: Callable[[], str] = _nobody
+    credential: Callable[[], str] = _no_credential
 
     @property
     def version(self) -> int:
-        """Of the files: a channel made with older ones shows an older certificate."""
+        """Version of the TLS files; a channel keeps the certificate of its version."""
         return self.tls.version if self.tls is not None else 0
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of one call."""
+        """Metadata of one call: the `authorization` header, if there is a credential."""
         credential = self.credential()
         return ((AUTHORIZATION, credential),) if credential else ()
 
@@ -48,25 +48,25 @@ PLAIN = Dial()
 
 
 def bearer(secret: str | Callable[[], str]) -> Callable[[], str]:
-    """An API key, a JWT or a token, or what gives one, as a credential."""
+    """Credential from an API key, a JWT or a token, given as text or as a function."""
     give = secret if callable(secret) else lambda: secret
     return lambda: f"Bearer {given}" if (given := give()) else ""
 
 
 def within_cluster(config: SecurityConfig, *, with_tls: bool) -> Dial:
-    """Of workers, who dial the coordinator and each other.
+    """Settings for workers, which dial the coordinator and each other.
 
     Args:
-        config: names the files.
-        with_tls: whether the servers there have it.
+        config: Security section; names the files.
+        with_tls: Whether the dialled servers use TLS.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: A configured file cannot be used.
     """
     tls = None
     if with_tls:
         tls = TlsFiles(config.ca_file, config.cert_file, config.key_file)
-    credential = _nobody
+    credential = _no_credential
     if path := config.cluster_token_file:
         credential = bearer(watched_secret(path, "security.cluster_token_file").get)
     return Dial(tls, config.server_name, credential)

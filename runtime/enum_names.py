@@ -1,4 +1,4 @@
-"""The contract's enums in words: for people, metrics and JSON."""
+"""Short names of protobuf enum values, for command output, metrics and JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.v1 import common_pb2
 
 @functools.lru_cache(maxsize=256)
 def enum_name(enum: EnumDescriptor, number: int) -> str:
-    """The short name of an enum's value: "prefill" for ROLE_PREFILL.
+    """Short name of an enum value: "prefill" for ROLE_PREFILL.
 
     Args:
-        enum: `common_pb2.Role.DESCRIPTOR`.
-        number: one that is not known here, as a newer process may send it, stays a number.
+        enum: Descriptor of the enum, such as `common_pb2.Role.DESCRIPTOR`.
+        number: Value. A number unknown here (sent by a newer version) is returned as digits.
     """
     known = enum.values_by_number.get(number)
     if known is None:
@@ -25,10 +25,10 @@ def enum_name(enum: EnumDescriptor, number: int) -> str:
 
 
 def role_name(role: common_pb2.Role.ValueType) -> str:
-    """Such as "prefill"."""
+    """Name of a role, such as "prefill"."""
     return enum_name(common_pb2.Role.DESCRIPTOR, role)
 
 
 def lane_name(lane: common_pb2.Lane.ValueType) -> str:
-    """As in the configuration: "interactive"."""
+    """Name of a lane as in the configuration, such as "interactive"."""
     return enum_name(common_pb2.Lane.DESCRIPTOR, lane)

@@ -1,18 +1,18 @@
-"""Errors that cross process borders, and their one mapping to gRPC.
+"""Errors that cross process borders, and their mapping to gRPC.
 
 BatonError
-├── InvalidArgument      the caller's fault: names field, value and what is allowed
-├── NotFound             no such model, request, worker
-├── AlreadyExists        the id is in use
-├── FailedPrecondition   right in itself, wrong in this cluster
+├── InvalidArgument      a field of the request is wrong: names field, value and what is allowed
+├── NotFound             unknown model, request or worker
+├── AlreadyExists        the ID is in use
+├── FailedPrecondition   the request is valid, but not for this cluster or in this state
 ├── PermissionDenied
 ├── Unauthenticated
-├── ResourceExhausted    overload: says when to come back
-├── Unavailable          nobody can serve it now
+├── ResourceExhausted    overload: says when to retry
+├── Unavailable          no worker or coordinator can serve the request now
 ├── DeadlineExceeded
 ├── Aborted              fenced or superseded
 ├── Cancelled
-└── Internal             our fault
+└── Internal             a defect in Baton
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from baton.v1 import common_pb2
 
 RESTARTING = "RESTARTING"
-"""Reason of Unavailable: a coordinator stops, and another one follows. Come back with what came."""
+"""Reason of Unavailable: another coordinator takes over; resume with the received tokens."""
 
-# Of a caller's value in an error: the whole message has to fit a call's trailing metadata.
+# Longest quoted value in an error: the message must fit into the call's trailing metadata.
 _MAX_SHOWN_CHARS = 80
 
 
 def shown(value: object) -> str:
-    """A caller's value as errors quote it: its repr, shortened when long."""
+    """Caller's value as quoted in errors: its repr, shortened when long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 class BatonError(Exception):
-    """Base of everything that is reported to another process.
+    """Base of all errors that are reported to another process.
 
     Attributes:
-        code: google.rpc.Code number, the same as gRPC's.
+        code: google.rpc.Code number, the same as gRPC's status code.
     """
 
     code: ClassVar[int] = code_pb2.UNKNOWN
 
     def details(self) -> list[any_pb2.Any]:
-        """google.rpc details that a client can act on."""
+        """google.rpc details that the client can act on."""
         return []
 
 
@@ -57,9 +57,9 @@ class InvalidArgument(BatonError):
     """A field of a request is wrong.
 
     Args:
-        field: path of the field, as in the proto: "sampling.temperature".
-        value: what was sent; shortened when long.
-        allowed: what would be right, in words.
+        field: Path of the field as in the proto, such as "sampling.temperature".
+        value: Value that was sent; shortened in the message when long.
+        allowed: Values that are allowed, in words.
     """
 
     code = code_pb2.INVALID_ARGUMENT
@@ -96,12 +96,12 @@ class Unauthenticated(BatonError):
 
 
 class ResourceExhausted(BatonError):
-    """Overload.
+    """A limit has been reached.
 
     Args:
-        message: what is exhausted, with its limit.
-        reason: upper-case word for machines: "QUEUE_FULL".
-        retry_after_s: when trying again makes sense; None when never (too large).
+        message: Exhausted resource, with its limit.
+        reason: Machine-readable upper-case word, such as "QUEUE_FULL".
+        retry_after_s: Seconds until a retry makes sense; None when it never does (too large).
     """
 
     code = code_pb2.RESOURCE_EXHAUSTED
@@ -120,11 +120,11 @@ class ResourceExhausted(BatonError):
 
 
 class Unavailable(BatonError):
-    """Nobody can serve it now.
+    """No worker or coordinator can serve the request now.
 
     Args:
-        message: why.
-        reason: upper-case word for machines, where there is one: RESTARTING.
+        message: Cause.
+        reason: Machine-readable upper-case word, such as RESTARTING; empty when there is none.
     """
 
     code = code_pb2.UNAVAILABLE
@@ -156,14 +156,14 @@ class Internal(BatonError):
 
 
 class RemoteError(BatonError):
-    """An error that another process reported, kept as it came.
+    """An error that another process reported, with its code and details unchanged.
 
     Attributes:
         code: google.rpc.Code number.
-        retry_after_s: from RetryInfo, None when absent.
+        retry_after_s: Seconds from RetryInfo; None when absent.
     """
 
-    code: int  # type: ignore[misc]  # Of the instance: whatever the other side said.
+    code: int  # type: ignore[misc]  # Set per instance: the code that the other process sent.
 
     def __init__(self, code: int, message: str, details: list[any_pb2.Any]) -> None:
         super().__init__(message)
@@ -175,12 +175,12 @@ class RemoteError(BatonError):
 
     @property
     def name(self) -> str:
-        """The code's name: "INVALID_ARGUMENT"."""
+        """Name of the code, such as "INVALID_ARGUMENT"."""
         return str(code_pb2.Code.Name(self.code))
 
     @property
     def reason(self) -> str | None:
-        """From ErrorInfo, an upper-case word: "QUEUE_FULL"; None when absent."""
+        """Upper-case word from ErrorInfo, such as "QUEUE_FULL"; None when absent."""
         info = error_details_pb2.ErrorInfo()
         for detail in self._details:
             if detail.Unpack(info):
@@ -207,17 +207,17 @@ def _packed(
 
 
 def to_message(error: BatonError) -> common_pb2.RequestError:
-    """As the message that travels inside a stream."""
+    """Converts an error to the message that travels inside a stream."""
     return common_pb2.RequestError(code=error.code, message=str(error), details=error.details())
 
 
 def from_message(message: common_pb2.RequestError) -> RemoteError:
-    """The error that another process sent inside a stream."""
+    """Converts an error message from a stream to an exception."""
     return RemoteError(message.code, message.message, list(message.details))
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
-    """GRPC's enum member for an error."""
+    """Member of grpc.StatusCode for an error."""
     return grpc.StatusCode[code_pb2.Code.Name(error.code)]
 
 
@@ -229,14 +229,14 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  
 
 
 def why_not_connected(words: str) -> str:
-    """Why a connection did not come about, of all that gRPC says; empty: it is not about that."""
+    """Cause of a failed connection, extracted from gRPC's text; empty for any other error."""
     if not words.startswith(("failed to connect", "errors resolving")):
         return ""
     if "WRONG_VERSION_NUMBER" in words:
         return "it does not speak TLS"
     if "http1.x server" in words:
         return "it speaks HTTP/1, as a gateway does"
-    # What a check of certificates found comes before what became of the next one.
+    # A failed certificate check is reported before the result of the next attempt.
     reason = words.removesuffix(": OK").rpartition(": ")[2].rstrip("]")
     if reason == "Socket closed":
         return "Socket closed; it may want TLS, or a certificate of this client"
@@ -244,7 +244,7 @@ def why_not_connected(words: str) -> str:
 
 
 def from_rpc_error(error: grpc.RpcError) -> RemoteError:
-    """The error that ended a call, with its details when the server sent any."""
+    """Converts the error that ended a call, with its details when the server sent any."""
     code, message, details = error.code(), error.details() or "", list[any_pb2.Any]()
     trailing: Any = error.trailing_metadata() or ()
     for key, value in trailing:

@@ -1,4 +1,4 @@
-"""Nothing listens beyond this host without authentication, unless told so by name."""
+"""Refuses to listen beyond this host without authentication, unless security.allow_insecure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCRAPERS = "security.metrics_token_file or security.client_auth: require"
 
 
 def is_local(host: str) -> bool:
-    """Whether only processes of this host reach what listens there."""
+    """Whether only processes of this host can reach a listener on this address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -31,7 +31,7 @@ def is_local(host: str) -> bool:
 
 
 def check_coordinator(listen: str, security: SecurityConfig) -> None:
-    """Raises ConfigError when others could use the coordinator, or join as workers, unknown."""
+    """Raises ConfigError when unauthenticated clients or workers of other hosts could connect."""
     key = "coordinator.listen"
     _check(
         key,
@@ -43,25 +43,25 @@ def check_coordinator(listen: str, security: SecurityConfig) -> None:
 
 
 def check_transfer(listen: str, security: SecurityConfig) -> None:
-    """Raises ConfigError when others could push KV caches, unknown."""
+    """Raises ConfigError when unauthenticated peers of other hosts could send KV caches."""
     workers = _Callers("workers", _WORKERS, known=security.knows_workers)
     _check("kv_transfer.listen", listen, security, workers)
 
 
 def check_http(listen: str, security: SecurityConfig) -> None:
-    """Raises ConfigError when others could use the gateway, unknown."""
+    """Raises ConfigError when unauthenticated clients of other hosts could use the gateway."""
     clients = _Callers("clients", _HTTP_CLIENTS, known=security.knows_http_clients)
     _check("http.listen", listen, security, clients)
 
 
 def check_metrics(key: str, listen: str, security: SecurityConfig) -> None:
-    """Raises ConfigError when others could read metrics, unknown."""
+    """Raises ConfigError when unauthenticated readers of other hosts could read the metrics."""
     readers = _Callers("readers", _SCRAPERS, known=security.knows_scrapers)
     _check(key, listen, security, readers)
 
 
 def check_all(config: BatonConfig) -> None:
-    """Raises ConfigError for the first listener of a configuration that is open to others."""
+    """Checks all listeners; raises ConfigError for the first one that is open to other hosts."""
     security = config.security
     check_coordinator(config.coordinator.listen, security)
     check_metrics("coordinator.metrics_listen", config.coordinator.metrics_listen, security)
@@ -73,7 +73,7 @@ def check_all(config: BatonConfig) -> None:
 
 
 class _Callers(NamedTuple):
-    """Who calls a listener, what would tell them from others, and whether something does."""
+    """A group of callers, the keys that would authenticate it, and whether one of them is set."""
 
     who: str
     wanted: str
@@ -87,8 +87,8 @@ def _check(key: str, listen: str, security: SecurityConfig, *callers: _Callers) 
     for who, wanted, known in callers:
         if not known and not security.allow_insecure:
             raise ConfigError(
-                f"{key}: is {listen}, which other hosts can reach, and nothing tells its {who} "
-                f"from anybody else; set {wanted}, or by name security.allow_insecure: true"
+                f"{key}: is {listen}, which other hosts can reach, and its {who} are not "
+                f"authenticated; set {wanted}, or explicitly security.allow_insecure: true"
             )
     if not security.serves_tls:
         _log.warning("%s %s is open to other hosts without TLS", key, listen)

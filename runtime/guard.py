@@ -1,6 +1,7 @@
-"""Who may call which service of a gRPC server: one interceptor, and nothing in the handlers.
+"""Interceptor of a gRPC server that checks callers before a handler runs.
 
-`Inference` looks at its callers itself: there each request of a stream has a credential.
+The `Inference` service checks its callers itself, because each request of a stream has its own
+credential.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ _ADMIN = "baton.v1.Admin"
 _MEMBERS = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})
 _TRANSFER = "/baton.v1.KvTransfer/"
 _HEAR_TIMEOUT_S = 2.0
-# For the one message of a call that has one: gRPC itself would wait for ever.
+# Longest wait for the request message of a unary call; gRPC itself would wait without limit.
 _MESSAGE_TIMEOUT_S = 30.0
-# Of health and reflection, which need no credential.
+# Package of the health and reflection services, which need no credential.
 _OPEN_PACKAGE = "/grpc."
 _GET_MODEL = "/baton.v1.Inference/GetModel"
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Refuses calls of Admin, Cluster, KvTransfer and GetModel that may not be made.
+    """Refuses unauthorized calls of Admin, Cluster, KvTransfer and GetModel.
 
-    Nor does who is unknown hold more than a part of the server's calls for long.
+    It also limits how many of the server's calls unauthenticated peers can hold, and for how long.
 
     Args:
-        access: knows who may.
-        max_open_streams: that need no credential, at a time.
-        handshakes: told of each call's peer; None without TLS.
+        access: Checks credentials and certificates.
+        max_open_streams: Limit of concurrent streams that need no credential.
+        handshakes: Notified of each call's peer; None without TLS.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Guard(grpc.aio.ServerInterceptor):
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             inner = getattr(handler, kind)
             if inner is not None:
-                # What transfers push is large, and nobody waits to hear why it is refused.
+                # Transfer frames are large, so their refusal is sent without reading one first.
                 hears = kind.startswith("stream") and not method.startswith(_TRANSFER)
                 guarded = self._guarded(inner, check, hears, reads=kind.startswith("unary"))
                 if method.startswith(_OPEN_PACKAGE) and kind.endswith("stream"):
@@ -76,7 +77,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler
 
     def _check_of(self, method: str) -> Callable[[Any], None] | None:
-        """What is asked of a call; None: nothing."""
+        """Check for calls of a method; None when the method needs no check here."""
         access, service = self._access, method.rpartition("/")[0].lstrip("/")
         if service == _ADMIN:
             return lambda context: access.check_admin(
@@ -96,14 +97,14 @@ class Guard(grpc.aio.ServerInterceptor):
     def _guarded(
         self, inner: Any, check: Callable[[Any], None] | None, hears: bool, *, reads: bool
     ) -> Any:
-        """A handler that checks first.
+        """Wraps a handler so that the check runs first.
 
         Args:
-            inner: the handler.
-            check: raises BatonError.
-            hears: whether a refusal comes after the first message. Before it, it would reach a
-                client that still writes as an internal error.
-            reads: whether `inner` takes one message, which is waited for here.
+            inner: Handler.
+            check: Raises BatonError to refuse the call; None means no check.
+            hears: Whether a refusal waits for the first message of the stream. A client that is
+                still writing would see an earlier refusal as an internal error.
+            reads: Whether `inner` takes one message, which this wrapper reads with a timeout.
         """
 
         async def guarded(request: Any, context: Any) -> Any:
@@ -129,7 +130,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
     def _counted(self, inner: Any) -> Any:
-        """A stream that needs no credential: so many at a time."""
+        """Limits the number of concurrent streams that need no credential."""
 
         async def counted(request: Any, context: Any) -> None:
             if self._num_open_streams >= self._max_open_streams:
@@ -146,7 +147,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 async def _message(context: Any) -> Any:
-    """The one message of a call. Raises BatonError when it does not come."""
+    """Reads the request message of a unary call. Raises BatonError when none arrives in time."""
     try:
         async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
             found = await context.read()
@@ -159,7 +160,7 @@ async def _message(context: Any) -> Any:
 
 
 def authorization(context: Any) -> str:
-    """The call's credential; empty: none."""
+    """Credential of the call; empty when it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == AUTHORIZATION and isinstance(value, str):
             return value
@@ -167,7 +168,7 @@ def authorization(context: Any) -> str:
 
 
 def names(context: Any) -> set[str]:
-    """In the client's certificate, which TLS has verified; none without one."""
+    """Names in the client's certificate, which TLS has verified; empty without a certificate."""
     found: dict[str, list[bytes]] = context.auth_context() or {}
     entries = [
         *found.get("x509_common_name", ()),

@@ -1,4 +1,4 @@
-"""Counts by upper bound, as Prometheus has them."""
+"""A histogram with cumulative buckets for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """One bisection per observation; may be read from another thread.
+    """Counts values by upper bound; may be read from another thread.
 
     Attributes:
-        bounds: upper bounds, ascending; one more bucket holds the rest.
-        counts: per bucket, not cumulative.
-        total: sum of the values.
+        bounds: Upper bounds, ascending; one more bucket counts larger values.
+        counts: Count per bucket, not cumulative.
+        total: Sum of the values.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -23,11 +23,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
+        """Adds `count` observations of one value, in O(log buckets)."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound and cumulative count, as HistogramMetricFamily wants them."""
+        """Upper bound and cumulative count per bucket, as HistogramMetricFamily takes them."""
         total, found = 0, list[tuple[str, float]]()
         for bound, count in zip((*self.bounds, None), tuple(self.counts), strict=True):
             total += count

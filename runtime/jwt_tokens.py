@@ -1,8 +1,9 @@
-"""JWTs (RFC 7519) that an identity provider signs, as credentials.
+"""JWTs (RFC 7519) signed by an identity provider, as credentials.
 
-Claims beside `exp`, `iss` and `aud`, which every token needs: `tenant`, `lanes`, `admin`,
-`max_prompt_tokens`, `max_output_tokens` and `max_concurrent`, as in the file of API keys; `sub` is
-what logs call the holder. Only asymmetric signatures count: whoever checks cannot make one.
+Every token needs the claims `exp`, `iss` and `aud`. The claims `tenant`, `lanes`, `admin`,
+`max_prompt_tokens`, `max_output_tokens` and `max_concurrent` mean the same as in the API key file;
+`sub` is the holder's name in logs. Only asymmetric signatures are accepted, so that the key that
+checks a token cannot be used to make one.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from baton.runtime.watched_file import WatchedFiles
 
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA"]
 _CLAIMS = ("tenant", "lanes", "admin", "max_prompt_tokens", "max_output_tokens", "max_concurrent")
-# Tokens whose signature has been checked.
+# Size of the cache of tokens with a checked signature.
 _MAX_KNOWN = 1024
-# As much as fits the metadata of a call. Anybody may send more in a request, and looking at it
-# takes its time before there is anything to check.
+# The size limit of a call's metadata. A request message could carry a longer token, and decoding it
+# would cost time before its signature can be checked.
 _MAX_CHARS = 16 * 2**10
 
 
 class Token(NamedTuple):
-    """What a valid token says.
+    """Claims of a valid token.
 
     Attributes:
-        name: of its subject, for logs.
-        account: of its subject, or of its tenant where it names none: never two subjects'.
-        expires_at: in seconds since the epoch.
+        name: Subject, for logs.
+        account: Key for counting running requests, unique per tenant and subject.
+        grants: Rights and limits.
+        expires_at: Seconds since the epoch.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Token(NamedTuple):
 
 
 class BadToken(Exception):
-    """A token does not count; `reason` is a word."""
+    """A token is not accepted; `reason` is one word, used as a metric label."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -53,10 +55,10 @@ class BadToken(Exception):
 
 
 class JwtVerifier:
-    """Checks tokens against a public key, or those of a JWKS by `kid`.
+    """Checks tokens against a public key, or against the keys of a JWKS by `kid`.
 
     Raises:
-        ConfigError: PyJWT is not installed, or the file is wrong.
+        ConfigError: PyJWT is not installed, or the key file is invalid.
     """
 
     def __init__(self, config: JwtConfig) -> None:
@@ -72,14 +74,14 @@ class JwtVerifier:
         self._version = self._keys.version
 
     def token(self, text: str, now: float) -> Token:
-        """What a token says.
+        """Verifies a token and returns its claims.
 
         Args:
-            text: as it came.
-            now: seconds since the epoch.
+            text: Encoded token.
+            now: Seconds since the epoch.
 
         Raises:
-            BadToken: it does not count.
+            BadToken: The token is invalid or expired.
         """
         if len(text) > _MAX_CHARS:
             raise BadToken("too_long")
@@ -87,7 +89,7 @@ class JwtVerifier:
         if self._version != self._keys.version:
             self._known.clear()
             self._version = self._keys.version
-        # By digest: tokens themselves are not kept.
+        # The cache is keyed by digest, so that no tokens are kept in memory.
         mark = hashlib.sha256(text.encode()).digest()
         found = self._known.get(mark)
         if found is None:
@@ -125,7 +127,7 @@ class JwtVerifier:
             grants = Grants.model_validate({n: claims[n] for n in _CLAIMS if n in claims})
         except ValidationError:
             raise BadToken("claims") from None
-        # A tenant's name has no slash.
+        # The account is unambiguous, because a tenant's name has no slash.
         account = f"jwt {grants.tenant}/{claims.get('sub', '')}"
         name = f"jwt:{claims.get('sub', '-')}"[:80]
         return Token(name, account, grants, float(claims["exp"]))

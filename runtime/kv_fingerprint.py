@@ -1,4 +1,4 @@
-"""Whether one worker's KV cache fits another's engine, by how both describe it."""
+"""Compares KV cache fingerprints: whether one worker's KV cache fits another worker's engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from baton.v1 import kv_transfer_pb2
 
 
 def num_shards(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
-    """Different parts of a cache among its tensor-parallel ranks."""
+    """Number of different shards of a KV cache among its tensor-parallel ranks."""
     return fingerprint.num_shards or fingerprint.tp_size or 1
 
 
 def differences(
     ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
 ) -> list[str]:
-    """The fields in which two fingerprints differ, with both values.
+    """Fields in which two fingerprints differ, with both values.
 
-    Empty: one can be handed over to the other. How many ranks hold a shard each makes no
-    difference.
+    An empty list means that KV caches can be handed over between the workers. The number of ranks
+    that hold the same shard is ignored.
     """
     ignored = ("tp_size", "num_shards") if num_shards(ours) == num_shards(theirs) else ()
     return [

@@ -1,4 +1,4 @@
-"""The `kv_transfer` section; the transfer service reads it, `security`, and no others."""
+"""The `kv_transfer` section; the transfer service reads only this section and `security`."""
 
 from __future__ import annotations
 
@@ -10,42 +10,58 @@ from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
 
 class KvTransferConfig(Section):
-    """The transfer service beside each engine."""
+    """Settings of the transfer service, which runs beside each engine."""
 
     listen: str = Field(
         "",
-        description="host:port; port 0 picks a free one; empty: the interface that leads to the "
-        "coordinator, loopback when that is where it listens",
+        description="host:port of the service; port 0 picks a free one. Empty: the interface on "
+        "the route to the coordinator, or loopback when the coordinator listens there.",
     )
-    advertise_host: str = Field("", description="host other workers dial; empty: that of listen")
+    advertise_host: str = Field(
+        "", description="Host name that other workers dial. Empty: the host of listen."
+    )
     transports: list[Literal["shm", "nccl", "gloo", "grpc"]] = Field(
         ["shm", "nccl", "grpc"],
         min_length=1,
-        description="how bytes may move, best first; each pair takes the first that both can",
+        description="Transports that may move KV blocks, in order of preference; each pair of "
+        "workers uses the first that both support.",
     )
     grpc_connections: PositiveInt = Field(
-        2, le=16, description="to each other worker; handoffs are spread over them"
+        2,
+        le=16,
+        description="gRPC connections to each other worker; handoffs are spread over them.",
     )
     port_range: str = Field(
-        "", description="first-last: where a port 0 of listen is picked; empty: anywhere"
+        "",
+        description="Port range first-last from which port 0 of listen is picked. Empty: any port.",
     )
-    send_bytes: PositiveInt = Field(256 * 2**20, description="the sender's staging")
-    receive_bytes: PositiveInt = Field(256 * 2**20, description="the receiver's staging")
-    open_timeout_s: PositiveSeconds = Field(5.0, description="wait for a reservation")
+    send_bytes: PositiveInt = Field(
+        256 * 2**20, description="Size of the sender's staging memory, in bytes."
+    )
+    receive_bytes: PositiveInt = Field(
+        256 * 2**20, description="Size of the receiver's staging memory, in bytes."
+    )
+    open_timeout_s: PositiveSeconds = Field(
+        5.0, description="Longest wait for the receiver to reserve memory for a handoff."
+    )
     idle_timeout_s: PositiveSeconds = Field(
-        60.0, description="an open handoff that gets no frame for so long expires"
+        60.0, description="An open handoff without a new frame for this long expires."
     )
     commit_ttl_s: PositiveSeconds = Field(
-        30.0, description="a committed handoff that nobody loads for so long expires"
+        30.0, description="A committed handoff that the engine does not load in this time expires."
     )
-    claim_timeout_s: PositiveSeconds = Field(10.0, description="longest load")
+    claim_timeout_s: PositiveSeconds = Field(
+        10.0, description="Longest time that loading one handoff into the engine may take."
+    )
     progress_bytes: PositiveInt = Field(
         4 * 2**20,
-        description="what arrives is loaded by so many bytes at a time, the end by halves",
+        description="Arriving KV blocks are loaded in portions of this many bytes; towards the end "
+        "of a handoff each portion is half of the remaining bytes.",
     )
     cpus: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list,
-        description="cores the service runs on; empty: any (baton up on CPUs: none that prefills)",
+        description="CPU cores of the transfer service. Empty: any core; for workers on CPUs that "
+        "baton up starts, cores that no prefill engine uses.",
     )
 
     @field_validator("port_range")

@@ -1,8 +1,8 @@
-"""The latency model: what a prefill and a decode step cost on one kind of worker.
+"""The latency model: time of a prefill and of a decode step on one kind of worker.
 
-Prefill time is a + b*tokens + c*tokens^2 over the prompt tokens left after cache hits; a decode
-step is a + b*batch + c*KV tokens. A prompt computed in several chunks pays b and c once in sum and
-a once per step it takes part in.
+Prefill time is a + b*tokens + c*tokens^2 over the prompt tokens that are not cached. A decode step
+takes a + b*batch + c*KV tokens. A prompt computed in several chunks pays the b and c terms once in
+total, and the a term once per step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PrefillChunk(NamedTuple):
     """A part of one prompt, computed in one step.
 
     Attributes:
-        num_done_tokens: of this prompt, computed (not cached) by earlier steps.
-        num_tokens: in this chunk.
+        num_done_tokens: Tokens of this prompt that earlier steps computed (not cached tokens).
+        num_tokens: Tokens in this chunk.
     """
 
     num_done_tokens: int
@@ -27,13 +27,13 @@ class PrefillChunk(NamedTuple):
 
     @property
     def token_squares(self) -> int:
-        """end^2 - done^2: over all chunks of a prompt, the square of its length."""
+        """end^2 - done^2: summed over all chunks of a prompt, the square of its length."""
         return self.num_tokens * (2 * self.num_done_tokens + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Coefficients in seconds; all at least 0."""
+    """Coefficients of the model, in seconds; all at least 0."""
 
     prefill_base_s: float
     prefill_per_token_s: float
@@ -44,7 +44,7 @@ class LatencyModel:
 
     @classmethod
     def from_config(cls, config: SimulatedConfig | LatencyConfig) -> LatencyModel:
-        """The simulated engine's model (`time_scale` is left to whoever sleeps), or the seed."""
+        """Model of the simulated engine (the caller applies `time_scale`), or the prior."""
         return cls(
             prefill_base_s=config.prefill_base_ms / 1e3,
             prefill_per_token_s=config.prefill_per_token_ms / 1e3,
@@ -55,7 +55,7 @@ class LatencyModel:
         )
 
     def prefill_s(self, num_tokens: int) -> float:
-        """A whole prompt alone in one step; `num_tokens` are those no cache holds."""
+        """Seconds for a whole prompt alone in one step; `num_tokens` excludes cached tokens."""
         return (
             self.prefill_base_s
             + self.prefill_per_token_s * num_tokens
@@ -63,7 +63,7 @@ class LatencyModel:
         )
 
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """One token for each of `num_requests` that attend to `num_kv_tokens` in sum."""
+        """Seconds for one token of each of `num_requests` with `num_kv_tokens` in total."""
         if not num_requests:
             return 0.0
         return (
@@ -73,12 +73,12 @@ class LatencyModel:
         )
 
     def step_s(self, chunks: Iterable[PrefillChunk], num_decodes: int, num_kv_tokens: int) -> float:
-        """A step that computes prompt chunks and decodes in one go.
+        """Seconds for a step that computes prompt chunks and decodes.
 
         Args:
-            chunks: of prompts; each belongs to another request.
-            num_decodes: requests that get one more token.
-            num_kv_tokens: what these attend to, in sum.
+            chunks: Prompt chunks, each of a different request.
+            num_decodes: Requests that get one more token.
+            num_kv_tokens: KV tokens that these requests attend to, in total.
         """
         num_tokens = token_squares = 0
         for chunk in chunks:
@@ -89,7 +89,7 @@ class LatencyModel:
     def mixed_step_s(
         self, num_prefill_tokens: int, token_squares: int, num_decodes: int, num_kv_tokens: int
     ) -> float:
-        """As `step_s`, of chunks with so many tokens, and squares of PrefillChunk's, in sum."""
+        """Like `step_s`, with the chunks' tokens and `token_squares` already summed."""
         seconds = self.decode_step_s(num_decodes, num_kv_tokens)
         if num_prefill_tokens:
             seconds += (

@@ -1,17 +1,17 @@
-"""The latency model, fitted online to what the engine's steps took.
+"""Fits the latency model online to measured engine steps.
 
-Weighted least squares with non-negative coefficients over the model's six terms, where errors count
-relative to the step's time. Three things keep it sound on real data:
+The fit is weighted least squares with non-negative coefficients over the model's six terms; errors
+count relative to the step's time. Three measures keep it sound on real data:
 
-- Steps are counted by shape class (prefill, decode or both; size by powers of two), each with a
-  memory of its own that fades only with newer steps of the class. So a flood of small decode steps
-  does not wash out what is known of long prompts, and a worker that becomes slower is followed
-  class by class. Classes that are not seen any more give way slowly to those that are.
-- Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964) bound what a slow step
-  can do, by the class's own running median error; far outliers are left out. After a lasting change
-  the median grows until the new times are let in, so that nothing is rejected for ever.
-- A ridge ties the coefficients to the prior's proportions, scaled to the measured speed. What the
-  steps do not tell apart (prompts of one length, batches of one) is divided as in the prior.
+- Steps are grouped by shape class (prefill, decode or both; size by powers of two). Each class has
+  its own memory, which fades only with newer steps of the class. A flood of small decode steps
+  therefore does not displace what is known about long prompts, and the fit follows a worker that
+  becomes slower class by class. Classes that no longer occur lose weight slowly.
+- Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964) bound the influence of a
+  slow step by the class's running median error; far outliers are left out. After a lasting change
+  the median grows until the new times are accepted, so no class rejects its steps permanently.
+- A ridge ties the coefficients to the prior's proportions, scaled to the measured speed. Terms that
+  the steps cannot tell apart (prompts of one length, batches of one) are divided as in the prior.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from baton.runtime.latency import LatencyModel
 from baton.runtime.least_squares import non_negative
 from baton.v1 import cluster_pb2
 
-# How many steps the prior is worth, on each coefficient. Small: steps that differ in length by a
-# few per cent only soon tell more than the prior.
+# Weight of the prior in steps, per coefficient. It is small, so that steps whose lengths differ by
+# only a few percent outweigh the prior quickly.
 _PRIOR_WEIGHT = 0.03
-# Of one class's memory, in steps.
+# Memory of one class, in steps.
 _WINDOW = 128
-# A class unseen for so many steps of its kind counts half.
+# After this many steps of its kind, an unseen class counts half.
 _HALF_LIFE = 1024
 _LEAST_FRESHNESS = 1e-3
-# In running median errors (about 2/3 of a standard deviation): where Huber's weight begins to
-# fall, and where a step is left out if it is also off by more than _OUTLIER_FACTOR.
+# In running median errors (about 2/3 of a standard deviation): the error at which Huber's weight
+# starts to fall, and the error at which a step is an outlier if it is also off by _OUTLIER_FACTOR.
 _HUBER = 4.0
 _OUTLIER = 8.0
 _OUTLIER_FACTOR = 2.0
-# Of |log(measured / predicted)|: the model is far off.
+# Bound on |log(measured / predicted)| above which the model counts as far off.
 _FAR = math.log(4)
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 10.0
-# A coefficient may claim so much of a typical step's time before the ridge holds it, whatever the
-# prior says: a prior of 0 is no certainty.
+# Share of a typical step's time that a coefficient may explain before the ridge holds it, whatever
+# the prior says: a prior of 0 does not mean certainty.
 _FREE_SHARE = 0.3
-# Of each term, how large it is at least where it claims that: what a thousand tokens cost cannot be
-# told from steps of ten, whose noise would be multiplied as their squares are.
+# Smallest size of each term at which it may explain that share. The cost of 1,000 tokens cannot be
+# measured from steps of ten tokens: their noise would be multiplied by the square of the ratio.
 _LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0)
-# The worker has changed when the running mean of the errors' signs comes so close to 1: some 50
-# steps in a row, which chance does not bring (6 standard deviations). Of older steps a little is
-# kept.
+# The worker has changed when the running mean of the error signs comes this close to 1. That takes
+# about 50 steps of one sign in a row (6 standard deviations), so chance does not cause it. The
+# older steps then keep only the share _KEPT of their weight.
 _LEAN_WINDOW, _LEAN_LIMIT = 32, 0.8
 _KEPT = 0.05
-# Kinds of steps: of decodes, of prompt chunks, of both. Shape classes are numbered from 64 * kind.
+# Kinds of steps: decodes only, prompt chunks only, both. A shape class is 64 * kind + size.
 _DECODE, _PREFILL, _MIXED = range(3)
-# Steps between two fits, once there are many.
+# Largest number of steps between two fits.
 _MAX_FIT_INTERVAL = 64
 _NUM_ERRORS = 256
 _LEAST_S = 1e-9
@@ -62,13 +62,13 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """How well the fit does.
+    """Accuracy of the fit.
 
     Attributes:
-        num_samples: that the fit rests on, or has forgotten.
-        num_rejected: outliers, and samples that cannot be.
-        error_p50: of the latest steps' |predicted - measured| / measured; None before the first.
-        error_p90: likewise.
+        num_samples: Steps that the fit has used, including forgotten ones.
+        num_rejected: Outliers and impossible samples.
+        error_p50: Median of |predicted - measured| / measured over recent steps; None at first.
+        error_p90: The same, 90th percentile.
     """
 
     num_samples: int
@@ -78,7 +78,7 @@ class FitQuality:
 
 
 def shape_class(step: cluster_pb2.StepSample) -> int:
-    """Equal for steps of the same kind and, by powers of two, the same size."""
+    """Class number, equal for steps of the same kind and the same size by powers of two."""
     if not step.num_prefill_tokens:
         return 64 * _DECODE + step.num_decodes.bit_length()
     kind = _MIXED if step.num_decodes else _PREFILL
@@ -87,14 +87,15 @@ def shape_class(step: cluster_pb2.StepSample) -> int:
 
 @dataclass(slots=True)
 class _Class:
-    """The memory of one shape class.
+    """Memory of one shape class.
 
     Attributes:
-        first: index of its first term: 0, or 3 for steps that only decode.
-        moments: of (terms, time), upper triangle by rows, without time's own.
-        weight: sum of the weights in it.
-        spread: running median of |log(measured / predicted)|.
-        seen_at: the fit's count of such steps when the latest came.
+        first: Index of the class's first term: 0, or 3 for steps that only decode.
+        moments: Sums of products of (terms, time), upper triangle by rows, without time squared.
+        weight: Sum of the weights in `moments`.
+        spread: Running median of |log(measured / predicted)|.
+        num_seen: Number of steps seen since the worker last changed.
+        seen_at: `LatencyFit._age` of the class at its latest step.
     """
 
     first: int
@@ -106,10 +107,10 @@ class _Class:
 
 
 class LatencyFit:
-    """The current latency model of one kind of worker.
+    """Current latency model of one kind of worker.
 
     Args:
-        prior: what is believed before anything is measured.
+        prior: Model used before anything is measured.
     """
 
     def __init__(self, prior: LatencyModel) -> None:
@@ -117,17 +118,17 @@ class LatencyFit:
         self._model = prior
         self._coefficients = list(self._prior)
         self._classes: dict[int, _Class] = {}
-        # Steps with prompt chunks, and steps with decodes.
+        # Number of steps with prompt chunks, and of steps with decodes.
         self._num_prefills = self._num_decodes = 0
         self._num_samples = self._num_rejected = 0
         self._next_fit = 1
-        # By kind of step: running mean of the errors' signs.
+        # Running mean of the error signs, per kind of step.
         self._leans = [0.0, 0.0, 0.0]
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     @property
     def model(self) -> LatencyModel:
-        """As of the latest fit: at most 64 samples ago."""
+        """Latest fit, at most 64 samples old."""
         return self._model
 
     @property
@@ -139,10 +140,10 @@ class LatencyFit:
         return FitQuality(self._num_samples, self._num_rejected, p50, p90)
 
     def observe(self, step: cluster_pb2.StepSample) -> None:
-        """Takes one step into account; one that computed nothing, or took no time, is rejected."""
+        """Adds one step to the fit; rejects a step that computed nothing or took no time."""
         num_prefill, num_decodes = step.num_prefill_tokens, step.num_decodes
         squares, measured_s = step.prefill_token_squares, step.duration_us * 1e-6
-        # Every chunk of n tokens has at least n squares.
+        # A chunk of n tokens has at least n squares.
         if not measured_s or squares < num_prefill or not (num_prefill or num_decodes):
             self._num_rejected += 1
             return
@@ -170,8 +171,8 @@ class LatencyFit:
         self._num_prefills += num_prefill > 0
         self._num_decodes += num_decodes > 0
         known.seen_at = self._age(name)
-        # Errors relative to what was measured would favour the fast steps. But a prediction that is
-        # far too small must not make its step count for hundreds.
+        # Dividing by the measured time would favour fast steps. The maximum prevents that a far too
+        # small prediction gives its step hundreds of times the weight.
         relative_to_s = max(predicted_s, measured_s) if error > _FAR else predicted_s
         scale = math.sqrt(weight) / relative_to_s
         row = [term * scale for term in terms]
@@ -187,7 +188,7 @@ class LatencyFit:
             self._fit()
 
     def _notice_change(self, kind: int, log_ratio: float) -> None:
-        """Lets go of most of what is remembered when nearly all errors have had one sign."""
+        """Discounts the memory when nearly all recent errors had the same sign."""
         lean = (
             self._leans[kind] + (math.copysign(1.0, log_ratio) - self._leans[kind]) / _LEAN_WINDOW
         )
@@ -196,21 +197,21 @@ class LatencyFit:
             return
         self._leans[kind] = 0.0
         for name, known in self._classes.items():
-            # What is known of mixed steps is also of their two halves, and the other way round.
+            # Mixed steps share terms with both other kinds, so a change affects them too.
             if kind in (name // 64, _MIXED) or name // 64 == _MIXED:
                 known.moments = [moment * _KEPT for moment in known.moments]
                 known.weight *= _KEPT
                 known.spread, known.num_seen = 1.0, 0
 
     def _age(self, name: int) -> int:
-        """How many steps have come that could have been of this class."""
+        """Number of steps so far that contain the kinds of work in this class."""
         kind = name // 64
         return self._num_prefills * (kind != _DECODE) + self._num_decodes * (kind != _PREFILL)
 
     def _fit(self) -> None:
         matrix = [[0.0] * 6 for _ in range(6)]
         vector = [0.0] * 6
-        # Of steps with prompt chunks, and of steps with decodes.
+        # Weight of steps with prompt chunks, and of steps with decodes.
         weights = [0.0, 0.0]
         for name, known in self._classes.items():
             unseen = self._age(name) - known.seen_at
@@ -228,7 +229,7 @@ class LatencyFit:
             for column in range(row):
                 matrix[row][column] = matrix[column][row]
         centre = self._scaled_prior(matrix, vector)
-        # How far each coefficient may go from there: the unit of the ridge.
+        # Ridge unit: how far each coefficient may move away from the scaled prior.
         units = list(centre)
         for index, least in enumerate(_LEAST_TERMS):
             base = 3 * (index // 3)
@@ -253,9 +254,10 @@ class LatencyFit:
     def _scaled_prior(
         self, matrix: Sequence[Sequence[float]], vector: Sequence[float]
     ) -> list[float]:
-        """The prior times the measured speed, prefill and decode apart as far as they can be told.
+        """Prior times the measured speed, separately for prefill and decode where data allows.
 
-        What was never measured goes with the rest: a machine slow at one is slow at the other.
+        The speed of a part that was never measured follows the other part: a machine that is slow
+        at one is slow at the other.
         """
         groups = (range(3), range(3, 6))
         prior = self._prior
@@ -289,10 +291,10 @@ class LatencyFit:
 
 
 def _judge(known: _Class, error: float) -> float:
-    """The weight of a step whose time is off by a factor of exp(error), 0 for an outlier."""
+    """Weight of a step whose time is off by a factor of exp(error); 0 for an outlier."""
     spread = known.spread
     known.num_seen += 1
-    # Steps up and down in equal numbers, so it stays at the median; quick to begin with.
+    # Equal numbers of steps up and down keep `spread` at the median; early steps move it fast.
     factor = 1 + max(0.05, 1 / known.num_seen)
     moved = spread * factor if error > spread else spread / factor
     known.spread = min(_MOST_SPREAD, max(_LEAST_SPREAD, moved))

@@ -1,4 +1,4 @@
-"""Small least squares problems, in plain Python: the coordinator installs without numpy."""
+"""Small least squares problems in plain Python, because the coordinator installs without numpy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def non_negative(
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Of a symmetric, positive definite system, by Cholesky."""
+    """Solves a symmetric, positive definite system by Cholesky decomposition."""
     size = len(vector)
     lower: list[list[float]] = []
     values: list[float] = []
@@ -44,7 +44,7 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
             total = matrix[row][column] - sum(map(float.__mul__, entries, above))
             entries.append(total / above[column])
         pivot = matrix[row][row] - sum(entry * entry for entry in entries)
-        # Never below 0 but for rounding.
+        # Only rounding can make the pivot negative.
         entries.append(math.sqrt(max(pivot, 1e-12 * matrix[row][row])))
         values.append((vector[row] - sum(map(float.__mul__, entries, values))) / entries[row])
         lower.append(entries)

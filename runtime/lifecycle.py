@@ -1,4 +1,4 @@
-"""How a process runs and how it is asked to stop."""
+"""Process start, signals and garbage collection."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import uvloop
 
 
 class SignalCame(BaseException):
-    """SIGINT or SIGTERM, where `cut_short` is waiting for it."""
+    """Raised by SIGINT or SIGTERM inside `cut_short`."""
 
 
 def begun_at() -> float:
-    """When this process began, in seconds by time.monotonic; the kernel counts in hundredths.
+    """Start time of this process on the time.monotonic clock, in steps of 1/100 s.
 
-    Not by the wall clock: what it said when the host was booted is known in whole seconds only.
+    The wall clock is not used, because /proc gives the host's boot time in whole seconds only.
     """
-    # What begins behind the program's name, which may have spaces: field 22 is the start.
+    # Field 22 is the start time; the fields after the program's name (may have spaces) start at 3.
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
@@ -35,7 +35,7 @@ def begun_at() -> float:
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a process's main coroutine on uvloop and returns its exit code.
 
-    With as many open files as it may have: each connection is one.
+    It raises the limit of open files to the allowed maximum, because each connection is one file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -46,9 +46,9 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 @contextlib.asynccontextmanager
 async def settled_heap() -> AsyncIterator[None]:
-    """Collections leave alone what was there before, and lives as long as the process.
+    """Excludes existing objects, which live as long as the process, from garbage collections.
 
-    They would be pauses of its streams.
+    Collections over them would interrupt the process's streams.
     """
     gc.collect()
     gc.freeze()
@@ -60,7 +60,7 @@ async def settled_heap() -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No collections meanwhile: while much is imported they take a sixth of the time in vain."""
+    """Disables garbage collection, which takes a sixth of the time of large imports."""
     gc.disable()
     try:
         yield
@@ -69,28 +69,28 @@ def uncollected() -> Iterator[None]:
 
 
 def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set; a second signal ends the process at once.
+    """Returns an event that SIGINT and SIGTERM set; a second signal ends the process at once.
 
     Call once, in the running loop of the process's main coroutine.
 
     Args:
-        last_words: called before a second signal ends it; must be quick.
+        last_words: Called before a second signal ends the process; must be quick.
     """
     loop, event = asyncio.get_running_loop(), asyncio.Event()
     came = False
 
     def on_signal(number: signal.Signals) -> None:
         nonlocal came
-        # Others may have set the event: that is not a first signal.
+        # `event` is not checked, because other code may set it too.
         if came:
             loop.remove_signal_handler(number)
             last_words()
-            # The kernel's own way: of Python's, SIGINT is an exception, and everything would still
-            # be cleaned up, which is what whoever sends a second one no longer waits for.
+            # The default action ends the process without cleanup. Python's handler for SIGINT would
+            # raise an exception and clean up first, too slow for a user who presses Ctrl-C twice.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-            # Still here: the kernel spares the first process of a container what it has no handler
-            # for.
+            # Reached in the first process of a container, for which the kernel ignores signals
+            # without a handler.
             os._exit(128 + number)
         came = True
         event.set()
@@ -102,10 +102,10 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
 
 @contextlib.contextmanager
 def cut_short() -> Iterator[None]:
-    """What holds up the loop, a long import say, ends with SignalCame at SIGINT and SIGTERM.
+    """Interrupts a long synchronous call, such as an import, with SignalCame at SIGINT or SIGTERM.
 
-    A loop calls its handlers when it goes on, and Python's own are called in the midst of what
-    runs. Both are: `stop_requested`'s event is set in the loop's next round.
+    The event loop calls its signal handlers only when the call has returned; Python's handlers run
+    during the call. Both run: the event of `stop_requested` is set in the loop's next round.
     """
     before: dict[signal.Signals, Any] = {}
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class _Formatter(logging.Formatter):
-    """`2026-01-01T12:00:00.123 level process logger message key=value`; fields come by `extra`."""
+    """`2026-01-01T12:00:00.123 level process logger message key=value`; fields from `extra`."""
 
     _STANDARD: ClassVar[frozenset[str]] = frozenset(
         logging.LogRecord("", 0, "", 0, "", None, None).__dict__
@@ -19,7 +19,7 @@ class _Formatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        # vLLM's record factory marks every record of the process, not only its own.
+        # vLLM's record factory adds its fields to every record of the process.
         fields = "".join(
             f" {key}={value}"
             for key, value in vars(record).items()
@@ -40,7 +40,7 @@ def setup(level: str, process: str) -> None:
 
     Args:
         level: "debug", "info", "warning" or "error".
-        process: what the lines call this process: "coordinator", a worker's id.
+        process: Name of this process in each line: "coordinator", or a worker's ID.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(process))
@@ -51,7 +51,7 @@ def setup(level: str, process: str) -> None:
 
 
 def adopt(library: str, level: int) -> None:
-    """A library's lines go where Baton's go, those of this level and above; after `setup`."""
+    """Sends a library's log lines of this level and above where Baton's go; call after `setup`."""
     logger = logging.getLogger(library)
     logger.handlers[:] = logging.getLogger("baton").handlers
     logger.setLevel(level)

@@ -23,26 +23,26 @@ from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import TlsFiles
 from baton.runtime.watched_file import WatchedFiles, watched_secret
 
-# Each has a thread. Scrapes take milliseconds: whoever has been here for longest makes room.
+# Each connection has a thread. Scrapes take milliseconds, so the oldest connection is closed first.
 _MAX_CONNECTIONS = 32
 _TIMEOUT_S = 10.0
 
 
 class MetricsServer:
-    """Serves a registry over HTTP from a thread of its own until `close`.
+    """Serves a registry over HTTP from its own thread until `close`.
 
     Args:
-        listen: host:port.
-        key: of the configuration, for errors.
-        registry: what is shown.
-        security: TLS, and who may read; None: anybody.
-        refusals: gets whom it refuses.
+        listen: Listen address host:port.
+        key: Configuration key of the address, for error messages.
+        registry: Metrics to serve.
+        security: TLS and authentication settings; None means neither.
+        refusals: Counter that refused readers are added to.
 
     Attributes:
-        address: host:port it is bound to.
+        address: host:port that the server is bound to.
 
     Raises:
-        ConfigError: when it cannot listen there, or a file cannot be used.
+        ConfigError: The address cannot be used, or a configured file cannot be used.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MetricsServer:
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        # Wakes the thread, which looks for its end only every half second otherwise.
+        # Wakes the thread, which otherwise checks only every half second whether it should end.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -98,7 +98,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, and a bound on both."""
+    """WSGI server with a thread per connection and a limit on connections."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -114,7 +114,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         with self._lock:
             if len(self._open) >= _MAX_CONNECTIONS:
                 oldest, _ = self._open.popitem(last=False)
-                # Its thread wakes up, and closes it.
+                # Shutdown wakes the connection's thread, which closes the socket.
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
                 self.refusals.count("metrics", "connections")
@@ -152,7 +152,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._open.pop(wrapped, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: peers that leave or send garbage are everyday."""
+        """Ignores errors: peers that disconnect or send garbage are normal."""
 
 
 def _guarded(

@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does, however that ends."""
+"""Ends child processes when their parent ends for any reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent_pid: int, how: signal.Signals = signal.SIGTERM) -> None:
-    """The kernel sends a signal to this process when its parent dies; an exec keeps that promise.
+    """Asks the kernel to send a signal to this process when its parent dies; survives an exec.
 
-    On other systems than Linux nothing is promised. "Parent" is the thread that started this
-    process: one that lives as long as its process.
+    It works on Linux only. The kernel means the thread that started this process, so that thread
+    must live as long as its process.
 
     Args:
-        parent_pid: of the parent as it was at the start; when it is dead already, this process
-            exits at once.
-        how: the signal; SIGKILL where others decide what happens on SIGTERM.
+        parent_pid: Process ID of the parent at the start of this process. If that parent has
+            already ended, this process exits at once.
+        how: Signal to send; SIGKILL when other code handles SIGTERM.
     """
     if sys.platform != "linux":
         return
@@ -29,15 +29,15 @@ def end_with_parent(parent_pid: int, how: signal.Signals = signal.SIGTERM) -> No
 
 
 class EndsWithParent:
-    """Among what a process gives to a child that it spawns: the child is killed when it dies.
+    """Kills a spawned child process when its parent dies; pass an instance among its arguments.
 
-    For children that run a library's code: what they are given is unpickled before that begins.
+    It is meant for children that run a library's code: arguments are unpickled before that starts.
     """
 
     def __getstate__(self) -> int:
         return os.getpid()
 
     def __setstate__(self, parent_pid: int) -> None:
-        # Whoever else gets it, copied within a process too, is not bound.
+        # A copy that is unpickled in the parent itself, or in any other process, has no effect.
         if os.getppid() == parent_pid:
             end_with_parent(parent_pid, signal.SIGKILL)

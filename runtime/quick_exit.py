@@ -1,4 +1,4 @@
-"""Ends of processes without what Python does last and nobody has anything of."""
+"""Faster exits: skip the cleanup that Python does at the end of a process."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import sys
 
 
 def skip_last_collection() -> None:
-    """When this process ends it does not look through all its objects once more.
+    """Skips the garbage collection at the end of this process.
 
-    That takes a command longer than to end otherwise; what holds nothing but memory may go with it.
+    For a command, that collection takes longer than the rest of its exit. Only memory may be
+    released this way: finalizers of remaining objects do not run.
     """
     atexit.register(gc.freeze)
 
 
 def skip_cleanup(exit_code: int) -> None:
-    """When this process ends it does so at once, with this code.
+    """Ends this process with `exit_code` without Python's cleanup, when the interpreter exits.
 
-    Freeing all that vLLM has imported takes Python seconds in each process, of which nobody has
-    anything: the kernel does it. What this process holds elsewhere must be freed by now; what is
-    registered with atexit before this call does not run.
+    Freeing the objects of all modules that vLLM imports takes seconds per process, although the
+    kernel frees the memory anyway. Other resources of this process must be released before;
+    functions that were registered with atexit before this call do not run.
     """
     atexit.register(_exit, exit_code)
 
 
 def _exit(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        # Closed, or with nobody who reads it.
+        # The stream may be closed, or its reader may have ended.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Who was not let in: counted by reason, and logged without what they showed."""
+"""Counts refused calls and connections by reason, and logs them without their credentials."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from baton.runtime.tls import Handshakes
 
 _log = logging.getLogger(__name__)
 
-# Lines in a row, and after that per second: whoever guesses keys does not fill the log.
+# Log lines in a burst, and per second after it, so that guessing keys does not fill the log.
 _LOG_BURST, _LOG_PER_S = 20.0, 1.0
 
 
 class Refusals(Collector):
-    """Of one process; a part of its metrics.
+    """Refused calls of one process, as a Prometheus collector.
 
     Args:
-        clock: in seconds.
-        others: of a process beside this one that has no metrics of its own, in the same form.
+        clock: Returns monotonic seconds.
+        others: Returns the counts of a helper process that has no metrics endpoint.
 
     Attributes:
-        counts: by service and reason.
-        handshakes: of its gRPC port; None without TLS.
+        counts: Number of refusals by service and reason.
+        handshakes: TLS handshakes of the gRPC port; None without TLS.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Refusals(Collector):
         self._budget, self._at, self._num_silent = _LOG_BURST, -math.inf, 0
 
     def count(self, service: str, reason: str, *, peer: str = "", who: str = "") -> None:
-        """Counts one, and logs it unless many came before it.
+        """Counts a refusal and logs it, unless the log rate is exceeded.
 
         Args:
             service: "Inference", "Admin", "Cluster", "KvTransfer" or "metrics".
-            reason: a word: "expired", "tenant".
-            peer: address of whoever asked.
-            who: the name of the key, where there is such a key.
+            reason: One word, such as "expired" or "tenant".
+            peer: Address of the caller.
+            who: Name of the caller's key; empty when unknown.
         """
         self.counts[service, reason] += 1
         now = self._clock()
@@ -67,7 +67,7 @@ class Refusals(Collector):
         _log.warning("refused", extra=fields)
 
     def totals(self) -> dict[tuple[str, str], int]:
-        """By service and reason, as of now."""
+        """Current counts by service and reason, including failed TLS handshakes."""
         found = {**self.counts, **self._others()}
         if self.handshakes is not None:
             self.handshakes.expire()
@@ -77,7 +77,7 @@ class Refusals(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             "baton_access_refusals",
-            "Calls and connections that were not let in.",
+            "Calls and connections that were refused, by service and reason.",
             labels=["service", "reason"],
         )
         for (service, reason), count in self.totals().items():

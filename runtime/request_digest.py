@@ -1,4 +1,4 @@
-"""What names a request's prompt, sampling and adapter, equally in every process."""
+"""A digest of a request's prompt, sampling parameters and adapter, equal in every process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from baton.v1 import common_pb2
 def request_digest(
     prompt_token_ids: Sequence[int], sampling: common_pb2.SamplingParams, adapter: str = ""
 ) -> int:
-    """xxh3_64 over the prompt's token ids, seeded with the hash of the rest.
+    """xxh3_64 over the prompt's token IDs, seeded with the hash of the other parts.
 
     Args:
-        prompt_token_ids: each 0 to 2^32 - 1.
-        sampling: as a worker is sent it.
-        adapter: its name; empty for the base model.
+        prompt_token_ids: Token IDs from 0 to 2^32 - 1.
+        sampling: Sampling parameters as sent to a worker.
+        adapter: Name of the LoRA adapter; empty for the base model.
 
     Returns:
-        64 bits: enough to tell a request that came back from another one of its id.
+        64 bits, enough to tell a returning request from a different one with the same ID.
     """
     words = array("I", prompt_token_ids)
     seed = xxhash.xxh3_64_intdigest(

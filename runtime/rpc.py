@@ -1,4 +1,4 @@
-"""gRPC channels and servers, set up one way in every process."""
+"""gRPC channels and servers with the same settings in every process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from baton.runtime.guard import Guard
 from baton.runtime.tls import Handshakes, TlsFiles
 
 if TYPE_CHECKING:
-    # Clients have neither, and what these import takes longer than all of theirs.
+    # Clients use neither module, and importing them would more than double a client's start time.
     from baton.runtime.access import Access
     from baton.runtime.security_config import SecurityConfig
 
-# One message at most: a submission of the longest prompt, or one step's outputs.
+# Largest message: the submission of the longest prompt, or one step's outputs.
 MAX_MESSAGE_BYTES = 16 * 2**20
 # Transfer frames are larger than anything else.
 MAX_FRAME_BYTES = 64 * 2**20
 
 # A peer that vanishes without closing (stopped, power, network) is noticed within 15 s.
 PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 5.0
-# Pings that come faster than this are cut off, so it is below every interval in use.
+# The server disconnects clients that ping faster than this; every ping interval is longer.
 _MIN_PING_INTERVAL_MS = 1_000
-# Calls that wait to be taken up: fewer than gRPC's own limit would refuse them without a reason.
+# Calls that may wait for a handler. Below gRPC's own limit, calls are refused without a reason.
 _LEAST_PENDING_CALLS = 3_000
-# Of the calls at a time, what streams that need no credential may be.
+# Streams that need no credential may use this fraction (1/8) of the concurrent calls.
 _OPEN_PART = 8
 
 
@@ -43,7 +43,7 @@ def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
     return [
         ("grpc.keepalive_time_ms", round(interval_s * 1e3)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # The longer of the two counts, and this one is a minute by default.
+        # gRPC uses the longer of the two timeouts; this one is a minute by default.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -51,12 +51,12 @@ def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
 
 
 def _ms(seconds: float) -> int:
-    """As gRPC takes it: in 32 bits."""
+    """Milliseconds, capped to gRPC's 32 bits."""
     return min(2**31 - 1, round(seconds * 1e3))
 
 
 def _most_connections(limits: SecurityConfig) -> int:
-    """Each is an open file, and others need some too."""
+    """Connection limit, at most 3/4 of the open-file limit, because each connection is a file."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(limits.max_connections, max(1, most_files * 3 // 4))
 
@@ -70,25 +70,25 @@ def channel(
     dial: Dial = PLAIN,
     interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
 ) -> grpc.aio.Channel:
-    """A channel to host:port that keeps itself alive and reconnects within two seconds.
+    """A channel to host:port that sends keepalive pings and reconnects within two seconds.
 
     Args:
         address: host:port.
-        max_message_bytes: each way.
-        ping_interval_s: at least a second, or the server takes them for abuse.
-        ping_timeout_s: a peer that is silent for so long after a ping is gone.
-        dial: with TLS, its files as they are now; calls say `dial.metadata()` themselves.
-        interceptors: of its calls.
+        max_message_bytes: Largest message in each direction.
+        ping_interval_s: Seconds between pings; below 1 s the server closes the connection.
+        ping_timeout_s: Seconds without an answer after which the peer counts as dead.
+        dial: TLS files and credential. Callers add `dial.metadata()` to each call themselves.
+        interceptors: Interceptors of the channel's calls.
     """
     options: list[tuple[str, str | int]] = [
         *_keepalive(ping_interval_s, ping_timeout_s),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # How long one attempt to connect may take, not a pause: a busy peer needs some time.
+        # Time for one connection attempt, not a pause: a busy peer needs some time to accept.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # One connection per channel object: transfers do not share one with tokens.
+        # One connection per channel object: handoffs and tokens do not share a connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if dial.tls is None:
@@ -101,13 +101,13 @@ def channel(
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What a server asks of those who connect.
+    """Authentication and limits of a server.
 
     Attributes:
-        config: limits, and whether clients need certificates.
-        access: who may call what.
-        tls: None: without.
-        handshakes: of the port; None without TLS.
+        config: Limits, and whether clients need certificates.
+        access: Checks credentials.
+        tls: TLS files; None means plain text.
+        handshakes: TLS handshakes of the port; None without TLS.
     """
 
     config: SecurityConfig
@@ -117,15 +117,15 @@ class Protection:
 
     @classmethod
     def of(cls, config: SecurityConfig, access: Access, listener: str) -> Protection:
-        """For one server.
+        """Protection for one server.
 
         Args:
-            config: of this process.
-            access: counts whom it refuses.
-            listener: the configuration's key of where it listens, for logs.
+            config: Security section of this process.
+            access: Checks credentials and counts refusals.
+            listener: Configuration key of the listen address, for logs.
 
         Raises:
-            ConfigError: a file cannot be used.
+            ConfigError: A configured file cannot be used.
         """
         if not config.serves_tls:
             return cls(config, access, None, None)
@@ -138,18 +138,19 @@ class Protection:
 def server(
     *, max_message_bytes: int = MAX_MESSAGE_BYTES, protection: Protection | None = None
 ) -> grpc.aio.Server:
-    """A server with the project's limits; the caller adds services and a port.
+    """A server with Baton's limits; the caller adds services and a port.
 
     Args:
-        max_message_bytes: each way; a longer one is refused by its length, before it is there.
-        protection: None: anybody may call anything.
+        max_message_bytes: Largest message in each direction; a longer one is refused by its length
+            header, before its content is read.
+        protection: Authentication and limits; None allows every call.
     """
     from baton.runtime.security_config import SecurityConfig
 
     limits = protection.config if protection is not None else SecurityConfig()
     most_pending = max(limits.max_calls, _LEAST_PENDING_CALLS)
     guards = []
-    # Without anything to look at, calls do not pay for it.
+    # Without authentication and TLS there is nothing to check, so the guard's cost is avoided.
     if protection is not None and (limits.knows_clients or limits.knows_workers or protection.tls):
         max_open_streams = max(1, limits.max_calls // _OPEN_PART)
         guards = [Guard(protection.access, max_open_streams, protection.handshakes)]
@@ -161,14 +162,14 @@ def server(
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-            # A port in use is an error, not a second listener that steals half the calls.
+            # A port in use must be an error, not a second listener that gets half of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
             ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
             ("grpc.max_concurrent_streams", limits.max_calls),
-            # gRPC cancels calls at random while a thousand wait to be taken up. What is too much is
-            # for `maximum_concurrent_rpcs` to say, with a status that means it.
+            # gRPC cancels random calls when a thousand wait for a handler. Instead,
+            # `maximum_concurrent_rpcs` refuses excess calls with RESOURCE_EXHAUSTED.
             ("grpc.server.max_pending_requests", most_pending),
             ("grpc.server.max_pending_requests_hard_limit", most_pending),
             ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
@@ -180,10 +181,10 @@ def server(
 def bind(
     server: grpc.aio.Server, listen: str, key: str, protection: Protection | None = None
 ) -> str:
-    """Binds a server's port and returns host:port, with the port that 0 became.
+    """Binds a server's port and returns host:port with the actual port.
 
     Raises:
-        ConfigError: naming `key` when the address is wrong or in use.
+        ConfigError: The address is invalid or in use; the message names `key`.
     """
     host, _ = split_address(listen, key)
     try:
@@ -205,11 +206,11 @@ def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) 
     """Adds the standard grpc.health.v1 and server reflection.
 
     Args:
-        server: not started yet.
-        services: full names, such as "baton.v1.Inference".
+        server: Server that is not started yet.
+        services: Full service names, such as "baton.v1.Inference".
 
     Returns:
-        The health service; the caller sets each service's status.
+        The health service, on which the caller sets each service's status.
     """
     health_servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -1,4 +1,4 @@
-"""What sampling parameters mean for a request that is continued elsewhere."""
+"""Decides how a request may continue on another worker, by its sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from baton.v1 import common_pb2
 
 
 def needs_exact_state(sampling: common_pb2.SamplingParams) -> bool:
-    """Whether continuing must replay known tokens through the sampler.
+    """Whether a continued request must replay its known tokens through the sampler.
 
-    Greedy and unseeded sampling depend on the tokens alone: they continue from prompt + tokens.
-    Seeded generators, penalties over the output, bad words and grammars carry state from token to
-    token, so the known tokens are forced, one decode step each.
+    Greedy and unseeded sampling depend on the tokens alone, so the request continues from prompt +
+    known tokens. Seeded generators, penalties over the output, bad words and grammars carry state
+    from token to token, so the known tokens are forced, one decode step each.
     """
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     return (

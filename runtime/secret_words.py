@@ -1,4 +1,4 @@
-"""What API keys, JWTs and tokens are like, wherever they come from."""
+"""Valid forms of API keys, JWTs and tokens from any source."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ SECRETS = "one word of printable ASCII"
 
 
 def is_secret(text: str) -> bool:
-    """Whether it may be a key or a token."""
+    """Whether the text may be a key or a token."""
     return bool(text) and fits_header(text) and " " not in text
 
 
 def fits_header(text: str) -> bool:
-    """Whether HTTP and gRPC carry it, as the value of `authorization` say."""
+    """Whether HTTP and gRPC can carry the text as the value of `authorization`."""
     return text.isascii() and text.isprintable()

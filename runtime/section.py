@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of."""
+"""Base class and value types of configuration sections."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Three years stand for "for ever": infinity fits no message.
+# Three years stand for "no limit", because protobuf durations cannot hold infinity.
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
-# What is told in messages, whose numbers have 32 bits.
+# Numbers that are sent in 32-bit message fields.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-# Of one pool; the most is far beyond what one coordinator serves.
+# Workers of one pool; the maximum is far above what one coordinator can serve.
 NumWorkers = Annotated[int, Field(ge=0, le=10_000)]
 
 
 class Section(BaseModel):
     """A part of the configuration; unknown keys are errors.
 
-    A section, mapping or list with nothing under its name, because all of it is commented out, is
-    as good as absent.
+    A section, mapping or list whose content is commented out counts as absent: its value is null
+    in YAML.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

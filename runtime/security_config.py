@@ -1,4 +1,4 @@
-"""The `security` section: certificates, keys and limits. Secrets are in files that it names."""
+"""The `security` section: certificates, keys and limits. It names files that hold the secrets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pydantic import Field, model_validator
 
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
-# Of a server's calls, where the configuration does not say: others find a call whatever one tenant
-# does.
+# Default share of a server's calls (1/4) that one tenant may hold, so that other tenants find room.
 _TENANT_PART = 4
 
 
 class JwtConfig(Section):
-    """Tokens that somebody else signs, in the place of API keys."""
+    """JSON Web Tokens of an identity provider, used instead of API keys."""
 
-    key_file: str = Field("", description="public key in PEM, or a JWKS; empty: no JWTs")
-    issuer: str = Field("", description="`iss` of every token")
-    audience: str = Field("", description="`aud` of every token")
+    key_file: str = Field(
+        "", description="Public key in PEM, or a JWKS, that checks tokens. Empty: no JWTs."
+    )
+    issuer: str = Field("", description="Required value of each token's `iss` claim.")
+    audience: str = Field("", description="Required value of each token's `aud` claim.")
 
     @model_validator(mode="after")
     def _is_whole(self) -> JwtConfig:
@@ -28,57 +29,70 @@ class JwtConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who may speak to whom; the same file serves coordinator, gateway and workers."""
+    """Authentication and limits; coordinator, gateway and workers can share the same section."""
 
     allow_insecure: bool = Field(
         False,
-        description="whether listeners that others than this host can reach may do without "
-        "authentication",
+        description="Whether listeners that other hosts can reach are allowed without "
+        "authentication.",
     )
-    ca_file: str = Field("", description="PEM: who signs the certificates of peers")
+    ca_file: str = Field(
+        "", description="PEM file with the CA certificates that sign the peers' certificates."
+    )
     cert_file: str = Field(
-        "", description="PEM chain: of this process, as a server and as a client; empty: no TLS"
+        "",
+        description="PEM file with this process's certificate chain, as a server and as a client. "
+        "Empty: no TLS.",
     )
-    key_file: str = Field("", description="PEM: its private key")
+    key_file: str = Field("", description="PEM file with the private key of cert_file.")
     client_auth: Literal["none", "require"] = Field(
-        "none", description="whether gRPC and metrics clients need a certificate that ca_file signs"
+        "none",
+        description="Whether gRPC and metrics clients need a certificate signed by ca_file.",
     )
     http_client_auth: Literal["none", "require"] = Field(
-        "none", description="whether clients of the HTTP gateway need one"
+        "none", description="Whether HTTP gateway clients need a certificate signed by ca_file."
     )
     server_name: str = Field(
-        "", description="what servers' certificates must name; empty: the host that is dialled"
+        "", description="Name that servers' certificates must have. Empty: the dialled host."
     )
     cluster_names: list[str] = Field(
         ["baton"],
-        description="names in certificates of workers and gateways, where client_auth is require "
-        "and there is no cluster token",
+        description="Accepted names in certificates of workers and gateways, when client_auth is "
+        "require and there is no cluster token.",
     )
     admin_names: list[str] = Field(
-        ["baton-admin"], description="names in certificates of operators, who need no key then"
+        ["baton-admin"],
+        description="Names in certificates of operators; they need no API key for admin calls.",
     )
-    api_keys_file: str = Field("", description="YAML of hashed keys; see `baton keys`")
+    api_keys_file: str = Field(
+        "", description="YAML file with hashed API keys, written by `baton keys`."
+    )
     jwt: JwtConfig = Field(default_factory=JwtConfig)
-    cluster_token_file: str = Field("", description="a secret that workers share with each other")
+    cluster_token_file: str = Field(
+        "", description="File with the secret token that workers send to coordinator and peers."
+    )
     metrics_token_file: str = Field(
-        "", description="a secret that whoever reads metrics sends as a bearer token"
+        "", description="File with the bearer token that readers of the metrics must send."
     )
     allow_plain_links: bool = Field(
-        False, description="whether gloo and NCCL, which have no TLS, may leave a host with TLS on"
+        False,
+        description="Whether gloo and NCCL, which have no TLS, may connect hosts when TLS is on.",
     )
-    max_connections: PositiveInt = Field(16384, description="of one gRPC server")
-    max_calls: PositiveInt = Field(8192, description="of one gRPC server at a time")
+    max_connections: PositiveInt = Field(16384, description="Connections to one gRPC server.")
+    max_calls: PositiveInt = Field(8192, description="Concurrent calls of one gRPC server.")
     max_calls_per_tenant: PositiveInt | None = Field(
         None,
-        description="of these, sessions and single requests that one tenant may hold; "
-        "null: a quarter",
+        description="Sessions and single requests that one tenant may hold open at a time. "
+        "null: a quarter of max_calls.",
     )
-    max_metadata_bytes: PositiveInt = Field(16 * 2**10, ge=1024, description="of one gRPC call")
+    max_metadata_bytes: PositiveInt = Field(
+        16 * 2**10, ge=1024, description="Size of the metadata of one gRPC call."
+    )
     handshake_timeout_s: PositiveSeconds = Field(
-        10.0, description="longest wait for a connection's TLS and HTTP/2 handshake"
+        10.0, description="Longest wait for a connection's TLS and HTTP/2 handshake."
     )
     idle_timeout_s: PositiveSeconds = Field(
-        600.0, description="a gRPC connection without a call is closed after so long"
+        600.0, description="A gRPC connection without a call is closed after this long."
     )
 
     @model_validator(mode="after")
@@ -86,7 +100,7 @@ class SecurityConfig(Section):
         if bool(self.cert_file) != bool(self.key_file):
             raise ValueError("cert_file and key_file go together")
         if self.cert_file and not self.ca_file:
-            raise ValueError("cert_file needs ca_file beside it, which peers are told by")
+            raise ValueError("cert_file needs ca_file, which peers' certificates are checked with")
         for key in ("client_auth", "http_client_auth"):
             if getattr(self, key) == "require" and not self.cert_file:
                 raise ValueError(f"{key} is 'require'; it needs ca_file, cert_file and key_file")
@@ -94,7 +108,7 @@ class SecurityConfig(Section):
 
     @property
     def tenant_calls(self) -> int:
-        """Calls that one tenant may hold at a time."""
+        """Limit of concurrent calls of one tenant."""
         return self.max_calls_per_tenant or max(1, self.max_calls // _TENANT_PART)
 
     @property
@@ -112,7 +126,7 @@ class SecurityConfig(Section):
 
     @property
     def needs_certificates(self) -> bool:
-        """Whether gRPC and metrics clients need one."""
+        """Whether gRPC and metrics clients need a certificate."""
         return self.client_auth == "require"
 
     @property

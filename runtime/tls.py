@@ -1,7 +1,7 @@
-"""TLS from files: what servers show and ask for, what channels dial with.
+"""TLS settings from files, for servers and channels.
 
-Files that change are used for every handshake that begins after that; connections that are up stay
-as they are.
+Changed files apply to every handshake that begins afterwards; established connections stay as they
+are.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from baton.runtime.watched_file import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
-# Of a configuration.
+# Configuration keys of the three files, for error messages.
 CONFIG_KEYS = ("security.ca_file", "security.cert_file", "security.key_file")
-# Connections over which calls have come.
+# Remembered connections that calls came over.
 _MAX_PEERS = 65_536
 _SAME_CONNECTION_S = 60.0
-# Whoever scans ports, or tries again and again with a wrong certificate, does not fill the log.
+# A port scan, or repeated attempts with a wrong certificate, must not fill the log.
 _LOG_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """The files' contents; empty where there is no file."""
+    """Contents of the three files; empty where no file is configured."""
 
     ca: bytes
     cert: bytes
@@ -44,15 +44,16 @@ class Pems:
 
 
 class TlsFiles:
-    """A CA's certificate, and a certificate of this process with its key.
+    """A CA certificate, and this process's certificate with its private key.
 
     Args:
-        ca_file: who signs peers' certificates; empty: whom the system trusts.
-        cert_file, key_file: of this process; empty: it has none.
-        names: what errors call the three.
+        ca_file: CA that signs the peers' certificates; empty means the system's trusted CAs.
+        cert_file: Certificate chain of this process; empty means none.
+        key_file: Private key of `cert_file`.
+        names: Names of the three files in error messages.
 
     Raises:
-        ConfigError: a file cannot be read, or they do not fit together.
+        ConfigError: A file cannot be read, or the files do not belong together.
     """
 
     def __init__(
@@ -69,23 +70,23 @@ class TlsFiles:
 
     @property
     def version(self) -> int:
-        """Grows when the files change."""
+        """Version of the files; it grows with each change."""
         self._pems.get()
         return self._pems.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is made now."""
+        """Credentials for a new channel, from the current files."""
         pems = self._pems.get()
         return grpc.ssl_channel_credentials(pems.ca or None, pems.key or None, pems.cert or None)
 
     def server_credentials(
         self, handshakes: Handshakes, *, client_auth: bool
     ) -> grpc.ServerCredentials:
-        """For a server's port; asked again at every handshake.
+        """Credentials for a server's port; gRPC fetches the current files at every handshake.
 
         Args:
-            handshakes: told of each.
-            client_auth: whether clients need a certificate.
+            handshakes: Counter that is notified of each handshake.
+            client_auth: Whether clients need a certificate.
         """
         shown = self._pems.get()
 
@@ -100,7 +101,7 @@ class TlsFiles:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(shown),
-            # None keeps what is shown; the stubs do not know.
+            # A None result keeps the current configuration; the type stubs do not allow it.
             cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch),
             require_client_authentication=client_auth,
         )
@@ -108,9 +109,9 @@ class TlsFiles:
     def server_context(
         self, *, client_auth: bool, handshakes: Handshakes | None = None
     ) -> ssl.SSLContext:
-        """For a listening socket: each handshake takes the files of the moment."""
+        """SSL context for a listening socket; each handshake uses the current files."""
         context = self._server_context(client_auth)
-        # Of the version that is read already: the files may be wrong by the first handshake.
+        # Keyed by the version that was read: the files may become invalid before a handshake.
         current = {self._pems.version: context}
 
         def at_handshake(socket: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
@@ -128,7 +129,7 @@ class TlsFiles:
     def _server_context(self, client_auth: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # Without a password a key that needs one would be asked for at the terminal.
+        # An empty password makes an encrypted key an error instead of a prompt at the terminal.
         context.load_cert_chain(self._cert_file, self._key_file, password="")
         if client_auth:
             context.load_verify_locations(self._ca_file)
@@ -136,15 +137,15 @@ class TlsFiles:
         return context
 
     def _read(self) -> Pems:
-        """Raises ConfigError where the files are no PEM, or key and certificate no pair."""
-        # First: ssl does not say which one it cannot read.
+        """Raises ConfigError when a file is not PEM, or key and certificate do not match."""
+        # Read the files first, because ssl does not say which file it cannot read.
         pems = Pems(*(Path(one).read_bytes() if one else b"" for one in self._files.values()))
         ca, *own = (f"{name}: {path}" for name, path in self._files.items())
         try:
-            told = f"{ca} is no certificate in PEM"
+            told = f"{ca} is not a certificate in PEM"
             if self._ca_file:
                 ssl.create_default_context(cafile=self._ca_file)
-            told = f"{' and '.join(own)} are no PEM, or not of one another"
+            told = f"{' and '.join(own)} are not PEM, or do not belong together"
             if self._cert_file:
                 self._server_context(client_auth=False)
         except ssl.SSLError as error:
@@ -153,24 +154,24 @@ class TlsFiles:
 
 
 class Handshakes:
-    """Counts handshakes that come to nothing. Any thread may call anything.
+    """Counts TLS handshakes that no call follows. All methods are thread-safe.
 
-    gRPC does not say why a handshake failed: no certificate, one of another CA, an expired one,
-    garbage. So one that no call follows in time has been refused.
+    gRPC does not report why a handshake failed (no certificate, wrong CA, expired certificate, no
+    TLS at all), so a handshake without a call within `wait_s` counts as refused.
 
     Args:
-        listener: the configuration's key of where it listens, for the log.
-        wait_s: how long a call may take to come.
+        listener: Configuration key of the listen address, for the log.
+        wait_s: Longest time from a handshake to its first call, in seconds.
 
     Attributes:
-        num_refused: since the start.
+        num_refused: Refused handshakes since the start.
     """
 
     def __init__(self, listener: str, wait_s: float) -> None:
         self._listener, self._wait_s = listener, wait_s
         self._lock = Lock()
         self._begun_at: deque[float] = deque()
-        # When the latest call of each came.
+        # Time of the latest call per peer.
         self._peers: OrderedDict[str, float] = OrderedDict()
         self._num_logged, self._logged_at = 0, -math.inf
         self.num_refused = 0
@@ -181,12 +182,12 @@ class Handshakes:
         self.expire()
 
     def used(self) -> None:
-        """A handshake has come to something. Most likely the latest one, since that is soon."""
+        """Records that a call followed a handshake: most likely the latest handshake."""
         with self._lock, contextlib.suppress(IndexError):
             self._begun_at.pop()
 
     def called(self, peer: str) -> None:
-        """A call has come over a peer's connection, which is known by its host and port."""
+        """Records a call over the connection of a peer, given as host and port."""
         now = time.monotonic()
         last_at = self._peers.get(peer, -math.inf)
         with self._lock:
@@ -194,12 +195,12 @@ class Handshakes:
             self._peers.move_to_end(peer)
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
-        # After a pause it may be another connection from the same port.
+        # After a pause this may be a new connection from the same port.
         if now - last_at > _SAME_CONNECTION_S:
             self.used()
 
     def expire(self, now: float | None = None) -> None:
-        """Counts and logs those without a call; to be called before `num_refused` is read."""
+        """Counts and logs handshakes without a call; call it before reading `num_refused`."""
         now = now if now is not None else time.monotonic()
         with self._lock:
             while self._begun_at and self._begun_at[0] <= now - self._wait_s:
@@ -210,8 +211,8 @@ class Handshakes:
                 return
             self._num_logged, self._logged_at = self.num_refused, now
         _log.warning(
-            "TLS handshakes that nothing followed: no certificate, a wrong or expired one, or "
-            "something else than TLS",
+            "TLS handshakes were not followed by a call: no certificate, a wrong or expired "
+            "one, or the peer does not speak TLS",
             extra={"listener": self._listener, "handshakes": num_new},
         )
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids: the model's tokenizer and chat template, without its weights."""
+"""Turns prompts into token IDs with a model's tokenizer and chat template, without weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FILES = (
     "generation_config.json",
 )
 _NUM_THREADS = 2
-# A few milliseconds of work: longer texts leave the event loop.
+# A few milliseconds of work; longer texts are tokenized outside the event loop.
 _MAX_INLINE_CHARS = 4096
-# That a template writes around a message, about.
+# Approximate number of characters that a chat template adds to each message.
 _AROUND_MESSAGE_CHARS = 32
-# Of a template, over what it is given: the sandbox's own are among them.
+# Errors that a chat template can raise on its input; some come from the sandbox.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -49,18 +49,18 @@ _TEMPLATE_ERRORS = (
 
 
 class Tokenizer:
-    """The tokenizer of one model; close it when done.
+    """Tokenizer of one model; close it when done.
 
     Attributes:
-        max_model_len: context length by config.json; None when it does not say.
-        vocab_size: by config.json, else the tokenizer's own.
-        eos_token_id: the tokenizer's end of sequence; None when it has none.
-        more_eos_token_ids: others that end an output, by generation_config.json.
-        has_latent_attention: whether tokens' keys and values are kept as one latent that all ranks
-            have, by config.json; None when there is none.
+        max_model_len: Context length in tokens from config.json; None when it does not say.
+        vocab_size: Vocabulary size from config.json, or else from the tokenizer.
+        eos_token_id: End-of-sequence token of the tokenizer; None when it has none.
+        more_eos_token_ids: Further tokens that end an output, from generation_config.json.
+        has_latent_attention: Whether the model caches one latent per token that all ranks share
+            (MLA), from config.json; None without config.json.
 
     Raises:
-        ConfigError: no such model, or no tokenizer.json in it.
+        ConfigError: The model does not exist or has no tokenizer.json.
     """
 
     def __init__(self, model: str) -> None:
@@ -97,21 +97,21 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     def is_quick(self, request: inference_pb2.GenerateRequest) -> bool:
-        """Whether its prompt may be tokenized on the event loop."""
+        """Whether the request's prompt is short enough to be tokenized on the event loop."""
         if request.HasField("tokens"):
             return True
         chat = request.chat
-        # The template may write all of it.
+        # The template may write out all of its arguments and tools.
         around = len(chat.template_kwargs) + len(chat.tools)
         for one in chat.messages:
             around += _AROUND_MESSAGE_CHARS + len(one.role) + len(one.fields)
         return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
-        """A request's prompt as token ids; long texts are tokenized in a thread.
+        """Token IDs of a request's prompt; long texts are tokenized in a thread.
 
         Raises:
-            InvalidArgument: the chat template refuses the messages, or there is none.
+            InvalidArgument: The model has no chat template, or its template refuses the messages.
         """
         if self.is_quick(request):
             return self.prompt_at_once(request)
@@ -120,48 +120,48 @@ class Tokenizer:
         )
 
     def prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int]:
-        """The same without waiting, however long it takes."""
+        """Like `prompt_token_ids`, but blocks the calling thread."""
         if request.HasField("tokens"):
-            # Through a list: a message's field is slow to walk.
+            # The slice makes a list first, because iterating over a message's field is slow.
             return array("I", request.tokens.ids[:])
         if request.HasField("text"):
             return self.encode_text(request.text)
         return self.encode_chat(request.chat)
 
     def min_tokens(self, request: inference_pb2.GenerateRequest) -> int:
-        """How many tokens the prompt has at least, without tokenizing it: 0 where unknown.
+        """Lower bound of the prompt's tokens without tokenizing it; 0 when unknown.
 
-        Tokenizing takes seconds per megabyte; a text far beyond the context is not worth it.
+        Tokenizing takes seconds per megabyte, too long for a text far beyond the context length.
         """
         if self._max_token_chars is None:
             return 0
         return _num_chars(request) // self._max_token_chars
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> array[int]:
-        """Plain text, with the special tokens that the model's tokenizer adds to it."""
-        # Of one: unlike encode, it lets other threads run meanwhile.
+        """Token IDs of plain text, with the special tokens that the tokenizer adds to it."""
+        # A batch of one text: unlike `encode`, it releases the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
         return array("I", encoding.ids)
 
     def encode_chat(self, chat: inference_pb2.ChatPrompt) -> array[int]:
-        """Messages through the chat template, which writes its own special tokens."""
+        """Token IDs of messages through the chat template, which writes its own special tokens."""
         return self.encode_text(self.render(chat), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of some tokens."""
+        """Text of some tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them, which is not their text."""
+        """Tokens as written in the vocabulary, which differs from their text."""
         return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
 
     def render(self, chat: inference_pb2.ChatPrompt) -> str:
-        """Messages as the text of a prompt.
+        """Renders messages as the text of a prompt.
 
         Raises:
-            InvalidArgument: the template refuses them, or the model has none.
+            InvalidArgument: The model has no chat template, or its template refuses the messages.
         """
         if self._template is None:
             raise InvalidArgument(
@@ -175,7 +175,7 @@ class Tokenizer:
         try:
             return self._template.render(
                 messages=messages,
-                # There, and none: templates ask `is not none`.
+                # Defined as None rather than undefined: templates test `is not none`.
                 tools=json.loads(chat.tools) if chat.tools else None,
                 documents=None,
                 add_generation_prompt=add,
@@ -193,9 +193,9 @@ class Tokenizer:
 
 
 def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """A message; arguments of calls, which OpenAI's API has as JSON text, are objects there.
+    """A message as templates read it: with arguments of tool calls as objects, not as JSON text.
 
-    Text that is none, which a model wrote once, must not end the conversation that it is part of.
+    Invalid JSON, which a model may have written, becomes {} so that the conversation can go on.
 
     Source: vllm/renderers/chat_utils.py, _postprocess_messages.
     """
@@ -221,13 +221,13 @@ def _as_object(arguments: Any) -> dict[str, Any]:
 
 
 def _num_chars(request: inference_pb2.GenerateRequest) -> int:
-    """Of the prompt's own text, without what a template may write around it."""
+    """Characters of the prompt's own text, without what a template adds."""
     in_messages = sum(len(message.content) for message in request.chat.messages)
     return len(request.text) + in_messages
 
 
 def _model_directory(model: str) -> Path:
-    """The directory of a model's tokenizer files, fetched when `model` is a hub id."""
+    """Directory of a model's tokenizer files, downloaded when `model` is a hub ID."""
     directory = Path(model).expanduser()
     if directory.is_dir():
         return directory
@@ -256,7 +256,7 @@ def _read_tokenizer(directory: Path, model: str) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An optional file's object."""
+    """Object in an optional JSON file; empty when the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -269,7 +269,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is its text, or an object that has it."""
+    """Text of a special token, which is given as text or as an object with `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -278,7 +278,7 @@ def _token_text(value: Any) -> str | None:
 def _set_post_processor(
     tokenizer: Any, settings: Mapping[str, Any], specials: Mapping[str, str]
 ) -> None:
-    """As transformers' fast tokenizers do: add_bos_token and add_eos_token, when they are said.
+    """Applies add_bos_token and add_eos_token, when given, as transformers' fast tokenizers do.
 
     Source: transformers, tokenization_utils_tokenizers.py, update_post_processor.
     """
@@ -297,7 +297,7 @@ def _set_post_processor(
 
 
 def _max_token_chars(tokenizer: Any) -> int | None:
-    """The longest token, where tokens cover every byte of a text; None where they need not."""
+    """Longest token in characters, if tokens cover every byte of a text; otherwise None."""
     parts = tokenizer.pre_tokenizer
     if tokenizer.normalizer is not None or "ByteLevel" not in repr(parts):
         return None
@@ -323,9 +323,9 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Templ
 
 
 class _Generation(jinja2.ext.Extension):
-    """The {% generation %} block, which marks the assistant's text in training: passes it on."""
+    """The {% generation %} block (marks the assistant's text in training): renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012  # As jinja2 declares it.
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares `tags` as a class attribute.
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -333,7 +333,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers renders templates (utils/chat_template_utils.py)."""
+    """Environment with the settings of transformers (utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

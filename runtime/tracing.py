@@ -1,8 +1,9 @@
-"""Spans in the requests' traces, sent to an OpenTelemetry collector.
+"""Sends spans of requests to an OpenTelemetry collector.
 
-A request whose client sent a sampled traceparent gets spans under it, from every process that has
-to do with it. Of the others the coordinator keeps some when they are over (tail sampling), each as
-one trace with what it knows. Without `tracing.otlp_endpoint` nothing of OpenTelemetry is imported.
+A request whose client sent a sampled traceparent gets spans under it, from every process that
+handles the request. The coordinator also exports some of the other requests at their end (tail
+sampling), each as one trace with the coordinator's data. Without `tracing.otlp_endpoint`,
+OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
-# Beyond it the oldest spans are dropped: a collector that is away costs memory only up to here.
+# A full queue drops its oldest spans, which bounds memory while the collector is away.
 MAX_QUEUED_SPANS = 4096
 _MAX_BATCH_SPANS = 512
 _BATCH_INTERVAL_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
-# At the end: what is queued may still leave.
+# Longest time at the end of the process in which queued spans may still be sent.
 FLUSH_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that is over.
+    """A finished operation.
 
     Attributes:
-        start_ns, end_ns: since 1970, by this host's clock.
-        error: what went wrong; empty when nothing did.
-        children: within it.
+        start_ns: Start in nanoseconds since 1970, by this host's clock.
+        end_ns: End, likewise.
+        error: Error text; empty on success.
+        children: Spans inside this one.
     """
 
     name: str
@@ -63,14 +65,14 @@ def require(config: TracingConfig) -> None:
 
 
 class Tracing:
-    """Where a process's spans go; it owns a thread and a channel until `close`.
+    """Exports a process's spans; owns a thread and a channel until `close`.
 
-    Nothing here waits but `close`: spans are queued, and sent in batches by the thread. Make it
-    after the last child process was forked.
+    Only `close` blocks: spans are queued, and the thread sends them in batches. Create it after the
+    last child process was forked.
 
     Args:
-        config: without an endpoint every span is dropped.
-        resource: what every span says of this process, beside service.name.
+        config: Tracing section; without an endpoint every span is dropped.
+        resource: Attributes of this process in every span, beside service.name.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -95,7 +97,7 @@ class Tracing:
             timeout=_EXPORT_TIMEOUT_S,
         )
         self._provider = TracerProvider(
-            # The caller decides; what has none is only recorded to be kept.
+            # The client decides by its traceparent; spans without one are kept on purpose.
             sampler=ParentBased(root=ALWAYS_ON),
             resource=Resource({"service.name": "baton", **resource}),
             shutdown_on_exit=False,
@@ -120,25 +122,25 @@ class Tracing:
         return parent.is_valid and parent.trace_flags.sampled
 
     def record(self, traceparent: str, *spans: Span) -> None:
-        """Queues spans under a request's traceparent, which `wants` was asked of, and children."""
+        """Queues spans and their children under a traceparent for which `wants` is true."""
         if self._tracer is not None:
             for span in spans:
                 _record(self._tracer, span, _context(traceparent))
 
     def keep(self, traceparent: str, span: Span) -> None:
-        """Queues a span that nobody asked for beforehand, and its children.
+        """Queues a span that was not requested by a sampled traceparent, and its children.
 
-        It belongs to the caller's trace, where that named one it did not sample; else to its own.
+        The span joins the client's trace if the client named one, otherwise it starts a trace.
         """
         if self._tracer is not None:
             sampled = f"{traceparent[:-2]}01" if traceparent else ""
             _record(self._tracer, span, _context(sampled))
 
     def close(self) -> None:
-        """Sends what is queued, for at most FLUSH_TIMEOUT_S; blocks. Idempotent."""
+        """Sends the queued spans, for at most FLUSH_TIMEOUT_S; blocks. Idempotent."""
         if self._provider is None or self._exporter is None:
             return
-        # It fails the export under way, and every later one at once.
+        # Shutdown fails the export in progress, and every later one at once.
         cut_off = threading.Timer(FLUSH_TIMEOUT_S, self._exporter.shutdown)
         cut_off.start()
         self._provider.shutdown()

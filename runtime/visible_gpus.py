@@ -1,4 +1,4 @@
-"""The GPUs that CUDA shows to a process."""
+"""GPUs that CUDA shows to a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """As CUDA_VISIBLE_DEVICES names them, indices or UUIDs, in order; None: it says nothing."""
+    """Indices or UUIDs in CUDA_VISIBLE_DEVICES, in order; None when the variable is not set."""
     named = environment.get(VISIBLE)
     if named is None:
         return None

@@ -1,4 +1,4 @@
-"""Files that are read again when they change: certificates, keys, tokens."""
+"""Files that are read again when they change: certificates, keys and tokens."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Between two looks at the files.
+# Seconds between two checks for changed files.
 CHECK_INTERVAL_S = 1.0
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class WatchedFiles(Generic[T]):
-    """What some files say, as of at most CHECK_INTERVAL_S ago. Any thread may ask.
+    """Value read from some files, at most CHECK_INTERVAL_S old. Thread-safe.
 
-    A file that has become unreadable or wrong is logged once and changes nothing: the last good
-    state holds.
+    A file that becomes unreadable or invalid is logged once, and the last valid value stays.
 
     Args:
-        files: that `read` reads: their paths, by what errors call them, such as a configuration's
-            key; those with an empty path are not there.
-        read: makes the value of them; raises ConfigError or OSError.
+        files: Paths that `read` reads, by their names in error messages (such as a configuration
+            key); empty paths are ignored.
+        read: Reads the value; raises ConfigError or OSError.
 
     Attributes:
-        version: grows with each change.
+        version: Number that grows with each change.
 
     Raises:
-        ConfigError: they cannot be read now.
+        ConfigError: The files cannot be read now.
     """
 
     def __init__(self, files: Mapping[str, str], read: Callable[[], T]) -> None:
@@ -53,7 +52,7 @@ class WatchedFiles(Generic[T]):
         self._problem = ""
 
     def get(self) -> T:
-        """The value of the moment."""
+        """Current value."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             with self._lock:
                 self._check()
@@ -73,13 +72,13 @@ class WatchedFiles(Generic[T]):
             said = self._unreadable(error) if isinstance(error, OSError) else str(error)
             if self._problem != said:
                 self._problem = said
-                _log.error("files have changed and cannot be used, the old ones hold: %s", said)
+                _log.error("changed files cannot be used, the old values stay in use: %s", said)
             return
-        # Taken as of before they were read: what changed meanwhile is read again.
+        # The stamp was taken before reading, so a change during the read is noticed next time.
         self._stamp, self._value, self._problem = stamp, value, ""
         self.version += 1
         files = ",".join(self._files.values())
-        _log.info("files have changed and are used", extra={"files": files})
+        _log.info("changed files are now in use", extra={"files": files})
 
     def _unreadable(self, error: OSError) -> str:
         found = {n: path for n, path in self._files.items() if path == error.filename}
@@ -92,24 +91,24 @@ class WatchedFiles(Generic[T]):
 
 
 def watched_secret(path: str, key: str) -> WatchedFiles[str]:
-    """The key or token in a file, as `read_secret` reads it.
+    """Key or token in a file, read by `read_secret`.
 
     Args:
-        path: of the file.
-        key: the configuration's, which names it.
+        path: Path of the file.
+        key: Configuration key that names the file, for error messages.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: The file cannot be read or holds something else.
     """
     return WatchedFiles({key: path}, lambda: read_secret(path, key))
 
 
 def read_secret(path: str, key: str) -> str:
-    """The key or token in a file, between whatever blanks.
+    """Reads the key or token in a file, without surrounding white space.
 
     Raises:
-        ConfigError: it holds something else.
-        OSError: it cannot be read.
+        ConfigError: The file holds something else.
+        OSError: The file cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:

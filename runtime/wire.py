@@ -1,7 +1,7 @@
-"""Protobuf's encoding, where messages are put together from parts that are encoded already.
+"""Protobuf encoding, for messages that are assembled from encoded parts.
 
-Encoded messages one after the other are merged: fields can be added to a message, and entries to a
-repeated field, by joining bytes.
+Concatenated encoded messages merge: joining bytes adds fields to a message, or entries to a
+repeated field.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _LAST_OF_ONE_BYTE = 15
 
 
 def varint_tag(message: Descriptor, name: str) -> int:
-    """Of a number or bool field; raises ValueError as `length_tag` does."""
+    """Tag byte of a number or bool field; raises ValueError like `length_tag`."""
     return _tag(message, name, _VARINT)
 
 
 def length_tag(message: Descriptor, name: str) -> int:
-    """Of a field that is a message, a text or bytes.
+    """Tag byte of a message, string or bytes field.
 
     Raises:
-        ValueError: its number is above 15, and its tag longer than a byte.
+        ValueError: The field's number is above 15, so its tag is longer than a byte.
     """
     return _tag(message, name, _LENGTH)
 
@@ -34,8 +34,8 @@ def _tag(message: Descriptor, name: str, wire_type: int) -> int:
 
 
 def field(tag: int, value: int) -> bytes:
-    """A field's tag, and its value, or its length, as a varint."""
-    # Nearly all have one byte or two.
+    """Encodes a field's tag, followed by its value or its length as a varint."""
+    # Nearly all values take one byte or two.
     if value <= 0x7F:
         return bytes((tag, value))
     if value <= 0x3FFF:

@@ -1,8 +1,9 @@
-"""The directory of one worker's Unix sockets: its transfer service's and its engine's.
+"""Directory of one worker's Unix sockets: those of its transfer service and its engine.
 
-Who starts a worker makes it and removes it when nothing of the worker is left; a worker that is
-started by hand makes its own. Of a worker that was killed, its transfer service removes it too.
-When all of them are killed it stays, locked by nobody, and goes when the next one is made.
+The process that starts a worker makes the directory and removes it when all of the worker's
+processes have ended; a worker that is started by hand makes its own. If a worker is killed, its
+transfer service removes the directory too. If all of them are killed, the directory stays without a
+lock, and the next `make` removes it.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "baton-worker-"
-# Linux allows a path of 107 bytes; vLLM names its sockets by UUIDs.
+# Linux allows a socket path of 107 bytes; vLLM names its sockets by UUIDs.
 MAX_SOCKET_PATH_BYTES = 107
 LONGEST_SOCKET_NAME_BYTES = 36
 _SHORT = "/tmp"
-# What mkdtemp adds to the prefix.
+# Length of the suffix that mkdtemp adds to the prefix.
 _RANDOM_BYTES = 8
 
 
 class WorkerDirectory:
-    """One that is in use: it is locked until it is removed here, or this process ends.
+    """A directory in use: locked until `remove`, or until this process ends.
 
     Attributes:
-        path: of it.
+        path: Path of the directory.
 
     Raises:
-        FileNotFoundError: it is gone.
+        FileNotFoundError: The directory does not exist any more.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = _open(path)
-        # Some file systems have no locks for directories; then it is nobody's leftover either.
+        # On file systems without locks for directories, the directory is never taken as a leftover.
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_SH)
         if not path.exists():
@@ -44,7 +45,7 @@ class WorkerDirectory:
             raise FileNotFoundError(path)
 
     def remove(self) -> None:
-        """With all that is in it; idempotent."""
+        """Removes the directory with its content; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._file is not None:
             os.close(self._file)
@@ -52,25 +53,25 @@ class WorkerDirectory:
 
 
 def make() -> WorkerDirectory:
-    """A new one, for this user only, where the paths of sockets are not too long."""
+    """Makes a directory for this user only, in a place where socket paths are short enough."""
     parent = tempfile.gettempdir()
     if not fits(Path(parent) / (PREFIX + _RANDOM_BYTES * "x")):
         parent = _SHORT
     _remove_leftovers(Path(parent))
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # Another process may take it for a leftover before it is locked.
+        # Another process may remove it as a leftover before it is locked; then try again.
         with contextlib.suppress(FileNotFoundError):
             return WorkerDirectory(path)
 
 
 def fits(directory: Path) -> bool:
-    """Whether the path of any socket there is short enough."""
+    """Whether the path of every socket in the directory would be short enough."""
     return len(os.fsencode(directory)) + 1 + LONGEST_SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes this user's whose worker, transfer service and launcher no longer live."""
+    """Removes this user's directories that no living worker, transfer service or launcher locks."""
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             file = _open(path)

@@ -1,7 +1,7 @@
-"""The one configuration object of every process.
+"""The configuration object, one per process.
 
-Read once at start, from a YAML file and command-line overrides; nothing else reads the environment.
-An unknown key is an error that names the nearest known one.
+It is read once at the start, from a YAML file and command-line overrides; no other code reads the
+environment. An unknown key is an error that names the nearest known key.
 """
 
 from __future__ import annotations

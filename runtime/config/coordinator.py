@@ -1,4 +1,4 @@
-"""The coordinator's own section, and what it assumes of workers."""
+"""The `coordinator` section, and the `latency` section with the prior of the latency model."""
 
 from __future__ import annotations
 
@@ -8,55 +8,78 @@ from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
 
 class CoordinatorConfig(Section):
-    """Where the coordinator listens, and what it lets in."""
+    """Listen addresses, admission limits and timeouts of the coordinator."""
 
-    listen: str = Field("127.0.0.1:7070", description="host:port of gRPC; port 0 picks a free one")
+    listen: str = Field(
+        "127.0.0.1:7070", description="host:port of the gRPC server; port 0 picks a free one."
+    )
     metrics_listen: str = Field(
-        "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one"
+        "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one."
     )
-    max_running_requests: PositiveInt = Field(4096, description="admitted and not ended")
+    max_running_requests: PositiveInt = Field(
+        4096, description="Requests that are admitted and not finished; further ones are refused."
+    )
     max_requests_per_session: PositiveInt = Field(
-        4096, description="admitted and not ended, of one session"
+        4096, description="Requests of one session that are admitted and not finished."
     )
-    max_prompt_bytes: PositiveInt = Field(4 * 2**20, description="text or token ids of one prompt")
-    max_stop_strings: PositiveInt = Field(16, description="of one request")
-    max_stop_string_chars: PositiveInt = Field(256, description="of one stop string or bad word")
-    max_logprobs: int = Field(20, ge=0, description="likeliest tokens told beside the chosen one")
-    max_request_s: PositiveSeconds = Field(3600, description="longest life of a request")
-    heartbeat_s: PositiveSeconds = Field(0.5, description="of the workers' streams")
+    max_prompt_bytes: PositiveInt = Field(
+        4 * 2**20, description="Size of one prompt's text or token IDs."
+    )
+    max_stop_strings: PositiveInt = Field(16, description="Stop strings of one request.")
+    max_stop_string_chars: PositiveInt = Field(
+        256, description="Characters of one stop string or bad word."
+    )
+    max_logprobs: int = Field(
+        20, ge=0, description="Most likely tokens reported per position, beside the chosen token."
+    )
+    max_request_s: PositiveSeconds = Field(
+        3600, description="A request that takes longer than this is ended."
+    )
+    heartbeat_s: PositiveSeconds = Field(
+        0.5, description="Interval of heartbeats on the workers' streams."
+    )
     worker_silent_s: PositiveSeconds = Field(
         1.5,
         validate_default=True,
-        description="the requests of a worker silent for so long go on elsewhere; of one that has "
-        "been punctual lately after twice its longest silence, two thirds of this at least",
+        description="The requests of a worker without a message for this long continue on other "
+        "workers. For a worker that has been punctual lately, the limit is twice its longest "
+        "recent silence, but at least two thirds of this value.",
     )
     worker_timeout_s: PositiveSeconds = Field(
-        10.0, validate_default=True, description="a worker silent for so long is lost"
+        10.0,
+        validate_default=True,
+        description="A worker without a message for this long is removed from the cluster.",
     )
     worker_stuck_s: PositiveSeconds = Field(
         20.0,
-        description="the requests of a worker whose engine makes no step for so long, and for as "
-        "long as four of its longest are predicted to take, go on elsewhere; after three times as "
-        "long it is lost",
+        description="The requests of a worker whose engine finishes no step for this long, and for "
+        "longer than its four longest steps are predicted to take, continue on other workers. "
+        "After three times as long, the worker is removed from the cluster.",
     )
     max_recovery_s: PositiveSeconds = Field(
-        30.0, description="longest wait for another worker of a request whose worker was lost"
+        30.0,
+        description="Longest time that a request whose worker died waits for another worker.",
     )
     max_lost_attempts: PositiveInt = Field(
-        4, description="a request fails after so many attempts in a row without a new token"
+        4,
+        description="A request fails after this many attempts in a row without a new token.",
     )
     adoption_grace_s: PositiveSeconds = Field(
-        30.0, description="how long workers go on without a coordinator"
+        30.0, description="Workers without a coordinator keep their requests for this long."
     )
     handoff_timeout_s: PositiveSeconds = Field(
-        10.0, description="how long a decode worker waits for a commit before it recomputes"
+        10.0,
+        description="A decode worker waits this long for a handoff to commit, then recomputes the "
+        "prompt.",
     )
-    drain_timeout_s: PositiveSeconds = Field(30.0, description="Ctrl-C: longest wait for requests")
+    drain_timeout_s: PositiveSeconds = Field(
+        30.0, description="On Ctrl-C or SIGTERM: longest wait for running requests."
+    )
 
     @field_validator("worker_silent_s")
     @classmethod
     def _heartbeats_fit(cls, silent_s: float, info: ValidationInfo) -> float:
-        """A healthy worker, heard once per heartbeat, must not be given up for one that is late."""
+        """Rejects values at which one late heartbeat would mark a healthy worker as silent."""
         least_s = 2 * info.data.get("heartbeat_s", 0.0)
         if silent_s < least_s:
             raise ValueError(f"must be at least twice heartbeat_s, {least_s:g}")
@@ -72,22 +95,30 @@ class CoordinatorConfig(Section):
 
 
 class LatencyConfig(Section):
-    """What steps cost on a worker that nobody has measured: the latency model's seed, in ms.
+    """Prior of the latency model: cost of steps on a worker without measurements, in ms.
 
-    The defaults are about an 8B model on a small GPU; the fit to what workers report replaces them.
+    The defaults suit an 8B model on a small GPU. The fit to the steps that workers report replaces
+    them.
     """
 
-    prefill_base_ms: float = Field(10.0, ge=0, allow_inf_nan=False, description="per step")
+    prefill_base_ms: float = Field(
+        10.0, ge=0, allow_inf_nan=False, description="Cost per step that has prompt tokens."
+    )
     prefill_per_token_ms: float = Field(
-        0.1, ge=0, allow_inf_nan=False, description="of a prompt, after what is cached"
+        0.1, ge=0, allow_inf_nan=False, description="Cost per prompt token that is not cached."
     )
     prefill_per_token_squared_ms: float = Field(
-        2e-6, ge=0, allow_inf_nan=False, description="the same, times its tokens again"
+        2e-6,
+        ge=0,
+        allow_inf_nan=False,
+        description="Cost per squared number of a prompt's tokens that are not cached.",
     )
-    step_base_ms: float = Field(15.0, ge=0, allow_inf_nan=False, description="per decode step")
+    step_base_ms: float = Field(
+        15.0, ge=0, allow_inf_nan=False, description="Cost per decode step."
+    )
     step_per_request_ms: float = Field(
-        0.05, ge=0, allow_inf_nan=False, description="and request in it"
+        0.05, ge=0, allow_inf_nan=False, description="Cost per request in a decode step."
     )
     step_per_kv_token_ms: float = Field(
-        2e-4, ge=0, allow_inf_nan=False, description="and KV token of these requests"
+        2e-4, ge=0, allow_inf_nan=False, description="Cost per KV token of the decoding requests."
     )

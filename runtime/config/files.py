@@ -1,4 +1,4 @@
-"""Reading a configuration, with errors that name the key, and writing it."""
+"""Reads a configuration, with errors that name the key, and writes one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice: of the first nothing would be left. And circles."""
+    """Refuses values that contain themselves, and a repeated key (YAML would drop the first)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         node = super().compose_node(parent, index)
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        # As it is written: later, what `<<` brings stands beside what lies over it.
+        # Checked in the text as written: after `<<` is merged, overridden keys appear twice.
         node = super().compose_mapping_node(anchor)
         seen = set[str]()
         for key in (one for one, _ in node.value if one.tag == "tag:yaml.org,2002:str"):
@@ -47,8 +47,12 @@ class _Loader(yaml.SafeLoader):
 def parse(values: Mapping[str, Any], source: str) -> BatonConfig:
     """Builds a configuration from plain values.
 
+    Args:
+        values: Nested like the file.
+        source: File name or "command line", for error messages.
+
     Raises:
-        ConfigError: with one line per wrong key.
+        ConfigError: One line per invalid key.
     """
     try:
         return BatonConfig.model_validate(values)
@@ -58,14 +62,14 @@ def parse(values: Mapping[str, Any], source: str) -> BatonConfig:
 
 
 def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonConfig:
-    """Reads a YAML file ("-" is standard input, None is defaults) and lays overrides over it.
+    """Reads a YAML file and applies overrides to its values.
 
     Args:
-        path: of the file.
-        overrides: nested like the file; None values are left out.
+        path: Path of the file; "-" means standard input, None means defaults only.
+        overrides: Nested like the file; None values are ignored.
 
     Raises:
-        ConfigError: unreadable file, not YAML, wrong or unknown keys.
+        ConfigError: The file is unreadable or not YAML, or a key is invalid or unknown.
     """
     values: Any = {}
     if path is not None:
@@ -75,11 +79,11 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"{path}: cannot be read: it is no text in UTF-8") from None
+            raise ConfigError(f"{path}: cannot be read: it is not text in UTF-8") from None
         except RecursionError:
             raise ConfigError(f"{path}: is nested too deeply") from None
         except (yaml.YAMLError, ValueError) as error:
-            # ValueError: of a date that is none.
+            # ValueError: a date that does not exist.
             raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: is a {type(values).__name__}; must be a mapping of keys")
@@ -87,7 +91,7 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
 
 
 def _standard_input() -> bytes:
-    """Raises OSError: it is closed."""
+    """Content of standard input. Raises OSError when it is closed."""
     if sys.stdin is None:
         raise OSError("standard input is closed")
     return sys.stdin.buffer.read()
@@ -99,12 +103,12 @@ def dump(config: BatonConfig) -> str:
 
 
 def shown(config: BatonConfig) -> str:
-    """The same for people: what looks like a secret is left out."""
+    """The effective configuration as YAML for people, with likely secrets replaced by ***."""
     return yaml.safe_dump(_without_secrets(config.model_dump(mode="json")), sort_keys=False)
 
 
 def _without_secrets(value: Any, key: str = "") -> Any:
-    """Engine arguments and Ray's env_vars may hold some (hf_token), and addresses a password."""
+    """Hides secrets in engine arguments and Ray's env_vars (hf_token), and passwords in URLs."""
     if isinstance(value, dict):
         return {name: _without_secrets(one, str(name)) for name, one in value.items()}
     if isinstance(value, list):
@@ -137,7 +141,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif not path:
             yield problem["msg"].removeprefix("Value error, ")
         elif path[0] == "security":
-            # A secret may stand there by mistake.
+            # The value is not shown, because a secret may have been written there by mistake.
             yield f"{key}: {problem['msg'].removeprefix('Value error, ')}"
         else:
             value = "null" if problem["input"] is None else repr(problem["input"])

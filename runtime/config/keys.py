@@ -1,4 +1,4 @@
-"""What the keys of the configuration are, for people: names, defaults, meanings."""
+"""Lists the keys of the configuration with defaults and descriptions, for `baton config keys`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from baton.runtime.section import Section
 
 
 class Key(NamedTuple):
-    """One key.
+    """One configuration key.
 
     Attributes:
-        name: with its sections: "lanes.batch.share".
-        default: as it stands in YAML; None also where it must be given.
-        meaning: in words.
+        name: Full name with sections, such as "lanes.batch.share".
+        default: Default as in YAML; None also when the key is required.
+        meaning: Description.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def keys() -> list[Key]:
-    """All of them, in the order of the file that `baton config show` prints."""
+    """All keys, in the order that `baton config show` prints."""
     return list(_of(BatonConfig, ""))
 
 

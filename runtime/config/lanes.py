@@ -1,4 +1,4 @@
-"""Sections on who goes first: lanes and tenants."""
+"""The `lanes` and `tenants` sections: order and limits of requests."""
 
 from __future__ import annotations
 
@@ -8,62 +8,84 @@ from baton.runtime.section import Count, PositiveInt, PositiveSeconds, Section
 
 
 class LaneConfig(Section):
-    """What one lane lets in; null is no limit."""
+    """Admission limits of one lane; null means no limit."""
 
-    max_queued: Count = Field(1024, description="requests that wait")
-    max_queue_s: PositiveSeconds = Field(60.0, description="longest wait for a worker")
-    max_prompt_tokens: PositiveInt | None = Field(None, description="of one request")
+    max_queued: Count = Field(1024, description="Requests that wait in this lane's queue.")
+    max_queue_s: PositiveSeconds = Field(60.0, description="Longest wait in the queue.")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="Prompt tokens of one request.")
     max_output_tokens: PositiveInt | None = Field(
-        None, description="of one request; also what one gets that names no max_tokens"
+        None,
+        description="Output tokens of one request; also the default of requests without "
+        "max_tokens.",
     )
-    max_running: PositiveInt | None = Field(None, description="dispatched and not ended")
+    max_running: PositiveInt | None = Field(
+        None, description="Requests that are dispatched to workers and not finished."
+    )
     ttft_ms: Count | None = Field(
         None,
-        description="time to first token wanted of requests that name none; one that is predicted "
-        "to take longer is not admitted",
+        description="TTFT target of requests that name none. A request that is predicted to miss "
+        "its target is refused.",
     )
 
 
 class InteractiveLaneConfig(LaneConfig):
-    """The lane of people who wait."""
+    """The lane for requests with a user who waits."""
 
     itl_ms: Count = Field(
         100,
-        description="inter-token latency wanted; batch outputs beside interactive ones yield to it",
+        description="Inter-token latency target; batch requests that decode on the same worker are "
+        "paused when interactive ones would miss it.",
     )
 
 
 class BatchLaneConfig(LaneConfig):
-    """The lane that yields."""
+    """The lane for background work, which yields to the interactive lane."""
 
-    max_queue_s: PositiveSeconds = Field(600.0, description="longest wait for a worker")
+    max_queue_s: PositiveSeconds = Field(600.0, description="Longest wait in the queue.")
     share: float = Field(
-        0.05, ge=0, lt=1, description="of the tokens served, while both lanes have work to start"
+        0.05,
+        ge=0,
+        lt=1,
+        description="Share of all tokens that the batch lane gets while both lanes have work.",
     )
 
 
 class LanesConfig(Section):
-    """The order of requests: interactive first, then batch; inside a lane tenants share fairly."""
+    """Order of requests: interactive before batch; within a lane, tenants share fairly."""
 
     interactive: InteractiveLaneConfig = Field(default_factory=InteractiveLaneConfig)
     batch: BatchLaneConfig = Field(default_factory=BatchLaneConfig)
     long_prompt_tokens: int = Field(
-        0, ge=0, description="interactive prompts longer than this queue with batch; 0: none does"
+        0,
+        ge=0,
+        description="Interactive prompts with more tokens than this queue in the batch lane. 0: no "
+        "limit.",
     )
     prompt_token_weight: float = Field(
-        1.0, gt=0, le=1000, description="of a prompt token in what a tenant was served"
+        1.0,
+        gt=0,
+        le=1000,
+        description="Weight of a prompt token in the service that is charged to a tenant.",
     )
-    output_token_weight: float = Field(2.0, gt=0, le=1000, description="of an output token there")
+    output_token_weight: float = Field(
+        2.0, gt=0, le=1000, description="Weight of an output token in the same sum."
+    )
 
 
 class TenantConfig(Section):
-    """What one tenant gets; null is no limit."""
+    """Weight and limits of one tenant; null means no limit."""
 
-    weight: float = Field(1.0, ge=0.001, le=1000, description="of its share beside others'")
-    max_concurrent: PositiveInt | None = Field(None, description="dispatched and not ended")
+    weight: float = Field(
+        1.0, ge=0.001, le=1000, description="Weight of the tenant's share relative to others."
+    )
+    max_concurrent: PositiveInt | None = Field(
+        None, description="Requests that are dispatched to workers and not finished."
+    )
     tokens_per_s: float | None = Field(
-        None, gt=0, le=1e12, description="prompt and output, admitted over time"
+        None, gt=0, le=1e12, description="Rate limit over prompt and output tokens, at admission."
     )
     burst_tokens: PositiveInt | None = Field(
-        None, description="at once, after a pause; null: what ten seconds bring"
+        None,
+        description="Tokens that may be admitted at once after a pause. null: ten seconds of "
+        "tokens_per_s.",
     )

@@ -1,4 +1,4 @@
-"""The section on Ray."""
+"""The `ray` section."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from baton.runtime.section import PositiveSeconds, Section
 
 
 class RayPoolConfig(Section):
-    """What one worker of a pool takes of its Ray node."""
+    """Resources that one worker of a pool reserves on its Ray node."""
 
-    cpus: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False, description="Ray's CPU resource")
+    cpus: float = Field(
+        1.0, ge=0, le=1e6, allow_inf_nan=False, description="Amount of Ray's CPU resource."
+    )
     gpus: float | None = Field(
         None,
         ge=0,
         le=1e6,
         allow_inf_nan=False,
-        description="Ray's GPU resource; null: one per tensor-parallel rank of vLLM where a node "
-        "of Ray has GPUs, otherwise none",
+        description="Amount of Ray's GPU resource. null: one per tensor-parallel rank of vLLM if "
+        "any Ray node has GPUs, otherwise none.",
     )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]] = Field(
-        default_factory=dict, description="custom ones, by name"
+        default_factory=dict, description="Amounts of custom Ray resources, by name."
     )
 
     @field_validator("resources")
@@ -35,25 +37,29 @@ class RayPoolConfig(Section):
 
 
 class RayConfig(Section):
-    """Where `launcher: ray` finds its cluster, and what workers take of it."""
+    """Address of the Ray cluster for `launcher: ray`, and resources of its workers."""
 
     address: str = Field(
         "",
-        description='ray://host:port, host:port, "auto" (the cluster that this host is part of); '
-        "empty: a Ray of one's own on this host, which ends with the coordinator",
+        description='ray://host:port, host:port, or "auto" for the cluster that this host belongs '
+        "to. Empty: start a private Ray on this host, which ends with the coordinator.",
     )
     namespace: str = Field(
         "baton",
         min_length=1,
-        description="of the workers' actors; one coordinator's alone: what an earlier one left "
-        "there is ended",
+        description="Ray namespace of the workers' actors. Each coordinator needs its own: actors "
+        "that an earlier coordinator left there are ended.",
     )
     runtime_env: dict[str, Any] = Field(
-        default_factory=dict, description="Ray's own, of the workers' actors, passed through"
+        default_factory=dict,
+        description="Ray's runtime_env of the workers' actors, passed through unchanged.",
     )
-    connect_timeout_s: PositiveSeconds = Field(60.0, description="longest wait for Ray")
+    connect_timeout_s: PositiveSeconds = Field(
+        60.0, description="Longest wait for the connection to Ray."
+    )
     placement_timeout_s: PositiveSeconds = Field(
-        300.0, description="a worker that finds no room for so long is given up"
+        300.0,
+        description="A worker that Ray cannot place within this time is given up.",
     )
     prefill: RayPoolConfig = Field(default_factory=RayPoolConfig)
     decode: RayPoolConfig = Field(default_factory=RayPoolConfig)

@@ -1,4 +1,4 @@
-"""The section on the sizes of the pools."""
+"""The `scaling` section: latency targets and sizes of the pools."""
 
 from __future__ import annotations
 
@@ -8,32 +8,41 @@ from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSecond
 
 
 class TargetsConfig(Section):
-    """What pools are sized for; null is no promise, and makes no pool grow."""
+    """Latency targets that pools are sized for; null means no target: it makes no pool grow."""
 
-    ttft_ms: Count | None = Field(500, description="time to first token")
-    itl_ms: Count | None = Field(50, description="inter-token latency")
-    percentile: float = Field(95.0, gt=0, lt=100, description="of requests and tokens")
+    ttft_ms: Count | None = Field(500, description="Target of the time to first token.")
+    itl_ms: Count | None = Field(50, description="Target of the inter-token latency.")
+    percentile: float = Field(
+        95.0,
+        gt=0,
+        lt=100,
+        description="Percentage of requests and tokens that must meet the target.",
+    )
 
 
 class NoTargetsConfig(TargetsConfig):
-    """Of work that can wait: it promises nothing unless told."""
+    """Targets of the batch lane: none by default."""
 
-    ttft_ms: Count | None = Field(None, description="time to first token")
-    itl_ms: Count | None = Field(None, description="inter-token latency")
+    ttft_ms: Count | None = Field(None, description="Target of the time to first token.")
+    itl_ms: Count | None = Field(None, description="Target of the inter-token latency.")
 
 
 class LaneTargetsConfig(Section):
-    """Targets by lane."""
+    """Latency targets per lane."""
 
     interactive: TargetsConfig = Field(default_factory=TargetsConfig)
     batch: NoTargetsConfig = Field(default_factory=NoTargetsConfig)
 
 
 class PoolLimitsConfig(Section):
-    """How many workers a pool may have."""
+    """Smallest and largest number of workers of a pool."""
 
-    min_workers: NumWorkers = Field(1, description="0: an idle pool may end its last")
-    max_workers: NumWorkers = Field(16, ge=1, description="of a pool sized by load or by hand")
+    min_workers: NumWorkers = Field(
+        1, description="Smallest pool size. 0: an idle pool may end its last worker."
+    )
+    max_workers: NumWorkers = Field(
+        16, ge=1, description="Largest pool size, for the autoscaler and for manual changes."
+    )
 
     @model_validator(mode="after")
     def _are_ordered(self) -> PoolLimitsConfig:
@@ -46,31 +55,42 @@ class PoolLimitsConfig(Section):
 
 
 class ScalingSection(Section):
-    """How the pools size themselves."""
+    """Autoscaling of the pools, and limits of their sizes."""
 
     autoscale: bool = Field(
         False,
-        description="whether baton up changes the pools' sizes by itself; off, they have workers",
+        description="Whether baton up changes the pools' sizes by load. Off: each pool has its "
+        "configured number of workers.",
     )
     targets: LaneTargetsConfig = Field(default_factory=LaneTargetsConfig)
     prefill: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
     decode: PoolLimitsConfig = Field(default_factory=PoolLimitsConfig)
-    max_gpus: PositiveInt | None = Field(None, description="of both pools together; null: no limit")
-    interval_s: PositiveSeconds = Field(5.0, description="between two decisions")
+    max_gpus: PositiveInt | None = Field(
+        None, description="GPUs of both pools together. null: no limit."
+    )
+    interval_s: PositiveSeconds = Field(5.0, description="Time between two scaling decisions.")
     cold_start_s: PositiveSeconds = Field(
-        60.0, description="until a started worker serves: the load is forecast so far ahead"
+        60.0,
+        description="Time from a worker's start until it serves; the load is forecast this far "
+        "ahead.",
     )
     start_timeout_s: PositiveSeconds = Field(
-        600.0, description="a worker that starts for longer is given up"
+        600.0, description="A worker that is not ready after this time is given up."
     )
     down_window_s: float | None = Field(
         None,
         ge=0,
-        description="a pool shrinks to the most it needed within this time; null: cold_start_s, "
-        "at least 60",
+        description="A pool shrinks to the largest size it needed within this time. null: "
+        "cold_start_s, at least 60.",
     )
     idle_s: PositiveSeconds = Field(
-        300.0, description="without a request for so long a pool with min_workers 0 ends its last"
+        300.0,
+        description="A pool with min_workers 0 ends its last worker after this long without a "
+        "request.",
     )
-    flip: bool = Field(True, description="whether workers may change roles")
-    flip_quiet_s: float = Field(120.0, ge=0, description="between a flip and one back")
+    flip: bool = Field(
+        True, description="Whether workers may change their role between prefill and decode."
+    )
+    flip_quiet_s: float = Field(
+        120.0, ge=0, description="Shortest time between a role change and the change back."
+    )

@@ -1,4 +1,4 @@
-"""The section on spans."""
+"""The `tracing` section."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from baton.runtime.section import Section
 
 
 class TracingConfig(Section):
-    """Spans in the traces of requests."""
+    """Export of spans in the traces of requests."""
 
     otlp_endpoint: str = Field(
         "",
-        description="http://host:port (or https) of an OpenTelemetry collector, OTLP over gRPC; "
-        "gets the stages of requests whose traceparent is sampled; empty: nobody does",
+        description="http://host:port (or https) of an OpenTelemetry collector, OTLP over gRPC. It "
+        "gets the spans of requests whose traceparent is sampled. Empty: no spans are exported.",
     )
     tail_share: float | None = Field(
         0.01,
         ge=0,
         le=1,
-        description="of other requests, beside all that failed and all that were slower than 99 % "
-        "lately; null: none of them",
+        description="Share of the other requests that is exported too, beside all failed requests "
+        "and recent ones slower than 99 %. null: none of these.",
     )
 
     @field_validator("otlp_endpoint")

@@ -1,4 +1,4 @@
-"""The configuration as a whole, and what its sections must agree on."""
+"""The whole configuration, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -26,44 +26,48 @@ from baton.runtime.security_config import SecurityConfig
 
 
 class BatonConfig(Section):
-    """Everything. `baton config show` prints it with the defaults filled in."""
+    """The configuration; `baton config show` prints it with the defaults filled in."""
 
     model: str = Field(
         "glossary",
         min_length=1,
-        description='local directory, hub id, "glossary": the toy that ships with Baton, '
-        'or "demo": random weights, made on first use',
+        description='Local directory, hub ID, "glossary" (the toy model that ships with Baton), '
+        'or "demo" (random weights, generated on first use).',
     )
-    served_model_name: str = Field("", description="what requests call it; empty: from model")
+    served_model_name: str = Field(
+        "", description="Model name in requests. Empty: the last part of model."
+    )
     engine: Literal["vllm", "simulated"] = Field(
-        "vllm", description="what computes; simulated: real processes and bytes, no model"
+        "vllm",
+        description="Engine of the workers. simulated: real processes and transfers, but no model.",
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM's own engine arguments, passed through"
+        default_factory=dict, description="vLLM's engine arguments, passed through unchanged."
     )
     lora_adapters: dict[str, str] = Field(
         default_factory=dict,
-        description="LoRA adapters: local directory or hub id of each, by the name that requests "
-        "give as their model; every worker loads all",
+        description="LoRA adapters: local directory or hub ID, by the name that requests give as "
+        "their model. Every worker loads all of them.",
     )
     tool_call_parser: str = Field(
         "",
-        description="vLLM's parser of calls of tools, by its name there (hermes, llama3_json, "
-        "...); the gateway then takes tools; empty: none",
+        description="Name of vLLM's tool call parser (hermes, llama3_json, ...), with which the "
+        "gateway accepts tools. Empty: no tools.",
     )
     reasoning_parser: str = Field(
         "",
-        description="vLLM's parser of what a model reasons before it answers, by its name there "
-        "(deepseek_r1, qwen3, ...); empty: answers are as the model writes them",
+        description="Name of vLLM's reasoning parser (deepseek_r1, qwen3, ...), which separates "
+        "reasoning from the answer. Empty: answers stay as the model writes them.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="of Baton's own lines on standard error"
+        "info", description="Lowest level of Baton's own log lines on standard error."
     )
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     lanes: LanesConfig = Field(default_factory=LanesConfig)
     tenant_defaults: TenantConfig = Field(default_factory=TenantConfig)
     tenants: dict[str, TenantConfig] = Field(
-        default_factory=dict, description="by name; what one leaves out is tenant_defaults'"
+        default_factory=dict,
+        description="Tenants by name; a key that a tenant leaves out comes from tenant_defaults.",
     )
     prefill: PoolConfig = Field(default_factory=PoolConfig)
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
@@ -76,7 +80,7 @@ class BatonConfig(Section):
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
     scaling: ScalingSection = Field(default_factory=ScalingSection)
     launcher: Literal["local", "ray"] = Field(
-        "local", description="how baton up starts workers: on this host, or through Ray"
+        "local", description="How baton up starts workers: on this host (local) or through Ray."
     )
     ray: RayConfig = Field(default_factory=RayConfig)
 
@@ -116,19 +120,19 @@ class BatonConfig(Section):
         return self
 
     def tensor_parallel_size(self, pool: PoolConfig) -> Any:
-        """Ranks of each of a pool's engines, as configured: vLLM checks that it is a number."""
+        """Configured ranks per engine of a pool; vLLM checks that the value is a number."""
         return (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
 
     def num_ranks(self, pool: PoolConfig) -> int:
-        """The same as a number; 0 where it is none, which vLLM says then."""
+        """Ranks per engine of a pool; 0 if the configured value is invalid (vLLM reports that)."""
         size = self.tensor_parallel_size(pool)
         return size if isinstance(size, int) and size > 0 else 0
 
     @property
     def model_name(self) -> str:
-        """What requests call the model."""
+        """Name of the base model in requests."""
         if self.served_model_name:
             return self.served_model_name
         path = Path(self.model)
-        # Of ".", too.
+        # The path "." has an empty name, so it is resolved too.
         return path.name if path.name not in ("", "..") else path.resolve().name or "model"

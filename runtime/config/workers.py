@@ -1,4 +1,4 @@
-"""Sections on workers: their pools, their processes, their handoffs, and the simulated engine."""
+"""Sections for workers: pools, worker processes and the simulated engine."""
 
 from __future__ import annotations
 
@@ -11,46 +11,53 @@ from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSecond
 
 
 class PoolConfig(Section):
-    """One pool's workers."""
+    """Workers of one pool."""
 
-    workers: NumWorkers = Field(1, description="that baton up starts")
+    workers: NumWorkers = Field(1, description="Number of workers that baton up starts.")
     max_requests_per_worker: PositiveInt = Field(
         256,
-        description="dispatched to one worker at a time; decodes no more than its engine runs",
+        description="Requests dispatched to one worker at a time; a decode worker gets no more "
+        "than its engine runs at once.",
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="for this pool, over the common engine_args"
+        default_factory=dict,
+        description="vLLM's engine arguments for this pool; they override the common engine_args.",
     )
 
 
 class DecodePoolConfig(PoolConfig):
-    """The workers that decode."""
+    """Workers of the decode pool."""
 
     local_prefill: bool = Field(
         True,
-        description="whether a decode worker may compute a prompt itself where that is much sooner "
-        "than a prefill worker would, and within itl_ms but for a few gaps",
+        description="Whether a decode worker may compute a prompt itself, when that is much faster "
+        "than a prefill worker and delays the inter-token latency beyond itl_ms only for a few "
+        "tokens.",
     )
 
 
 class WorkerConfig(Section):
-    """A worker process."""
+    """Settings of a worker process."""
 
     metrics_listen: str = Field(
-        "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one"
+        "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one."
     )
-    drain_timeout_s: PositiveSeconds = Field(30.0, description="SIGTERM: longest wait")
-    start_timeout_s: PositiveSeconds = Field(600.0, description="longest load of the model")
+    drain_timeout_s: PositiveSeconds = Field(
+        30.0, description="On SIGTERM: longest wait for running requests."
+    )
+    start_timeout_s: PositiveSeconds = Field(600.0, description="Longest time to load the model.")
     attach_timeout_s: PositiveSeconds = Field(
-        30.0, description="a worker that finds no coordinator for so long ends"
+        30.0, description="A worker that finds no coordinator for this long ends."
     )
     labels: dict[str, str] = Field(
-        default_factory=dict, description="shown by baton workers --json, beside those it adds"
+        default_factory=dict,
+        description="Labels shown by baton workers --json, beside those that the worker adds.",
     )
     revision: str = Field(
         FIRST_REVISION,
-        description="names model and engine arguments together; requests stay on workers of one. "
-        "The coordinator's own is the stable one, which gets what no rollout takes",
+        description="Name of the model and engine arguments of this worker; a request stays on "
+        "workers of one revision. The coordinator's revision is the stable one, which gets all "
+        "requests that no rollout takes.",
     )
 
     @field_validator("revision")
@@ -62,22 +69,30 @@ class WorkerConfig(Section):
 
 
 class SimulatedConfig(Section):
-    """The simulated engine's timing: milliseconds from the latency model, times `time_scale`."""
+    """Timing of the simulated engine: the latency model in ms, multiplied by `time_scale`."""
 
-    time_scale: float = Field(1.0, ge=0, description="0 answers at once")
-    prefill_base_ms: float = Field(5.0, ge=0, description="per step with prompts in it")
-    prefill_per_token_ms: float = Field(0.05, ge=0, description="of a prompt, after what is cached")
-    prefill_per_token_squared_ms: float = Field(
-        0.0, ge=0, description="the same, times its tokens again"
+    time_scale: float = Field(
+        1.0, ge=0, description="Factor on all step times; 0: steps take no time."
     )
-    step_base_ms: float = Field(8.0, ge=0, description="per decode step")
-    step_per_request_ms: float = Field(0.2, ge=0, description="and request in it")
-    step_per_kv_token_ms: float = Field(0.0, ge=0, description="and KV token of these requests")
-    max_model_len: Count = Field(8192, description="context, in tokens")
-    kv_tokens: Count = Field(65536, description="that the KV cache holds")
-    block_size_tokens: Count = Field(16, description="of one KV block")
-    prefix_caching: bool = Field(True, description="keep finished blocks for equal prefixes")
-    num_layers: Count = Field(4, description="that a handoff moves")
-    block_bytes: Count = Field(1024, ge=64, description="of one block of one layer")
-    max_num_seqs: Count = Field(64, description="requests in one step")
-    max_num_batched_tokens: Count = Field(2048, description="tokens in one step")
+    prefill_base_ms: float = Field(5.0, ge=0, description="Cost per step that has prompt tokens.")
+    prefill_per_token_ms: float = Field(
+        0.05, ge=0, description="Cost per prompt token that is not cached."
+    )
+    prefill_per_token_squared_ms: float = Field(
+        0.0, ge=0, description="Cost per squared number of a prompt's tokens that are not cached."
+    )
+    step_base_ms: float = Field(8.0, ge=0, description="Cost per decode step.")
+    step_per_request_ms: float = Field(0.2, ge=0, description="Cost per request in a decode step.")
+    step_per_kv_token_ms: float = Field(
+        0.0, ge=0, description="Cost per KV token of the decoding requests."
+    )
+    max_model_len: Count = Field(8192, description="Context length in tokens.")
+    kv_tokens: Count = Field(65536, description="Capacity of the KV cache in tokens.")
+    block_size_tokens: Count = Field(16, description="Tokens per KV block.")
+    prefix_caching: bool = Field(
+        True, description="Whether finished blocks are kept for prompts with the same prefix."
+    )
+    num_layers: Count = Field(4, description="Layers whose KV blocks a handoff moves.")
+    block_bytes: Count = Field(1024, ge=64, description="Bytes of one KV block in one layer.")
+    max_num_seqs: Count = Field(64, description="Requests in one step.")
+    max_num_batched_tokens: Count = Field(2048, description="Tokens in one step.")

@@ -35,7 +35,7 @@ def test_keys_says_what_each_means(baton_here):
     assert known == dict(leaves(shown, known))
     some = baton_here("config", "keys", "batch.share").out.splitlines()
     assert some[0].split() == ["KEY", "DEFAULT", "MEANING"]
-    assert some[1].startswith("lanes.batch.share  0.05     of the tokens")
+    assert some[1].startswith("lanes.batch.share  0.05     Share of all tokens")
     assert "tenants.NAME.weight" in baton_here("config", "keys", "tenants").out
     assert "http.cells[].coordinators" in baton_here("config", "keys", "http").out
     missing = baton_here("config", "keys", "lanes.batch.shares")
@@ -148,7 +148,7 @@ def test_a_missing_file(baton_here, tmp_path):
     )
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff")
     checked = baton_here("config", "check", str(tmp_path / "picture.yaml"))
-    assert (checked.code, "it is no text in UTF-8" in checked.err) == (2, True)
+    assert (checked.code, "it is not text in UTF-8" in checked.err) == (2, True)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

@@ -155,7 +155,7 @@ def test_certs_writes_nothing_over_without_its_ca(baton, tmp_path, lone):
     (tmp_path / lone).write_text("somebody's own")
     made = baton("certs", ".")
     assert (made.returncode, made.stdout) == (2, "")
-    assert made.stderr.startswith(f"baton: {lone} would be written over, and there is no ca.pem")
+    assert made.stderr.startswith(f"baton: {lone} would be overwritten, and there is no ca.pem")
     assert [file.name for file in tmp_path.iterdir()] == [lone]
     assert (tmp_path / lone).read_text() == "somebody's own"
 
@@ -173,7 +173,7 @@ def test_certs_signs_with_no_other_key(baton, tmp_path):
 def test_a_host_that_no_certificate_can_have(baton, tmp_path, host):
     made = baton("certs", "certs", "--host", host)
     assert made.returncode == 2
-    assert made.stderr.startswith(f"baton: {host!r} is neither an address nor ")
+    assert made.stderr.startswith(f"baton: {host!r} is neither an IP address nor ")
     assert not (tmp_path / "certs").exists()
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
         (["--tls-cert", "a", "--tls-key", "b"], "need --tls-ca"),
         (["--tls-ca", "nowhere.pem"], "--tls-ca: nowhere.pem cannot be read"),
         (["--tls-ca", "."], "--tls-ca: . cannot be read: Is a directory"),
-        (["--tls-ca", "/dev/null"], "--tls-ca: /dev/null is no certificate in PEM"),
+        (["--tls-ca", "/dev/null"], "--tls-ca: /dev/null is not a certificate in PEM"),
         (["--api-key-file", "."], "--api-key-file: . cannot be read: Is a directory"),
         (["--api-key-file", "/dev/null"], "--api-key-file: /dev/null must hold one word"),
         (["--api-key-file", "nowhere"], "--api-key-file: nowhere cannot be read"),

@@ -61,7 +61,9 @@ def test_examples_let_in_whom_they_should(file):
 
 def test_known_clients_do_not_make_workers_known(keys):
     keys.add("one", tenant="a")
-    with pytest.raises(ConfigError, match=r"its workers from anybody else; set security.cluster_"):
+    with pytest.raises(
+        ConfigError, match=r"its workers are not authenticated; set security.cluster_"
+    ):
         exposure.check_all(config("coordinator.listen", "0.0.0.0:0", api_keys_file=keys.path))
 
 

@@ -31,7 +31,7 @@ async def test_http_may_ask_for_certificates(start_coordinator, pki, log):
         async with asyncio.timeout(WAIT_S):
             while counted not in await asyncio.to_thread(metrics, address, pki, "client"):
                 await asyncio.sleep(0.1)
-        assert any("TLS handshakes that nothing followed" in line for line in log.lines)
+        assert any("TLS handshakes were not followed by a call" in line for line in log.lines)
 
 
 async def test_metrics_of_the_gateway_are_not_for_everybody_where_requests_are_not(

@@ -70,7 +70,7 @@ async def test_who_has_no_good_certificate_is_refused_logged_and_counted(
                 handshakes.expire(math.inf)
                 await asyncio.sleep(0.01)
         assert (await count_refusals(running))["TLS", "handshake"] >= 1
-        assert any("TLS handshakes that nothing followed" in line for line in log.lines)
+        assert any("TLS handshakes were not followed by a call" in line for line in log.lines)
 
 
 async def test_a_client_that_calls_is_not_counted(start_coordinator, count_refusals, pki):
@@ -128,7 +128,7 @@ async def test_renewed_certificates_are_used(start_coordinator, fresh_pki, log):
             after = await asyncio.to_thread(shown_certificate, running.address, pki)
             assert before.serial_number != after.serial_number
             assert (await client.model()).name == "demo"
-        assert any("have changed and are used" in line for line in log.lines)
+        assert any("changed files are now in use" in line for line in log.lines)
 
 
 async def test_files_that_do_not_fit_together_change_nothing(start_coordinator, fresh_pki, log):

@@ -126,5 +126,5 @@ def test_a_key_that_needs_a_password_is_not_asked_for_one(pki, tmp_path):
     locked = tmp_path / "locked.key"
     how = form.BestAvailableEncryption(b"secret")
     locked.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, how))
-    with pytest.raises(ConfigError, match=f"security.key_file: {locked} are no PEM"):
+    with pytest.raises(ConfigError, match=f"security.key_file: {locked} are not PEM"):
         TlsFiles(pki.file("ca.pem"), pki.file("server.pem"), str(locked))

@@ -49,7 +49,8 @@ class ClusterServicer:
     def Attach(self, request_iterator, context):
         """One stream per worker, for the worker's whole life. The worker first sends a Hello. The
         coordinator answers with a Welcome, or ends the stream with a status:
-        FAILED_PRECONDITION: model or KV layout differs from the cluster's. The worker must exit.
+        FAILED_PRECONDITION: model or KV layout differs from the cluster's; the status names both
+        values. The worker must exit.
         ALREADY_EXISTS: a newer incarnation of this worker ID is attached. The worker must exit.
         ABORTED: this incarnation was declared dead and is fenced. The worker must stop at once.
 

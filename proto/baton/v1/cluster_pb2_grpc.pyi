@@ -36,7 +36,8 @@ class ClusterStub:
     Attach: _grpc.StreamStreamMultiCallable[_cluster_pb2.WorkerMessage, _cluster_pb2.CoordinatorMessage]
     """One stream per worker, for the worker's whole life. The worker first sends a Hello. The
     coordinator answers with a Welcome, or ends the stream with a status:
-      FAILED_PRECONDITION: model or KV layout differs from the cluster's. The worker must exit.
+      FAILED_PRECONDITION: model or KV layout differs from the cluster's; the status names both
+        values. The worker must exit.
       ALREADY_EXISTS: a newer incarnation of this worker ID is attached. The worker must exit.
       ABORTED: this incarnation was declared dead and is fenced. The worker must stop at once.
 
@@ -60,7 +61,8 @@ class ClusterAsyncStub(ClusterStub):
     Attach: _aio.StreamStreamMultiCallable[_cluster_pb2.WorkerMessage, _cluster_pb2.CoordinatorMessage]  # type: ignore[assignment]
     """One stream per worker, for the worker's whole life. The worker first sends a Hello. The
     coordinator answers with a Welcome, or ends the stream with a status:
-      FAILED_PRECONDITION: model or KV layout differs from the cluster's. The worker must exit.
+      FAILED_PRECONDITION: model or KV layout differs from the cluster's; the status names both
+        values. The worker must exit.
       ALREADY_EXISTS: a newer incarnation of this worker ID is attached. The worker must exit.
       ABORTED: this incarnation was declared dead and is fenced. The worker must stop at once.
 
@@ -87,7 +89,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.CoordinatorMessage], _abc.AsyncIterator[_cluster_pb2.CoordinatorMessage]]:
         """One stream per worker, for the worker's whole life. The worker first sends a Hello. The
         coordinator answers with a Welcome, or ends the stream with a status:
-          FAILED_PRECONDITION: model or KV layout differs from the cluster's. The worker must exit.
+          FAILED_PRECONDITION: model or KV layout differs from the cluster's; the status names both
+            values. The worker must exit.
           ALREADY_EXISTS: a newer incarnation of this worker ID is attached. The worker must exit.
           ABORTED: this incarnation was declared dead and is fenced. The worker must stop at once.
 
