@@ -72,12 +72,6 @@ class Choice:
     link_id: str = ""
 
 
-def first_choice(stream: int, opened: pb.PushOpen) -> Choice:
-    """The first offer, whatever it is."""
-    del stream
-    return Choice(opened.offers[0].name) if opened.offers else Choice("grpc")
-
-
 @dataclass(frozen=True, slots=True)
 class ReceiverLimits:
     """How long each state may last, and how much is remembered.

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Extent
-from baton.kvtransfer.frames import Totals
+from baton.kvtransfer.frames import FrameKind, Totals
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -39,14 +41,6 @@ TRANSITIONS: dict[SendState, frozenset[SendState]] = {
     _S.ABORTED: frozenset(),
 }
 OVER = frozenset({_S.COMMITTED, _S.FAILED, _S.ABORTED})
-GRPC = "grpc"
-SHM = "shm"
-
-
-def offer_grpc(target: str, tried: Container[str]) -> list[pb.TransportOffer]:
-    """The one transport that needs nothing."""
-    del target
-    return [] if GRPC in tried else [pb.TransportOffer(name=GRPC)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +137,82 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
+class OutgoingBlocks:
+    """A run of blocks of one layer of one rank that leaves now.
+
+    Attributes:
+        checksum: XXH3-64 of the bytes.
+        offset: Where the bytes are in the sender's segment.
+        payload: The bytes, a view of the segment.
+    """
+
+    handoff_id: bytes
+    epoch: int
+    rank: int
+    layer: int
+    first_block: int
+    num_blocks: int
+    checksum: int
+    offset: int
+    payload: memoryview
+
+    def data_frame(self) -> Outgoing:
+        """Returns the frame that carries the bytes."""
+        header = frames.encode_header(
+            FrameKind.DATA,
+            self.handoff_id,
+            self.epoch,
+            rank=self.rank,
+            layer=self.layer,
+            first_block=self.first_block,
+            num_blocks=self.num_blocks,
+            payload_bytes=len(self.payload),
+            payload_checksum=self.checksum,
+        )
+        return Outgoing(header, self.payload)
+
+    def reference(self) -> Outgoing:
+        """Returns the frame that says where the bytes are in the sender's segment."""
+        reference = frames.encode_reference(
+            self.handoff_id,
+            self.epoch,
+            self.offset,
+            rank=self.rank,
+            layer=self.layer,
+            first_block=self.first_block,
+            num_blocks=self.num_blocks,
+            blocks_checksum=self.checksum,
+        )
+        return Outgoing(reference, memoryview(b""))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Frames to be sent now, in this order.
 
     Attributes:
-        link_id: of the link that carries them; empty: the handoff's own stream does.
-        epoch: of all of them.
+        epoch: Epoch of all the frames.
+        transport: Name of the transport that carries them; empty for an open, which the push
+            carries.
+        link_id: The link that carries them; empty when the transport has no links.
     """
 
     frames: Sequence[Outgoing]
     epoch: int
+    transport: str = ""
     link_id: str = ""
+
+
+class SenderTransports(Protocol):
+    """The transports, as the sender uses them; transports/negotiation.py implements this."""
+
+    def offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
+        """Returns the offers for an epoch to a target, best first, without those tried."""
+        ...
+
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+        """Returns the frame by which a transport carries a run of blocks."""
+        ...
 
 
 @dataclass(slots=True)

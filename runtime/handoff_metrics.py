@@ -6,14 +6,9 @@ label values.
 
 from __future__ import annotations
 
-from typing import get_args
-
-from baton.runtime.config import KvTransferConfig
+from baton.runtime.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2
 
-TRANSPORTS: tuple[str, ...] = get_args(
-    get_args(KvTransferConfig.model_fields["transports"].annotation)[0]
-)
 # Histogram bounds in seconds; a handoff over shared memory commits in under a millisecond.
 EXPOSED_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from baton.runtime.kv_transports import DEFAULT_TRANSPORTS, TRANSPORTS
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
+
+
+def _known_transport(name: str) -> str:
+    if name not in TRANSPORTS:
+        raise ValueError(f"must be one of {', '.join(TRANSPORTS)}")
+    return name
 
 
 class KvTransferConfig(Section):
@@ -20,11 +27,11 @@ class KvTransferConfig(Section):
     advertise_host: str = Field(
         "", description="Host name that other workers dial. Empty: the host of listen."
     )
-    transports: list[Literal["shm", "nccl", "gloo", "grpc"]] = Field(
-        ["shm", "nccl", "grpc"],
+    transports: list[Annotated[str, AfterValidator(_known_transport)]] = Field(
+        list(DEFAULT_TRANSPORTS),
         min_length=1,
-        description="Transports that may move KV blocks, in order of preference; each pair of "
-        "workers uses the first that both support.",
+        description=f"Transports that may move KV blocks ({', '.join(TRANSPORTS)}), in order of "
+        "preference; each pair of workers uses the first that both support.",
     )
     grpc_connections: PositiveInt = Field(
         2,

@@ -5,27 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
 from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
+from baton.kvtransfer.push import IncomingPush, PushDialer
 from baton.kvtransfer.service import local_replies
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.negotiation import Negotiator
-from baton.kvtransfer.transports.transport import IncomingPush, Transport
 from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
-
-if TYPE_CHECKING:
-    # Needs torch, which a service without links does not load.
-    from baton.kvtransfer.transports.links import Links
 
 # For an incoming push that opens no handoff; one that does has the handoff's deadlines.
 UNUSED_PUSH_TIMEOUT_S = 5.0
@@ -50,11 +44,11 @@ class TransferCore:
         sender: Sender,
         receiver: Receiver,
         negotiator: Negotiator,
-        transport: Transport,
+        dialer: PushDialer,
         stop: asyncio.Event,
     ) -> None:
         self._sender, self._receiver, self._negotiator = sender, receiver, negotiator
-        self._transport, self._stop = transport, stop
+        self._dialer, self._stop = dialer, stop
         self._loop = asyncio.get_running_loop()
         self._layout: KvLayout | None = None
         self._configured = pb.LocalConfigured()
@@ -68,14 +62,8 @@ class TransferCore:
         self._num_streams = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._links: Links | None = None
         self._refused: Callable[[], Mapping[str, int]] = dict
         self.configured = asyncio.Event()
-
-    def use(self, links: Links) -> None:
-        """Sets the links that some transports need; to be called before anything else."""
-        self._links = links
-        self._negotiator.use(links)
 
     def use_refusals(self, refused: Callable[[], Mapping[str, int]]) -> None:
         """Sets the source of the gRPC port's refusals by reason, which statistics report."""
@@ -277,7 +265,7 @@ class TransferCore:
 
     def push_ended(self, stream: int) -> None:
         self._incoming.pop(stream, None)
-        self._negotiator.forget(stream)
+        self._negotiator.end(stream)
         self._carry_out(self._receiver.handle_stream_lost(stream, time.monotonic()))
         self._arm()
 
@@ -298,11 +286,6 @@ class TransferCore:
         self._carry_out(self._sender.handle_link_lost(link_id, detail, now))
         self._carry_out(self._receiver.handle_link_lost(link_id, detail, now))
         self._arm()
-
-    async def _send_by_link(self, link_id: str, batch: Sequence[sending.Outgoing]) -> None:
-        if self._links is None:
-            raise LinkLost("there are no links")
-        await self._links.send(link_id, batch)
 
     # ---- Effects and time.
 
@@ -351,8 +334,8 @@ class TransferCore:
             handoff_id,
             self._sender,
             lambda: self._negotiator.ready(target),
-            lambda: self._transport.open_push(target),
-            self._send_by_link,
+            lambda: self._dialer.open_push(target),
+            self._negotiator.send,
             on_reply,
             on_lost,
         )
@@ -442,14 +425,12 @@ class TransferCore:
             connection.abort()
 
     async def close_pushes(self) -> None:
-        """Cuts off every push, both ways, and closes the transport."""
+        """Cuts off every push, both ways, and closes the transports."""
         for push in self._incoming.values():
             push.end()
-        # The links first: a send by one ends only once nobody reads its payload any more.
-        if self._links is not None:
-            await self._links.close()
+        # Before the pushers: a send through a link ends only when its payload is not read any more.
+        await self._negotiator.close()
         await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
-        await self._transport.close()
-        self._negotiator.close()
+        await self._dialer.close()
         if self._timer is not None:
             self._timer.cancel()

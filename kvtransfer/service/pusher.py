@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.push import Push, PushLost
+from baton.kvtransfer.sending import Batch, Outgoing
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.link_store import LinkLost
-from baton.kvtransfer.transports.transport import Push, PushLost
+from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
 # A push that is over has so long to say so; then it is cut off.
@@ -28,7 +28,7 @@ class Pusher:
     Args:
         ready: waited for before the push is opened: a receiver ends one that opens no handoff.
         open_push: opens it.
-        send_by_link: sends frames beside the push; raises LinkLost.
+        send: Sends a batch by its transport; raises PushLost, LinkLost.
         on_reply: the receiver answered.
         on_lost: the push ended; called once, also after `stop`.
     """
@@ -39,13 +39,13 @@ class Pusher:
         sender: Sender,
         ready: Callable[[], Awaitable[None]],
         open_push: Callable[[], Push],
-        send_by_link: Callable[[str, Sequence[Outgoing]], Awaitable[None]],
+        send: Callable[[Push, Batch], Awaitable[None]],
         on_reply: Callable[[kv_transfer_pb2.PushReply], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._handoff_id, self._sender = handoff_id, sender
         self._ready, self._open_push = ready, open_push
-        self._send_by_link, self._on_reply = send_by_link, on_reply
+        self._send, self._on_reply = send, on_reply
         self._push: Push | None = None
         self._changed = asyncio.Event()
         self._stopping = False
@@ -110,17 +110,14 @@ class Pusher:
                 batch = self._sender.next_batch(
                     self._handoff_id, frames.FRAME_TARGET_BYTES, time.monotonic()
                 )
-                if batch is not None and batch.link_id:
-                    # One that is lost is the sender's to hear of, from the link.
-                    with contextlib.suppress(LinkLost):
-                        await self._send_by_link(batch.link_id, batch.frames)
-                        self._sender.handle_written(self._handoff_id, time.monotonic())
-                elif batch is not None:
-                    await push.send(batch.frames)
-                    self._sender.handle_written(self._handoff_id, time.monotonic())
-                else:
+                if batch is None:
                     self._changed.clear()
                     await self._changed.wait()
+                    continue
+                # The link itself tells the sender that it is lost.
+                with contextlib.suppress(LinkLost):
+                    await self._send(push, batch)
+                    self._sender.handle_written(self._handoff_id, time.monotonic())
             if self._farewell is not None:
                 await push.send([Outgoing(self._farewell, memoryview(b""))])
             await push.finish()

@@ -33,7 +33,6 @@ from baton.kvtransfer.receiving import (
     ReceiverStatistics,
     ReceiveState,
     changed,
-    first_choice,
     parse_open,
 )
 from baton.kvtransfer.service.handoff_table import HandoffTable
@@ -60,7 +59,7 @@ class Receiver:
         arena: Arena,
         memory: memoryview,
         limits: ReceiverLimits,
-        choose: Callable[[int, pb.PushOpen], Choice] = first_choice,
+        choose: Callable[[int, pb.PushOpen], Choice],
     ) -> None:
         self._table = HandoffTable(arena, limits)
         self._memory, self._limits, self._choose = memory, limits, choose

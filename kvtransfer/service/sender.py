@@ -13,7 +13,7 @@ first byte.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
@@ -21,26 +21,26 @@ from baton.kvtransfer.errors import NoRoom, TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals, position_digest
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.sending import (
-    GRPC,
     OVER,
-    SHM,
     TRANSITIONS,
     Batch,
     Effect,
     Filled,
     NotReserved,
     Outgoing,
+    OutgoingBlocks,
     Reserved,
     Send,
     SenderLimits,
     SenderStatistics,
+    SenderTransports,
     SendState,
     StartPush,
     StopPush,
     Wake,
     ended,
-    offer_grpc,
 )
+from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = SendState
@@ -48,7 +48,8 @@ _S = SendState
 _WORTH_ANOTHER = frozenset(
     {pb.REFUSAL_REASON_TRANSPORT, pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE}
 )
-# References are small: one message may stand for so many times the bytes of one that carries them.
+# A batch of references may stand for this many times the bytes of a batch that carries its bytes.
+# References are small, but the receiver copies all their blocks before it takes another message.
 _BYTES_BY_REFERENCE = 4
 
 
@@ -58,7 +59,7 @@ class Sender:
     Args:
         arena: of the sending half of the segment; this object is its only user.
         memory: the whole segment, indexed by the arena's offsets.
-        offer: what may carry an epoch to a target, best first, given what has failed already.
+        transports: The transports that may carry handoffs.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class Sender:
         arena: Arena,
         memory: memoryview,
         limits: SenderLimits,
-        offer: Callable[[str, Container[str]], list[pb.TransportOffer]] = offer_grpc,
+        transports: SenderTransports,
     ) -> None:
         self._arena, self._memory, self._limits = arena, memory, limits
-        self._offer = offer
+        self._transports = transports
         self._layout: KvLayout | None = None
         # Those that are over stay while their extents linger.
         self._sends: dict[bytes, Send] = {}
@@ -229,7 +230,8 @@ class Sender:
         for send in list(self._sends.values()):
             if send.link_id != link_id or send.state not in (_S.SENDING, _S.COMMITTING):
                 continue
-            if send.state is _S.SENDING or self._offer(send.target, {*send.tried, send.transport}):
+            tried = {*send.tried, send.transport}
+            if send.state is _S.SENDING or self._transports.offers(send.target, tried):
                 self._fall_back(send, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._taken()
 
@@ -254,25 +256,26 @@ class Sender:
             return None
         if send.open_due:
             send.open_due = False
-            send.offers = self._offer(send.target, send.tried)
+            send.offers = self._transports.offers(send.target, send.tried)
             if not send.offers:
                 raise TransferRefused(f"no transport to {send.target}")
             return Batch([self._open_frame(send, now)], send.epoch)
         batch, room = list[Outgoing](), max_bytes
-        if send.transport == SHM:
-            room *= _BYTES_BY_REFERENCE
         while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
             filled = send.filled[send.num_sent]
             send.num_sent += 1
-            batch.append(self._frame(send, filled, send.extent))
-            room -= frames.HEADER_BYTES + filled.num_blocks * self._known_layout().block_bytes
+            frame = self._frame(send, filled, send.extent)
+            batch.append(frame)
+            num_bytes = filled.num_blocks * self._known_layout().block_bytes
+            room -= frames.HEADER_BYTES
+            room -= num_bytes if frame.payload else num_bytes // _BYTES_BY_REFERENCE
             if send.num_commits == len(send.last):
                 self._advance(send, _S.COMMITTING)
                 send.sent = send.epoch, send.transport, send.num_frames
         if not batch:
             return None
         send.deadline = now + self._limits.idle_timeout_s
-        return Batch(batch, send.epoch, send.link_id)
+        return Batch(batch, send.epoch, send.transport, send.link_id)
 
     def handle_written(self, handoff_id: bytes, now: float) -> None:
         """The transport has taken a batch."""
@@ -354,7 +357,7 @@ class Sender:
     ) -> None:
         """The epoch's transport has failed: the same bytes again, on what is left."""
         send.tried.add(send.transport)
-        if not self._offer(send.target, send.tried):
+        if not self._transports.offers(send.target, send.tried):
             self._fail(send, reason, detail, now, farewell=True)
             return
         self.statistics.num_fallbacks[send.transport] += 1
@@ -373,7 +376,7 @@ class Sender:
 
     def _opened(self, send: Send, transport: str, now: float) -> None:
         offered = {offer.name: offer for offer in send.offers}
-        transport = transport or GRPC
+        transport = transport or UNNAMED_TRANSPORT
         if transport not in offered:
             detail = f"the receiver chose {transport!r}, which was not offered"
             self._fail(send, pb.REFUSAL_REASON_MALFORMED, detail, now, farewell=True)
@@ -416,30 +419,18 @@ class Sender:
         send.num_frames += 1
         self.statistics.num_bytes[send.transport] += num_bytes
         self.statistics.num_frames[send.transport] += 1
-        if send.transport == SHM:
-            reference = frames.encode_reference(
-                send.handoff_id,
-                send.epoch,
-                start,
-                rank=filled.rank,
-                layer=filled.layer,
-                first_block=filled.first_block,
-                num_blocks=filled.num_blocks,
-                blocks_checksum=filled.checksum,
-            )
-            return Outgoing(reference, memoryview(b""))
-        header = frames.encode_header(
-            FrameKind.DATA,
+        blocks = OutgoingBlocks(
             send.handoff_id,
             send.epoch,
-            rank=filled.rank,
-            layer=filled.layer,
-            first_block=filled.first_block,
-            num_blocks=filled.num_blocks,
-            payload_bytes=num_bytes,
-            payload_checksum=filled.checksum,
+            filled.rank,
+            filled.layer,
+            filled.first_block,
+            filled.num_blocks,
+            filled.checksum,
+            start,
+            self._memory[start : start + num_bytes],
         )
-        return Outgoing(header, self._memory[start : start + num_bytes])
+        return self._transports.frame(send.transport, blocks)
 
     def _problem(self, send: Send, filled: pb.LocalFrame) -> str | None:
         """What is wrong with a rank's notification: it must not name bytes outside its extent."""

@@ -19,8 +19,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Iterator
+from typing import Literal
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -31,16 +31,18 @@ from baton.kvtransfer import local_wire
 from baton.kvtransfer.addresses import advertised, bind
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.push import SERVICE
 from baton.kvtransfer.receiving import ReceiverLimits
 from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service import local_server
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
+from baton.kvtransfer.service.push_stream import GrpcPushDialer, KvTransferServicer
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.grpc_transport import SERVICE, GrpcTransport, KvTransferServicer
-from baton.kvtransfer.transports.link_store import may_have_gpu
-from baton.kvtransfer.transports.negotiation import LINKED, Negotiator
+from baton.kvtransfer.transports import registry
+from baton.kvtransfer.transports.negotiation import Negotiator
+from baton.kvtransfer.transports.transport import ServiceContext
 from baton.runtime import affinity, lifecycle, logs, quick_exit, rpc
 from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
@@ -50,13 +52,8 @@ from baton.runtime.refusals import Refusals
 from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
 
-if TYPE_CHECKING:
-    from baton.kvtransfer.transports.process_group import Backend
-
 # A commit's answer and a first frame may come this much after the receiver's own idle timeout.
 SENDER_GRACE_S = 5.0
-# For one frame through a link.
-LINK_FRAME_TIMEOUT_S = 10.0
 
 
 class ServiceArguments(Section):
@@ -98,29 +95,6 @@ def _run_on(cpus: list[int]) -> None:
         ) from None
 
 
-def _backends(transports: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
-    """Of the transports that need links: those this process can use, and why not the others."""
-    usable: list[Backend] = []
-    unavailable: dict[str, str] = {}
-    wanted = [name for name in transports if name in LINKED]
-    if "nccl" in wanted and not may_have_gpu():
-        # Not worth the seconds and the memory that torch takes.
-        unavailable["nccl"] = "no GPU here"
-        wanted.remove("nccl")
-    if wanted:
-        try:
-            from baton.kvtransfer.transports import process_group
-        except ImportError as error:
-            return usable, {**unavailable, **dict.fromkeys(wanted, f"no torch here: {error}")}
-        for name in wanted:
-            backend = cast("Backend", name)
-            if (why_not := process_group.why_not(backend)) is None:
-                usable.append(backend)
-            else:
-                unavailable[name] = why_not
-    return usable, unavailable
-
-
 async def serve(arguments: ServiceArguments) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
 
@@ -141,7 +115,7 @@ async def serve(arguments: ServiceArguments) -> int:
     # Other workers serve as this one does.
     dial = within_cluster(security, with_tls=security.serves_tls)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
-    transport = GrpcTransport(config.grpc_connections, dial)
+    dialer = GrpcPushDialer(config.grpc_connections, dial)
     address = advertised(bind(server, config, protection), config.advertise_host)
     listener = local_wire.bind(arguments.socket_path)
     segment: Segment | None = None
@@ -149,34 +123,23 @@ async def serve(arguments: ServiceArguments) -> int:
         segment = Segment.create(config.send_bytes + config.receive_bytes)
         segment.prefault()
         sending, receiving = limits(config)
-        backends, unavailable = _backends(config.transports)
-        negotiator = Negotiator(config.transports, segment.name, unavailable)
-        sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator.offers)
+        within_host = security.serves_tls and not security.allow_plain_links
+        context = ServiceContext(segment.name, config, dial, within_host)
+        transports = registry.make(config.transports, context)
+        negotiator = Negotiator(transports)
+        sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator)
         receiver = Receiver(
             Arena(config.send_bytes, config.receive_bytes),
             segment.memory,
             receiving,
             negotiator.choose,
         )
-        core = TransferCore(sender, receiver, negotiator, transport, stop)
+        core = TransferCore(sender, receiver, negotiator, dialer, stop)
         core.use_refusals(lambda: {reason: n for (_, reason), n in refusals.totals().items()})
         core.describe_as(address, segment.name, config.send_bytes, config.receive_bytes)
         KvTransferServicer(core, core.description).add_to(server)
-        if backends:
-            from baton.kvtransfer.transports.links import Links
-
-            links = Links(
-                backends,
-                core,
-                core.fingerprint,
-                open_timeout_s=config.open_timeout_s,
-                # What a link has lost must have the time to go another way.
-                frame_timeout_s=min(LINK_FRAME_TIMEOUT_S, config.idle_timeout_s / 2),
-                dial=dial,
-                within_host=security.serves_tls and not security.allow_plain_links,
-            )
-            links.add_to(server)
-            core.use(links)
+        for transport in transports:
+            transport.serve(server, core)
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
             await _run(core, server, health, listener, stop, arguments.socket_path)

@@ -33,8 +33,9 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.sending import Outgoing
-from baton.kvtransfer.transports.link_store import LinkLost, LinkStore
+from baton.kvtransfer.transports.link_store import LinkStore
 from baton.kvtransfer.transports.process_group import RECEIVER, SENDER, Group, LinkOptions, join
+from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
 _T = TypeVar("_T")

@@ -1,8 +1,8 @@
-"""What of a link needs no torch: its rendezvous, and whether torch is worth importing for a GPU.
+"""The parts of a link that need no torch: the key store of its process group, and the GPU check.
 
-A process group finds its other member through a store of keys. Here each end keeps the keys itself
-and tells the other of what it sets over the stream that joins the two, so that a rendezvous opens
-no port and reaches nobody but the peer.
+The members of a process group find each other through a store of keys. Each end of a link keeps
+the keys itself and sends the keys that it sets over the stream that joins the two ends. So joining
+a group opens no port and reaches only the peer.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.transports.transport import LinkLost
 
-# Of what a peer may set; a group of two needs a few keys of some hundred bytes.
+# Most keys that a peer may set; a group of two needs a few keys of some hundred bytes.
 MAX_KEYS = 64
 MAX_VALUE_BYTES = 2**16
-# NVIDIA's driver, and the same under WSL.
+# Device files of NVIDIA's driver, on Linux and under WSL.
 _GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
 
 
-class LinkLost(TransferError):
-    """A link is over, or never came to be. The message says why."""
-
-
 def may_have_gpu() -> bool:
-    """Whether a GPU's driver is here; only torch can say whether it can be used."""
+    """Whether a GPU driver is installed; only torch can say whether the GPU can be used."""
     return any(device.exists() for device in _GPU_DEVICES)
 
 
 class LinkStore:
-    """The keys that both ends have set. Any thread may call anything.
+    """The keys that both ends have set. Every method may be called from any thread.
 
     Args:
-        publish: tells the peer of a key that this end sets.
+        publish: Sends a key that this end sets to the peer.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None]) -> None:
@@ -49,10 +45,10 @@ class LinkStore:
         self._publish(key, value)
 
     def received(self, key: str, value: bytes) -> None:
-        """The peer has set a key.
+        """Adds a key that the peer has set.
 
         Raises:
-            LinkLost: more than any rendezvous needs.
+            LinkLost: The key is larger, or the keys are more, than joining a group needs.
         """
         with self._changed:
             if len(value) > MAX_VALUE_BYTES:
@@ -63,12 +59,12 @@ class LinkStore:
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a key; raises LinkLost."""
+        """Waits for a key and returns its value. Raises LinkLost."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def wait(self, keys: Iterable[str], timeout_s: float) -> None:
-        """Waits until all keys are set; raises LinkLost when one is not in time, or never."""
+        """Waits until all keys are set. Raises LinkLost on a timeout or when the link has ended."""
         missing, deadline = set(keys), time.monotonic() + timeout_s
         with self._changed:
             while missing := missing.difference(self._values):
@@ -82,7 +78,7 @@ class LinkStore:
             return all(key in self._values for key in keys)
 
     def close(self, detail: str) -> None:
-        """Nothing more comes: whoever waits learns why. Idempotent."""
+        """Makes every waiting call raise LinkLost with this message. Idempotent."""
         with self._changed:
             if self._over is None:
                 self._over = detail

@@ -15,17 +15,17 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.frames import FRAME_TARGET_BYTES, Frame
+from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.push import SERVICE
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
-from baton.kvtransfer.transports.grpc_transport import SERVICE
-from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
+from baton.kvtransfer.transports.transport import LinkHandler, LinkLost
 from baton.runtime import kv_fingerprint, rpc
 from baton.runtime.addresses import local_address, split_address
 from baton.runtime.dial import PLAIN, Dial
@@ -42,18 +42,6 @@ _NOT_ENCRYPTED = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class LinkHandler(Protocol):
-    """What uses the links: the transfer service."""
-
-    def link_frame(self, link_id: str, frame: Frame) -> None:
-        """A frame came in; its payload is the link's again when this returns."""
-        ...
-
-    def link_lost(self, link_id: str, detail: str) -> None:
-        """A link that was there is over, whyever."""
-        ...
 
 
 @dataclass(slots=True)
@@ -77,9 +65,7 @@ class Links:
     """Every link of one service. Use from one event loop.
 
     Args:
-        backends: that this process can use.
-        handler: of what links bring.
-        fingerprint: of this service's KV cache; None before the engine's is known.
+        handler: Takes the frames of incoming links and gives the KV cache's fingerprint.
         open_timeout_s: until a link is joined.
         frame_timeout_s: for one frame's payload.
         dial: how.
@@ -88,9 +74,7 @@ class Links:
 
     def __init__(
         self,
-        backends: Sequence[str],
         handler: LinkHandler,
-        fingerprint: Callable[[], pb.KvFingerprint | None],
         *,
         open_timeout_s: float,
         frame_timeout_s: float,
@@ -98,10 +82,15 @@ class Links:
         within_host: bool = False,
     ) -> None:
         self._dial, self._within_host = dial, within_host
-        self._backends, self._handler, self._fingerprint = tuple(backends), handler, fingerprint
+        self._backends: set[str] = set()
+        self._handler = handler
         self._open_timeout_s, self._frame_timeout_s = open_timeout_s, frame_timeout_s
         self._to: dict[tuple[str, str], _Outgoing] = {}
         self._incoming: dict[str, ReceivingLink] = {}
+
+    def allow(self, backend: str) -> None:
+        """Lets other services make links with this backend; this process can use it."""
+        self._backends.add(backend)
 
     # ---- Sending.
 
@@ -195,7 +184,7 @@ class Links:
         logger.info("link to %s is over: %s", target, outgoing.problem)
 
     async def _join(self, backend: str, target: str, outgoing: _Outgoing) -> None:
-        fingerprint = self._fingerprint()
+        fingerprint = self._handler.fingerprint()
         if fingerprint is None:
             raise TransferError("the engine is not ready yet")
         host, port = split_address(target, "target")
@@ -249,7 +238,7 @@ class Links:
             outgoing.decided.set()
 
     def _options(self, backend: str, host: str) -> LinkOptions:
-        fingerprint = self._fingerprint()
+        fingerprint = self._handler.fingerprint()
         block_bytes = fingerprint.block_bytes if fingerprint is not None else 0
         return LinkOptions(
             cast("Backend", backend),
@@ -312,7 +301,7 @@ class Links:
 
     def _refusal(self, hello: pb.LinkHello) -> str:
         """Why a link cannot be; empty when it can."""
-        ours = self._fingerprint()
+        ours = self._handler.fingerprint()
         if hello.backend not in self._backends:
             return f"{hello.backend or 'no backend'} is not in use at the receiver"
         if ours is None:

@@ -1,94 +1,70 @@
-"""Which transport carries a handoff between two services, and why.
+"""Decides which transport carries a handoff between two services, and records why.
 
-The sender offers what it could use, best first, with each open; the receiver takes the first it can
-use too and says why not a better one. So a pair needs no state beforehand, and an epoch after a
-failure is negotiated like the first.
+Each open carries the transports that the sender can use, best first. The receiver takes the first
+one that it can use too, and its reply says why it took no better one. So two services need no
+common state before the first handoff, and the epoch after a failure is negotiated like the first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Container, Sequence
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.push import Push
 from baton.kvtransfer.receiving import Choice
-from baton.kvtransfer.sending import GRPC, SHM
-from baton.kvtransfer.transports import shm_transport
-from baton.kvtransfer.transports.shm_transport import PeerSegments
+from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
+from baton.kvtransfer.transports.transport import Transport
+from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
 
-# Peers whose transport is remembered for operators.
+# Number of targets for which operators can see the transport that was used last.
 MAX_PEERS = 256
-LINKED = ("nccl", "gloo")
-
-
-class LinkTable(Protocol):
-    """What of the service's links matters here; see links.Links, which needs torch."""
-
-    def to(self, backend: str, target: str) -> str:
-        """The id of the link to a target; raises LinkLost while there is none."""
-        ...
-
-    async def decided(self, backend: str, target: str) -> None:
-        """Waits until the link to a target is there or has failed."""
-        ...
-
-    def brings(self, link_id: str) -> bool:
-        """Whether a link to this service is there."""
-        ...
 
 
 class Negotiator:
-    """Offers transports for what is sent from here, chooses for what comes in.
+    """Offers transports for outgoing handoffs and chooses one for incoming handoffs.
 
     Args:
-        names: of the transports that the configuration allows, best first.
-        segment_name: of this service's own staging.
-        unavailable: why some of them cannot be used here.
+        transports: The transports that the configuration lists, best first.
     """
 
-    def __init__(
-        self, names: Sequence[str], segment_name: str, unavailable: Mapping[str, str] | None = None
-    ) -> None:
-        self._names, self._segment_name = tuple(names), segment_name
-        self._unavailable = dict(unavailable or {})
-        self._links: LinkTable | None = None
-        self._domain = ""
-        if SHM in names:
-            try:
-                self._domain = shm_transport.domain()
-            except TransferError as error:
-                self._unavailable[SHM] = str(error)
-        # Why a transport was last not offered to a target.
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = {transport.name: transport for transport in transports}
+        self._names = tuple(self._transports)
+        # By target: why each transport was not in the latest offer.
         self._withheld: OrderedDict[str, dict[str, str]] = OrderedDict()
-        # How the last handoff to each target went.
+        # By target: the transport of the latest handoff.
         self._peers: OrderedDict[str, pb.PeerTransport] = OrderedDict()
-        self._segments = PeerSegments()
-
-    def use(self, links: LinkTable) -> None:
-        """Where the links of those transports are that need them; before anything else."""
-        self._links = links
+        # By number of the incoming push: the transport that was accepted for it.
+        self._accepted: dict[int, Transport] = {}
 
     # ---- Sending.
 
     async def ready(self, target: str) -> None:
-        """Waits for what the first open to a target cannot do without.
+        """Waits until at least one transport can be offered to a target, or all have failed.
 
-        A link is not waited for when another transport can stand in for it.
+        A transport that takes time to connect is not waited for when another one can be used now.
         """
-        usable = [name for name in self._names if name not in self._unavailable]
-        if self._links is not None and all(name in LINKED for name in usable):
-            for name in usable:
-                await self._links.decided(name, target)
+        if any(self._can_offer(transport, target) for transport in self._transports.values()):
+            return
+        for transport in self._transports.values():
+            await transport.prepare(target)
 
     def offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
-        """What may carry an epoch to a target, best first."""
+        """Returns the offers for an epoch to a target, best first.
+
+        Args:
+            target: Address of the receiving service.
+            tried: Names of the transports that failed for this handoff.
+        """
         offers, withheld = [], self._withheld.pop(target, {})
-        for name in self._names:
+        for name, transport in self._transports.items():
             try:
-                offers.append(self._offer(name, target, tried))
+                if name in tried:
+                    raise TransferError("failed")
+                offers.append(transport.offer(target))
             except TransferError as error:
                 withheld[name] = str(error)
         self._withheld[target] = withheld
@@ -97,10 +73,10 @@ class Negotiator:
         return offers
 
     def opened(self, target: str, reply: pb.PushReply, offered: Container[str]) -> None:
-        """A target has chosen; one that was not offered is the sender's to refuse."""
-        if reply.transport not in self._names:
+        """Records a target's choice. The sender refuses a choice that was not offered."""
+        if reply.transport not in self._transports:
             return
-        # As it was when the offer was made: by now a link may be there.
+        # The reasons are those of the offer: by now the transport may be usable.
         withheld = self._withheld.get(target, {})
         reasons = [
             f"{name}: {withheld[name]}"
@@ -117,35 +93,40 @@ class Negotiator:
             self._peers.popitem(last=False)
 
     def peers(self) -> list[pb.PeerTransport]:
-        """How each target was reached last."""
+        """Returns the transport of the latest handoff to each target."""
         return list(self._peers.values())
 
-    def _offer(self, name: str, target: str, tried: Container[str]) -> pb.TransportOffer:
-        """Raises TransferError with the reason why not."""
-        if name in self._unavailable:
-            raise TransferError(self._unavailable[name])
-        if name in tried:
-            raise TransferError("failed")
-        offer = pb.TransportOffer(name=name)
-        if name == SHM:
-            offer.shm_domain, offer.shm_segment = self._domain, self._segment_name
-        elif name in LINKED:
-            if self._links is None:
-                raise TransferError("there are no links")
-            offer.link_id = self._links.to(name, target)
-        return offer
+    def frame(self, transport: str, blocks: OutgoingBlocks) -> Outgoing:
+        """Returns the frame by which a transport carries a run of blocks."""
+        return self._transports[transport].frame(blocks)
+
+    async def send(self, push: Push, batch: Batch) -> None:
+        """Sends a batch by the transport of its epoch. Raises PushLost, LinkLost."""
+        if batch.transport:
+            await self._transports[batch.transport].send(push, batch)
+        else:
+            # An open: the receiver chooses the transport only in its reply.
+            await push.send(batch.frames)
+
+    @staticmethod
+    def _can_offer(transport: Transport, target: str) -> bool:
+        try:
+            transport.offer(target)
+        except TransferError:
+            return False
+        return True
 
     # ---- Receiving.
 
     def choose(self, stream: int, opened: pb.PushOpen) -> Choice:
-        """The first of the offers that works here too.
+        """Takes the first of an open's offers that this service can use too.
 
         Raises:
-            MalformedFrame: none of them does.
+            MalformedFrame: No offer can be used; the message says why for each.
         """
-        self._segments.detach(stream)
+        self.end(stream)
         problems = []
-        for offer in opened.offers or [pb.TransportOffer(name=GRPC)]:
+        for offer in opened.offers or [pb.TransportOffer(name=UNNAMED_TRANSPORT)]:
             try:
                 self._accept(stream, offer)
             except TransferError as error:
@@ -158,26 +139,24 @@ class Negotiator:
         )
 
     def resolve(self, stream: int, frame: Frame, num_bytes: int) -> Frame:
-        """The data frame that a reference stands for. Raises MalformedFrame."""
-        return self._segments.resolve(stream, frame, num_bytes)
+        """Returns the data frame that a reference frame stands for. Raises MalformedFrame."""
+        if (transport := self._accepted.get(stream)) is None:
+            raise MalformedFrame("a reference on a stream that has not chosen a transport")
+        return transport.resolve(stream, frame, num_bytes)
 
-    def forget(self, stream: int) -> None:
-        """An incoming stream is over."""
-        self._segments.detach(stream)
-
-    def close(self) -> None:
-        """Gives back what belongs to others."""
-        self._segments.close()
+    def end(self, stream: int) -> None:
+        """Releases what the transport of an incoming push holds for it. Idempotent."""
+        if (transport := self._accepted.pop(stream, None)) is not None:
+            transport.end(stream)
 
     def _accept(self, stream: int, offer: pb.TransportOffer) -> None:
-        """Raises TransferError with the reason why not."""
-        if offer.name not in self._names:
+        """Raises TransferError when an offer cannot be accepted; says why."""
+        if (transport := self._transports.get(offer.name)) is None:
             raise TransferError(f"not among the receiver's kv_transfer.transports {self._names}")
-        if offer.name in self._unavailable:
-            raise TransferError(self._unavailable[offer.name])
-        if offer.name == SHM:
-            if offer.shm_domain != self._domain:
-                raise TransferError("sender and receiver do not share memory")
-            self._segments.attach(stream, offer.shm_segment)
-        if offer.name in LINKED and not (self._links and self._links.brings(offer.link_id)):
-            raise TransferError("the link is over")
+        transport.accept(stream, offer)
+        self._accepted[stream] = transport
+
+    async def close(self) -> None:
+        """Closes every transport."""
+        for transport in self._transports.values():
+            await transport.close()

@@ -20,7 +20,8 @@ import torch
 from torch import distributed
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.transports.link_store import LinkLost, LinkStore
+from baton.kvtransfer.transports.link_store import LinkStore
+from baton.kvtransfer.transports.transport import LinkLost
 
 Backend = Literal["gloo", "nccl"]
 # Of the members of a link's group.

@@ -2,6 +2,8 @@
 
 import random
 
+from simulated_transports import named
+
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame
@@ -85,7 +87,8 @@ class Harness:
 
     def __init__(self, limits=LIMITS):
         self.memory = memoryview(bytearray(ARENA_BYTES))
-        self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits)
+        choose = named("grpc").choose
+        self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits, choose)
         self.receiver.configure(LAYOUT)
         self.now = 0.0
         self.states: dict[bytes, ReceiveState] = {}

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from simulated_streams import Link, Socket, Stream, joined, truth
+from simulated_transports import simulated
 
 from baton.kvtransfer import frames, receiving
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.receiving import Choice, Grant, ReceiverLimits, ReceiveState
+from baton.kvtransfer.receiving import Grant, ReceiverLimits, ReceiveState
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
@@ -41,7 +42,8 @@ class Decode:
         world.addresses[self.address] = self
         self.memory = memoryview(bytearray(world.layout.handoff_bytes(RECEIVE_BLOCKS)))
         arena = Arena(0, len(self.memory))
-        self.receiver = Receiver(arena, self.memory, RECEIVER_LIMITS, self._choose)
+        self.negotiator = simulated(world, self, transports)
+        self.receiver = Receiver(arena, self.memory, RECEIVER_LIMITS, self.negotiator.choose)
         self.receiver.configure(world.layout)
         self.states: dict[bytes, ReceiveState] = {}
         # Claims that are not released: (grant, rank).
@@ -55,7 +57,6 @@ class Decode:
         self._answers = [Socket(world) for _ in range(_MOST_RANKS)]
         # What its scheduler has not read: the latest of each handoff.
         self._unread: dict[bytes, receiving.Changed] = {}
-        self.attached: dict[int, str] = {}
         self.alive = True
 
     # ---- The worker's engine.
@@ -188,7 +189,8 @@ class Decode:
         try:
             for frame in frames.decode(message):
                 if frame.kind is FrameKind.REFERENCE:
-                    frame = self._resolved(stream.number, frame)
+                    num_bytes = frame.num_blocks * self._block_bytes
+                    frame = self.negotiator.resolve(stream.number, frame, num_bytes)
                 self.carry_out(self.receiver.handle_frame(stream.number, frame, self.world.now))
         except MalformedFrame as error:
             self.carry_out(self.receiver.handle_malformed(stream.number, error, self.world.now))
@@ -205,7 +207,7 @@ class Decode:
     def lose(self, stream: Stream) -> None:
         """The call is over."""
         stream.receiver_over = stream.ending = True
-        self.attached.pop(stream.number, None)
+        self.negotiator.end(stream.number)
         self.carry_out(self.receiver.handle_stream_lost(stream.number, self.world.now))
         stream.down.append(None)
 
@@ -247,21 +249,3 @@ class Decode:
         if not stream.ending and not self.receiver.serves(stream.number):
             stream.ending = True
             stream.down.append(None)
-
-    def _resolved(self, number: int, frame: frames.Frame) -> frames.Frame:
-        if number not in self.attached:
-            raise MalformedFrame("a reference on a stream that has not chosen shared memory")
-        segment = self.world.segments[self.attached[number]]
-        return frame.referenced(segment, frame.num_blocks * self._block_bytes)
-
-    def _choose(self, number: int, opened: pb.PushOpen) -> Choice:
-        self.attached.pop(number, None)
-        for offer in opened.offers:
-            if offer.name not in self.transports:
-                continue
-            if offer.name == "shm":
-                self.attached[number] = offer.shm_segment
-            elif offer.name == "link" and self.world.links[offer.link_id].is_lost:
-                continue
-            return Choice(offer.name, "", offer.link_id)
-        raise MalformedFrame("none of the offered transports", pb.REFUSAL_REASON_TRANSPORT)

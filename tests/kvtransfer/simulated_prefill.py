@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from simulated_streams import Socket, Stream, joined, truth
+from simulated_streams import Socket, Stream, truth
+from simulated_transports import run_now, simulated
 
 from baton.kvtransfer import frames, sending
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service.sender import Sender
+from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -83,7 +85,8 @@ class Prefill:
         self.segment = f"segment-{world.number()}"
         world.segments[self.segment] = self.memory
         arena = Arena(0, len(self.memory))
-        self.sender = Sender(arena, self.memory, SENDER_LIMITS, self._offers)
+        self.negotiator = simulated(world, self, transports, self.segment)
+        self.sender = Sender(arena, self.memory, SENDER_LIMITS, self.negotiator)
         self.sender.configure(layout)
         self.sends: dict[bytes, Send] = {}
         self.streams: dict[bytes, Stream] = {}
@@ -230,7 +233,7 @@ class Prefill:
         """One batch leaves."""
         if not stream.awake:
             return
-        handoff_id = stream.send.handoff_id
+        handoff_id = stream.attempt.handoff_id
         try:
             batch = self.sender.next_batch(handoff_id, self.world.batch_bytes, self.world.now)
         except TransferRefused:
@@ -242,24 +245,21 @@ class Prefill:
         # Everything that leaves under one epoch is of one writer's epoch.
         voided_before = self.sender._sends[handoff_id].writer_epoch
         writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
-        assert writer == voided_before, (stream.send, batch.epoch, writer)
-        if not batch.link_id:
-            if not stream.is_cut:
-                stream.up.append(joined(batch.frames))
-            self.sender.handle_written(handoff_id, self.world.now)
-        elif (link := self.world.links[batch.link_id]).is_lost:
-            self.carry_out(self.sender.handle_link_lost(link.link_id, "lost", self.world.now))
+        assert writer == voided_before, (stream.attempt, batch.epoch, writer)
+        try:
+            run_now(self.negotiator.send(stream, batch))
+        except LinkLost as error:
+            self.carry_out(self.sender.handle_link_lost(batch.link_id, str(error), self.world.now))
         else:
-            link.queue.append(batch.frames)
             self.sender.handle_written(handoff_id, self.world.now)
 
     def take(self, stream: Stream, reply: pb.PushReply) -> None:
-        effects = self.sender.handle_reply(reply, stream.send.handoff_id, self.world.now)
+        effects = self.sender.handle_reply(reply, stream.attempt.handoff_id, self.world.now)
         self.carry_out(effects)
 
     def lose(self, stream: Stream) -> None:
         """The call is over."""
-        handoff_id = stream.send.handoff_id
+        handoff_id = stream.attempt.handoff_id
         stream.sender_over, stream.awake = True, False
         if self.streams.get(handoff_id) is stream:
             self.carry_out(self.sender.handle_push_lost(handoff_id, "lost", self.world.now))
@@ -307,13 +307,3 @@ class Prefill:
             if send.ended and self.world.now >= send.ended_at + SENDER_LIMITS.writer_timeout_s:
                 send.writing = False
         self.carry_out(self.sender.expire(self.world.now))
-
-    def _offers(self, target: str, tried: Container[str]) -> list[pb.TransportOffer]:
-        offers = []
-        for name in self.transports:
-            if name not in tried:
-                offer = pb.TransportOffer(name=name, shm_segment=self.segment)
-                if name == "link":
-                    offer.link_id = self.world.link(self, self.world.addresses[target]).link_id
-                offers.append(offer)
-        return offers

@@ -40,12 +40,17 @@ class Stream:
     """
 
     def __init__(self, number: int, send: Send) -> None:
-        self.number, self.send = number, send
+        self.number, self.attempt = number, send
         self.source, self.target = send.source, send.target
         self.up: deque[bytes | None] = deque()
         self.down: deque[pb.PushReply | None] = deque()
         self.awake = True
         self.is_cut = self.ending = self.sender_over = self.receiver_over = False
+
+    async def send(self, frames: Sequence[Outgoing]) -> None:
+        """Puts a batch on its way; the payloads are read now."""
+        if not self.is_cut:
+            self.up.append(joined(frames))
 
     def cut(self, keep_up: int = 0, keep_down: int = 0) -> None:
         """Ends it both ways, after the first so many of what is on its way."""

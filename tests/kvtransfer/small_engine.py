@@ -7,6 +7,8 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from simulated_transports import named
+
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.control import Claim
@@ -157,7 +159,7 @@ class Service:
         size = LAYOUT.handoff_bytes(STAGED_BLOCKS)
         self.buffer = bytearray(size)
         self.memory = memoryview(self.buffer)
-        self.receiver = Receiver(Scribbled(self.memory), self.memory, LIMITS)
+        self.receiver = Receiver(Scribbled(self.memory), self.memory, LIMITS, named("grpc").choose)
         self.receiver.configure(LAYOUT)
         self.now = 0.0
         self.states: dict[bytes, pb.LocalHandoffState] = {}

@@ -21,8 +21,9 @@ from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transports.collective import FRAMES_KEY, ReceivingLink, SendingLink
-from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkLost, LinkStore, may_have_gpu
+from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkStore, may_have_gpu
 from baton.kvtransfer.transports.process_group import LinkOptions, why_not
+from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2 as pb
 
 HANDOFF = b"h" * 16

@@ -13,8 +13,8 @@ import psutil
 
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.push import PUSH_METHOD, SERVICE
 from baton.kvtransfer.transports import shm_transport
-from baton.kvtransfer.transports.grpc_transport import PUSH_METHOD, SERVICE
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.control import TransferRefused
-from baton.kvtransfer.transports.grpc_transport import PUSH_METHOD, SERVICE
+from baton.kvtransfer.push import PUSH_METHOD, SERVICE
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 

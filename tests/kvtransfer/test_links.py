@@ -16,6 +16,9 @@ FINGERPRINT = pb.KvFingerprint(block_bytes=64)
 
 
 class Handler:
+    def fingerprint(self):
+        return FINGERPRINT
+
     def link_frame(self, link_id, frame):
         raise AssertionError("nobody sends frames")
 
@@ -25,13 +28,8 @@ class Handler:
 
 @contextlib.asynccontextmanager
 async def serving(open_timeout_s=PATIENCE_S):
-    links = Links(
-        ["gloo"],
-        Handler(),
-        lambda: FINGERPRINT,
-        open_timeout_s=open_timeout_s,
-        frame_timeout_s=1.0,
-    )
+    links = Links(Handler(), open_timeout_s=open_timeout_s, frame_timeout_s=1.0)
+    links.allow("gloo")
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
     port = server.add_insecure_port("127.0.0.1:0")
     links.add_to(server)

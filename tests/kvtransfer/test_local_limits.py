@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from simulated_transports import named
 from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 
 from baton.kvtransfer import frames, local_wire
@@ -16,7 +17,6 @@ from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.v1 import kv_transfer_pb2 as pb
 
 ID, NUM_BLOCKS = b"h" * 16, 9
@@ -30,10 +30,10 @@ async def service(tmp_path, monkeypatch):
     monkeypatch.setattr(local_wire, "MAX_LISTED_FRAMES", 8)
     size, path = LAYOUT.handoff_bytes(NUM_BLOCKS), str(tmp_path / "kv.sock")
     segment = Segment.create(2 * size)
-    negotiator = Negotiator(["grpc"], segment.name)
+    negotiator = named("grpc")
     limits = SenderLimits(max_wait_s=1, idle_timeout_s=1)
-    sender = Sender(Arena(0, size), segment.memory, limits, negotiator.offers)
-    receiver = Receiver(Arena(size, size), segment.memory, LIMITS)
+    sender = Sender(Arena(0, size), segment.memory, limits, negotiator)
+    receiver = Receiver(Arena(size, size), segment.memory, LIMITS, negotiator.choose)
     receiver.configure(LAYOUT)
     core = TransferCore(sender, receiver, negotiator, SimpleNamespace(), asyncio.Event())
     core.describe_as("127.0.0.1:1", segment.name, size, size)
@@ -46,7 +46,6 @@ async def service(tmp_path, monkeypatch):
     port.close()
     local.close()
     core.close_connections()
-    negotiator.close()
     segment.close()
 
 

@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from baton.kvtransfer.transports.grpc_transport import KvTransferServicer
+from baton.kvtransfer.service.push_stream import KvTransferServicer
 
 # More steps of the event loop than the end of a stream takes.
 NUM_MOMENTS = 12

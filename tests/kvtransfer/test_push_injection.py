@@ -7,7 +7,7 @@ import pytest
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.transports.grpc_transport import PUSH_METHOD
+from baton.kvtransfer.push import PUSH_METHOD
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 

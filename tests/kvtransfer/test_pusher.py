@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from simulated_transports import named
 
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.push import Push
+from baton.kvtransfer.sending import Batch, Outgoing
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.sender import Sender, SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
@@ -41,10 +43,10 @@ class Opening:
         self.opened, self.ended = asyncio.Event(), asyncio.Event()
         self.pusher = Pusher(
             b"h" * 16,
-            Sender(Arena(0, 64), memoryview(bytearray(64)), SenderLimits(60.0, 60.0)),
+            Sender(Arena(0, 64), memoryview(bytearray(64)), SenderLimits(60.0, 60.0), named()),
             self._until_ready,
             self._open,
-            self._send_by_link,
+            self._send,
             lambda reply: None,
             self._on_lost,
         )
@@ -57,7 +59,7 @@ class Opening:
         self.opened.set()
         return self.pushes[-1]
 
-    async def _send_by_link(self, link_id: str, batch: Sequence[Outgoing]) -> None: ...
+    async def _send(self, push: Push, batch: Batch) -> None: ...
 
     def _on_lost(self, detail: str) -> None:
         self.lost.append(detail)

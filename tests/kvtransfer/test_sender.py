@@ -3,13 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_transports import named
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush, offer_grpc
+from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush
 from baton.kvtransfer.service.sender import Sender
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -20,9 +21,9 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
 class Harness:
-    def __init__(self, offer=offer_grpc):
+    def __init__(self, *transports):
         self.memory = memoryview(bytearray(ARENA_BYTES))
-        self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS, offer)
+        self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS, named(*transports))
         self.sender.configure(LAYOUT)
         self.now = 0.0
 
@@ -65,7 +66,7 @@ class Harness:
 
 @pytest.fixture
 def harness():
-    return Harness()
+    return Harness("grpc")
 
 
 def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness):
@@ -91,7 +92,7 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["fill", "late", "restart", "send", "open"]), max_size=30))
 def test_no_old_byte_leaves_under_a_new_epoch(steps):
-    harness, epoch, layer = Harness(), 1, 0
+    harness, epoch, layer = Harness("grpc"), 1, 0
     harness.open()
     seen = []
     for step in steps:
@@ -237,10 +238,7 @@ def everything(harness, *, last=True):
 
 
 def offering(*names):
-    def offer(target, tried):
-        return [pb.TransportOffer(name=name, link_id=name) for name in names if name not in tried]
-
-    return Harness(offer)
+    return Harness(*names)
 
 
 def opened_by(*names):

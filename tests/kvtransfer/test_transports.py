@@ -7,16 +7,18 @@ import signal
 from pathlib import Path
 
 import pytest
+from simulated_transports import NamedTransport, named
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Segment
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import MalformedFrame, TransferError
 from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.transports import shm_transport
-from baton.kvtransfer.transports.link_store import LinkLost
+from baton.kvtransfer.transports import nccl_transport, registry, shm_transport
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.shm_transport import PeerSegments
+from baton.kvtransfer.transports.transport import LinkLost, ServiceContext, Transport
+from baton.runtime.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED = pb.LocalSendState.STATE_COMMITTED
@@ -234,7 +236,7 @@ async def test_references_stay_inside_the_senders_segment():
 
 
 def test_memory_of_another_host_or_user_is_not_shared():
-    negotiator = Negotiator(["shm", "grpc"], "baton-kv-x")
+    negotiator = Negotiator(registry.make(["shm", "grpc"], ServiceContext("baton-kv-x")))
     (shm, grpc) = negotiator.offers("host:1", ())
     assert str(os.getuid()) in shm.shm_domain
     shm.shm_domain = "another boot/1/0"
@@ -246,28 +248,63 @@ def test_memory_of_another_host_or_user_is_not_shared():
 
 
 def test_a_choice_that_was_not_offered_is_not_remembered():
-    negotiator = Negotiator(["shm", "grpc"], "baton-kv-x")
+    negotiator = named("shm", "grpc")
     for name in ("", "pigeon"):
         negotiator.opened("host:1", pb.PushReply(transport=name), ())
     assert negotiator.peers() == []
 
 
-class Joining:
-    """A link table whose one link is there from the second question on."""
+class JoiningTransport(NamedTransport):
+    """A transport that cannot be offered the first time, and can from then on."""
 
-    def __init__(self):
-        self.answers = iter([LinkLost("is being joined")])
+    def __init__(self, name):
+        super().__init__(name)
+        self.problems = iter([LinkLost("is being joined")])
 
-    def to(self, name, target):
-        for error in self.answers:
+    def offer(self, target):
+        for error in self.problems:
             raise error
-        return "link"
+        return super().offer(target)
 
 
 def test_the_reason_is_that_of_the_offer():
-    negotiator = Negotiator(["gloo", "grpc"], "")
-    negotiator.use(Joining())
+    negotiator = Negotiator([JoiningTransport("gloo"), NamedTransport("grpc")])
     offers = negotiator.offers("host:1", ())
     assert [offer.name for offer in offers] == ["grpc"]
     negotiator.opened("host:1", pb.PushReply(transport="grpc"), ["grpc"])
     assert [peer.reason for peer in negotiator.peers()] == ["gloo: is being joined"]
+
+
+def test_every_registered_transport_has_its_class():
+    for name in TRANSPORTS:
+        assert issubclass(registry.transport_class(name), Transport)
+
+
+async def test_a_transport_that_cannot_run_here_says_why(monkeypatch):
+    monkeypatch.setattr(nccl_transport, "may_have_gpu", lambda: False)
+    negotiator = Negotiator(registry.make(["nccl", "grpc"], ServiceContext("baton-kv-x")))
+    assert [offer.name for offer in negotiator.offers("host:1", ())] == ["grpc"]
+    offers = [pb.TransportOffer(name="nccl"), pb.TransportOffer(name="grpc")]
+    choice = negotiator.choose(1, pb.PushOpen(offers=offers))
+    assert (choice.transport, choice.reason) == ("grpc", "nccl: no GPU here")
+
+
+class SlowTransport(NamedTransport):
+    """A transport that can be offered only once `prepare` has returned."""
+
+    prepared = False
+
+    async def prepare(self, target):
+        self.prepared = True
+
+    def offer(self, target):
+        if not self.prepared:
+            raise LinkLost("is being joined")
+        return super().offer(target)
+
+
+async def test_only_a_pair_without_another_transport_waits_for_one():
+    alone, beside = SlowTransport("gloo"), SlowTransport("gloo")
+    await Negotiator([alone]).ready("host:1")
+    await Negotiator([beside, NamedTransport("grpc")]).ready("host:1")
+    assert (alone.prepared, beside.prepared) == (True, False)

@@ -6,13 +6,14 @@ import http.client
 import ssl
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from http_gateway import gateway, metrics
 
 from baton.kvtransfer.transports import links as links_module
-from baton.kvtransfer.transports.link_store import LinkLost
 from baton.kvtransfer.transports.links import Links
+from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
 WAIT_S = 30.0
@@ -118,7 +119,7 @@ async def test_files_that_are_wrong_before_the_first_handshake_change_nothing(
 async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
     fingerprint = kv_transfer_pb2.KvFingerprint(block_bytes=64)
     limits = {"open_timeout_s": 1.0, "frame_timeout_s": 1.0}
-    inside = Links(["gloo"], None, lambda: fingerprint, **limits, within_host=True)
+    inside = Links(SimpleNamespace(fingerprint=lambda: fingerprint), **limits, within_host=True)
     # As if the way to the target led out of an interface.
     monkeypatch.setattr(links_module, "local_address", lambda host, port: "192.0.2.9")
     await asyncio.wait_for(inside.decided("gloo", "127.0.0.1:1"), WAIT_S)

@@ -1,0 +1,236 @@
+"""The push as a gRPC stream, `/baton.v1.KvTransfer/Push`: raw frames up, PushReply down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.push import PUSH_METHOD, SERVICE, PushHandler, PushLost
+from baton.kvtransfer.sending import Outgoing
+from baton.runtime import rpc
+from baton.runtime.dial import PLAIN, Dial
+from baton.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+# Number of channels kept to peers that receive no push at the moment.
+MAX_IDLE_CHANNELS = 64
+# Time in which a client must read the last reply of a push and end its side.
+END_GRACE_S = 2.0
+# Time in which the pushes of a replaced connection must end.
+RENEW_GRACE_S = 120.0
+
+
+class GrpcPush:
+    """The sending end of a push. It holds the call: gRPC cancels an unreferenced call silently."""
+
+    def __init__(self, target: str, call: Any, on_end: Callable[[], None]) -> None:
+        self._target, self._call = target, call
+        self._cancelled = False
+        call.add_done_callback(lambda _: on_end())
+
+    async def send(self, batch: Sequence[Outgoing]) -> None:
+        parts = [part for frame in batch for part in (frame.header, frame.payload)]
+        message = b"".join(parts)
+        await self._during(self._call.write(message))
+
+    async def receive(self) -> kv_transfer_pb2.PushReply | None:
+        reply = await self._during(self._call.read())
+        return reply if isinstance(reply, kv_transfer_pb2.PushReply) else None
+
+    async def finish(self) -> None:
+        await self._during(self._call.done_writing())
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+    async def _during(self, operation: Awaitable[Any]) -> Any:
+        """Maps each error by which gRPC reports an ended call to PushLost."""
+        try:
+            return await operation
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code().name, error.details()
+            raise PushLost(f"{self._target}: {code}: {details}") from None
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            raise PushLost(f"{self._target}: the call has ended") from None
+        except asyncio.CancelledError:
+            # gRPC raises this for a cancelled call too; only a cancelled task must re-raise it.
+            task = asyncio.current_task()
+            if not self._cancelled or (task is not None and task.cancelling()):
+                raise
+            raise PushLost(f"{self._target}: the call was cancelled") from None
+
+
+class GrpcPushDialer:
+    """Opens pushes. Keeps the channels that pushes use, and MAX_IDLE_CHANNELS beyond those.
+
+    Args:
+        num_connections: Most connections to one target; a push takes the least used one.
+        dial: Credentials; a push that begins after their files changed uses a new connection.
+    """
+
+    def __init__(self, num_connections: int = 1, dial: Dial = PLAIN) -> None:
+        self._num_connections, self._dial, self._version = num_connections, dial, dial.version
+        self._channels: OrderedDict[tuple[str, int], grpc.aio.Channel] = OrderedDict()
+        self._num_pushes: Counter[tuple[str, int]] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open_push(self, target: str) -> GrpcPush:
+        self._renew()
+        keys = [(target, number) for number in range(self._num_connections)]
+        key = min(keys, key=self._num_pushes.__getitem__)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = rpc.channel(target, max_message_bytes=rpc.MAX_FRAME_BYTES, dial=self._dial)
+            self._channels[key] = channel
+        self._channels.move_to_end(key)
+        self._num_pushes[key] += 1
+        call: Any = channel.stream_stream(
+            PUSH_METHOD,
+            request_serializer=None,
+            response_deserializer=kv_transfer_pb2.PushReply.FromString,
+        )(metadata=self._dial.metadata())
+        return GrpcPush(target, call, lambda: self._ended(key))
+
+    async def close(self) -> None:
+        channels = list(self._channels.values())
+        self._channels.clear()
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
+
+    def _renew(self) -> None:
+        """Closes the connections made with older credential files.
+
+        Their pushes go on: closing a channel waits for its pushes.
+        """
+        if self._version == (version := self._dial.version):
+            return
+        self._version = version
+        for channel in self._channels.values():
+            self._close(channel, grace_s=RENEW_GRACE_S)
+        self._channels.clear()
+
+    def _close(self, channel: grpc.aio.Channel, grace_s: float | None = None) -> None:
+        task = asyncio.ensure_future(channel.close(grace_s))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _ended(self, key: tuple[str, int]) -> None:
+        self._num_pushes[key] -= 1
+        if not self._num_pushes[key]:
+            del self._num_pushes[key]
+        idle = [each for each in self._channels if each not in self._num_pushes]
+        for each in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
+            self._close(self._channels.pop(each))
+
+
+class GrpcIncomingPush:
+    """The receiving end of one push; the stream's own task writes the replies.
+
+    Attributes:
+        ending: Whether frames that still arrive are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._replies: deque[kv_transfer_pb2.PushReply] = deque()
+        self._changed = asyncio.Event()
+        self.ending = False
+
+    def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
+        self._replies.append(reply)
+        self._changed.set()
+
+    def end(self) -> None:
+        self.ending = True
+        self._changed.set()
+
+    async def replies(self) -> AsyncIterator[kv_transfer_pb2.PushReply]:
+        """Yields the replies in order until the push ends."""
+        while True:
+            while self._replies:
+                yield self._replies.popleft()
+            if self.ending:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
+    """Serves Describe and Push.
+
+    Args:
+        handler: The transfer service, which takes the frames.
+        describe: Returns the answer to Describe; None while the service is not configured.
+    """
+
+    def __init__(
+        self,
+        handler: PushHandler,
+        describe: Callable[[], kv_transfer_pb2.DescribeResponse | None],
+    ) -> None:
+        self._handler, self._describe = handler, describe
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the methods to a server that has not started yet."""
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self, server)
+        push: Any = grpc.stream_stream_rpc_method_handler(
+            self._push,
+            request_deserializer=None,
+            response_serializer=kv_transfer_pb2.PushReply.SerializeToString,
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Push": push}),)
+        )
+
+    async def Describe(
+        self,
+        request: kv_transfer_pb2.DescribeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.DescribeResponse:
+        response = self._describe()
+        if response is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is not ready yet")
+        return response
+
+    async def _push(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        push = GrpcIncomingPush()
+        stream = self._handler.push_started(push)
+        reader = asyncio.create_task(self._read(stream, messages, push))
+        try:
+            async for reply in push.replies():
+                await context.write(reply)
+            # If the server ended the call while the client writes, the client would see an internal
+            # error and lose the last reply. So the client reads the reply and ends its side first.
+            await asyncio.wait([reader], timeout=END_GRACE_S)
+        finally:
+            # Nothing here may wait: when a peer dies, gRPC ends the stream and cancels the call, so
+            # it may cancel this task a second time.
+            push.end()
+            reader.cancel()
+            self._handler.push_ended(stream)
+
+    async def _read(
+        self, stream: int, messages: AsyncIterator[bytes], push: GrpcIncomingPush
+    ) -> None:
+        try:
+            async for message in messages:
+                if push.ending:
+                    continue
+                try:
+                    for frame in frames.decode(message):
+                        self._handler.push_frame(stream, frame)
+                except MalformedFrame as error:
+                    self._handler.push_malformed(stream, error)
+        except Exception:
+            logger.exception("push stream failed")
+        finally:
+            push.end()
