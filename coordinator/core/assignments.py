@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from baton.coordinator.routing.choices import Placement
@@ -35,18 +36,18 @@ class Assignments:
         self._placers.of(request.revision).assign(request, placement, yields=yields)
         for key in (request.prefill, request.decode):
             if (worker := self._workers.get(key)) is not None:
-                worker.assign(request.key, num_tokens)
+                worker.ledger.assign(request.key, num_tokens)
 
     def adopt(self, request: Request, worker: Worker) -> None:
         """Counts an attempt that a worker goes on with from before a restart."""
         self._placers.of(request.revision).adopt(request, worker.key)
-        worker.assign(request.key, request.num_tokens)
+        worker.ledger.assign(request.key, request.num_tokens)
 
     def sent(self, request: Request, worker: Worker) -> None:
         """A worker is told to begin with its part of a request."""
-        worker.sent(request.key, alone=request.suspect)
-        if request.prefill is None:
-            worker.local[request.key] = None
+        worker.ledger.begin(
+            request.key, computes_prompt=request.prefill is None, exclusive=request.suspect
+        )
         if request.suspect:
             self._placers.refresh(worker)
 
@@ -55,11 +56,15 @@ class Assignments:
         worker = self._workers.get(key)
         if worker is None:
             return False
-        was_alone = worker.alone
-        worker.answered(request.key)
-        if was_alone:
+        was_exclusive = worker.ledger.exclusive is not None
+        worker.ledger.answer(request.key)
+        if was_exclusive:
             self._placers.refresh(worker)
-        return bool(was_alone)
+        return was_exclusive
+
+    def begin_handoff(self, request: Request, worker: Worker) -> None:
+        """The prefill worker of the attempt hands its KV cache over."""
+        worker.ledger.begin_handoff(request.key)
 
     def prefill_over(self, request: Request) -> bool:
         """The prompt is computed: the prefill worker has only the handoff left to finish."""
@@ -70,7 +75,7 @@ class Assignments:
         """The prefill worker's side of the handoff is over, or no longer matters."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
-            worker.sending.pop(request.key, None)
+            worker.ledger.end_handoff(request.key)
 
     def let_go(self, request: Request) -> bool:
         """The request leaves all its workers."""
@@ -85,13 +90,12 @@ class Assignments:
         Args:
             requests: those that have not ended.
         """
+        parts: defaultdict[WorkerKey | None, dict[RequestKey, bool]] = defaultdict(dict)
+        for key, request in requests.items():
+            parts[request.decode][key] = False
+            parts[request.prefill][key] = True
         for worker in self._workers:
-            assert worker.assigned_tokens == sum(worker.assigned.values())
-            for key in worker.assigned:
-                assert worker.key in (requests[key].prefill, requests[key].decode)
-            assert worker.unanswered.keys() <= worker.assigned.keys()
-            assert not worker.alone or worker.alone in worker.unanswered
-            assert all(requests[key].prefill == worker.key for key in worker.sending)
+            worker.ledger.check_integrity(parts[worker.key])
         for request in requests.values():
             found = map(self._workers.get, (request.prefill, request.decode))
             assert all(one is None or one.revision == request.revision for one in found)
@@ -100,9 +104,9 @@ class Assignments:
         worker = self._workers.get(key)
         if worker is None:
             return False
-        was_alone = worker.alone
-        is_released = worker.release(request.key)
-        if was_alone:
-            # Whoever had it by itself is gone: it takes others again.
+        was_exclusive = worker.ledger.exclusive is not None
+        is_released = worker.ledger.release(request.key)
+        if was_exclusive:
+            # The suspect request may have left: the worker then takes others again.
             self._placers.refresh(worker)
         return is_released

@@ -115,7 +115,7 @@ class Dispatcher:
         if request.suspect:
             # While others keep joining them, no worker has ever answered everything.
             workers = self._workers.of(request.revision)
-            if any(one.serving and one.unanswered for one in workers):
+            if any(one.serving and one.ledger.unanswered for one in workers):
                 return True
         # Interactive prompts that took the room would leave it none for ever.
         return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
@@ -160,7 +160,7 @@ class Dispatcher:
         """Batch outputs of a worker that can be parked."""
         return [
             request
-            for key in worker.assigned
+            for key in worker.ledger
             if (request := self._lifecycle.requests.get(key)) is not None
             and request.submission.lane == common_pb2.LANE_BATCH
             and request.state is RequestState.DECODING
@@ -182,7 +182,9 @@ class Dispatcher:
                 if not batch:
                     break
                 # The one that is computed again most cheaply.
-                self._lifecycle.park(min(batch, key=lambda one: worker.assigned[one.key]), now)
+                self._lifecycle.park(
+                    min(batch, key=lambda one: worker.ledger.num_tokens_of(one.key)), now
+                )
                 has_parked = True
         return has_parked
 

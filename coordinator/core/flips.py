@@ -104,7 +104,7 @@ class Flips:
             return
         if not elsewhere:
             return
-        for key in tuple(worker.assigned):
+        for key in worker.ledger:
             request = self._lifecycle.requests.get(key)
             if request is None or not worker.can_resume(request):
                 # Nor can its peers, which are alike.
@@ -129,7 +129,7 @@ class Flips:
                     # It changes, and back again.
                     self._tell(worker, worker.role)
                 self._give_up(worker)
-            elif not told and not worker.assigned and others.num_serving:
+            elif not told and not len(worker.ledger) and others.num_serving:
                 worker.flip.told = True
                 self._tell(worker, worker.flip.into)
 

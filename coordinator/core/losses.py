@@ -122,7 +122,7 @@ class Losses:
         is_out: bool = True,
     ) -> None:
         lost = f"worker {worker.id} {reason}"
-        for key in [*worker.assigned, *worker.sending]:
+        for key in [*worker.ledger, *worker.ledger.handoffs]:
             request = self._lifecycle.requests.get(key)
             if request is None or worker.key not in (request.prefill, request.decode):
                 continue

@@ -316,10 +316,10 @@ class Membership:
         An engine that has stopped since its last step says what ran then: nothing, perhaps. What
         waits for its KV cache to come makes no step.
         """
-        for key in worker.unanswered:
+        for key in worker.ledger.unanswered:
             request = self._lifecycle.requests.get(key)
             sender = self._workers.get(request.prefill) if request is not None else None
-            if sender is None or sender is worker or key not in sender.sending:
+            if sender is None or sender is worker or key not in sender.ledger.handoffs:
                 return True
         return False
 

@@ -189,8 +189,8 @@ class _Step:
                 cause, by = Cause.PREFILL, request
                 break
             cause, by = Cause.JOINED, request
-        if by is None and worker.local:
-            cause, by = Cause.PREFILL, self.lifecycle.requests.get(next(iter(worker.local)))
+        if by is None and (local_prompt := worker.ledger.local_prompt) is not None:
+            cause, by = Cause.PREFILL, self.lifecycle.requests.get(local_prompt)
         worker.slow_steps.append(
             SlowStep(
                 self.now,

@@ -199,7 +199,7 @@ class RequestLifecycle:
             return
         self._assignments.sent(request, prefiller)
         if placement.handoff:
-            prefiller.sending[request.key] = None
+            self._assignments.begin_handoff(request, prefiller)
         self._commands.prefill(request, prefiller.key, now)
         self._commands.announce(request, now)
 

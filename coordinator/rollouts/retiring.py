@@ -125,7 +125,7 @@ class Retiring:
         members = self._workers.of(revision)
         for role in ROLE_OF.values():
             there = [one for one in members if one.role == role and one.state != _DRAINING]
-            there.sort(key=lambda one: (one.serving, len(one.assigned), one.id))
+            there.sort(key=lambda one: (one.serving, len(one.ledger), one.id))
             if is_needed and there:
                 there.pop()
             for worker in there:

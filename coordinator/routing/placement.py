@@ -46,7 +46,7 @@ _Found = TypeVar("_Found")
 
 def _open_to(worker: Worker) -> Pool | None:
     """The pool whose work a worker is given; None while it takes none."""
-    return POOL_OF.get(worker.role) if worker.serving and not worker.alone else None
+    return POOL_OF.get(worker.role) if worker.serving and worker.ledger.exclusive is None else None
 
 
 class Placer:
@@ -286,7 +286,9 @@ class Placer:
         # Lists and not sets: their order decides between workers that are equally good, and must
         # be the same in each run of a simulation.
         shunned = [key for key in request.avoid if self.router.load(key) is not None]
-        closed = [one.key for one in self._workers if one.unanswered] if request.suspect else []
+        closed = (
+            [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
+        )
         with self._closed([*closed, *shunned]):
             found = look(request)
         if found is None and shunned:
@@ -401,7 +403,7 @@ class Placer:
         if choice is None:
             return None
         worker, entry = self._workers.get(choice.worker), self.router.load(choice.worker)
-        if worker is None or entry is None or worker.computes_prompt:
+        if worker is None or entry is None or worker.ledger.local_prompt is not None:
             return None
         if prefill is None:
             there_s = self.predictions.at_a_prefill_worker_s(request, match)

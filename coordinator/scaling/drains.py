@@ -57,7 +57,7 @@ class Drains:
         """
         for key in tuple(self._draining):
             worker = self._workers.get(key)
-            if worker is not None and worker.assigned:
+            if worker is not None and len(worker.ledger):
                 continue
             del self._draining[key]
             if worker is not None:

@@ -364,7 +364,7 @@ def _worker_info(
         pid=hello.pid,
         attached_at=timestamp(time.time() - (now - worker.attached_at)),
         silent_for=duration(now - worker.heard_at),
-        num_requests=len(worker.assigned),
+        num_requests=len(worker.ledger),
         startup_ms=hello.startup_ms,
         labels=hello.labels,
         revision=worker.revision,

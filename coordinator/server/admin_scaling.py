@@ -124,7 +124,7 @@ class ScalingCalls:
         scaler = self._scaler
         if not scaler.launches.is_starting(request.worker_id):
             worker = self._worker(request.worker_id)
-            pool, num_requests = POOL_OF[worker.role], len(worker.assigned)
+            pool, num_requests = POOL_OF[worker.role], len(worker.ledger)
             message = f"{worker.id} takes nothing new; its requests ({num_requests}) end or move"
         else:
             pool, message = None, f"{request.worker_id} has not attached yet: it is ended"
@@ -142,7 +142,7 @@ class ScalingCalls:
         refused = self._shell.core.flip_error(worker, request.role)
         if refused is not None:
             raise refused
-        num_requests = len(worker.assigned)
+        num_requests = len(worker.ledger)
         self._shell.post(ev.FlipAsked(worker.id, request.role))
         message = (
             f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "

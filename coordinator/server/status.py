@@ -190,7 +190,7 @@ def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.Worker
         role=worker.role,
         state=worker.state,
         unresponsive=worker.trouble(now, config.coordinator.worker_silent_s),
-        num_requests=len(worker.assigned),
+        num_requests=len(worker.ledger),
         num_running=load.num_running if load is not None else 0,
         num_waiting=load.num_waiting if load is not None else 0,
         kv_tokens_used=load.kv_tokens_used if load is not None else 0,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
 from baton.coordinator.state.slow_steps import MAX_SLOW_STEPS, SlowStep
+from baton.coordinator.state.worker_ledger import WorkerLedger
 from baton.runtime import kv_fingerprint
 from baton.runtime.errors import (
     Aborted,
@@ -57,19 +58,12 @@ class Worker:
         heard_at: when it last gave a sign of life, by the core's clock.
         longest_silence_s: the longest time between two signs of life lately.
         load: its last report.
-        assigned: the requests that the coordinator has sent there, and how many tokens each has:
-            the coordinator's own count of the load, which is ahead of the worker's reports.
-        assigned_tokens: their sum.
-        unanswered: those of the assigned requests that it has reported nothing of yet, in the order
-            in which they were sent.
-        local: those of the unanswered whose prompt this worker, a decode worker, computes itself.
-        sending: requests whose KV cache is on its way from here to their decode worker.
+        ledger: the requests that the coordinator has sent there.
         unresponsive: why its requests went elsewhere and it gets no new ones for now, in words that
             continue "worker w1 ..."; empty when all is well.
         num_steps: steps of its engine, by its last report.
         progressed_at: when `num_steps` last changed, or it had nothing to do.
         stuck: whether its engine made no step for too long, and none since.
-        alone: the suspect request that it has to itself until it answers; None: it has none.
         slow_steps: the latest slow steps of its engine.
         released: whether it drains, and was told that nothing more will come.
         leaves_by: when it is out, whatever it still does; infinite unless it was told to drain.
@@ -85,16 +79,11 @@ class Worker:
     connected: bool = True
     longest_silence_s: float = 0.0
     load: cluster_pb2.LoadReport | None = None
-    assigned: dict[RequestKey, int] = field(default_factory=dict)
-    assigned_tokens: int = 0
-    unanswered: dict[RequestKey, None] = field(default_factory=dict)
-    local: dict[RequestKey, None] = field(default_factory=dict)
-    sending: dict[RequestKey, None] = field(default_factory=dict)
+    ledger: WorkerLedger = field(default_factory=WorkerLedger)
     unresponsive: str = ""
     num_steps: int = 0
     progressed_at: float = 0.0
     stuck: bool = False
-    alone: RequestKey | None = None
     released: bool = False
     slow_steps: deque[SlowStep] = field(default_factory=lambda: deque(maxlen=MAX_SLOW_STEPS))
     leaves_by: float = math.inf
@@ -135,39 +124,9 @@ class Worker:
             return self.unresponsive
         return "is silent; its requests wait for it, since no other worker can have them"
 
-    def assign(self, key: RequestKey, num_tokens: int) -> None:
-        """Counts a request of so many tokens here."""
-        assert key not in self.assigned
-        self.assigned[key] = num_tokens
-        self.assigned_tokens += num_tokens
-
-    def sent(self, key: RequestKey, *, alone: bool) -> None:
-        """Notes that the worker was told to begin with an assigned request."""
-        self.unanswered[key] = None
-        if alone:
-            self.alone = key
-
-    def answered(self, key: RequestKey) -> None:
-        """Notes that a request has an output from this worker."""
-        self.unanswered.pop(key, None)
-        self.local.pop(key, None)
-        if self.alone == key:
-            self.alone = None
-
-    @property
-    def computes_prompt(self) -> bool:
-        """Whether a decode worker is at work on a prompt."""
-        return bool(self.local)
-
     def computing(self) -> list[RequestKey]:
         """Unanswered requests that its engine may have been computing: as many as fit a step."""
-        found, room = list[RequestKey](), self.hello.capacity.max_num_batched_tokens
-        for key in self.unanswered:
-            found.append(key)
-            room -= self.assigned[key]
-            if room <= 0:
-                break
-        return found
+        return self.ledger.computing(self.hello.capacity.max_num_batched_tokens)
 
     def can_resume(self, request: Request) -> bool:
         """Whether it could go on with what another worker has put out."""
@@ -176,15 +135,6 @@ class Worker:
     def can_replay(self, sampling: common_pb2.SamplingParams) -> bool:
         """Whether it could go on with outputs of others that are sampled so."""
         return self.hello.capacity.supports_forced_tokens or not needs_exact_state(sampling)
-
-    def release(self, key: RequestKey) -> bool:
-        """Takes a request off the worker; returns whether it was there."""
-        self.answered(key)
-        num_tokens = self.assigned.pop(key, None)
-        if num_tokens is None:
-            return False
-        self.assigned_tokens -= num_tokens
-        return True
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class Launched:
     def leave(self) -> None:
         """Those that drain and have nothing left go; ended processes are gone."""
         for worker in self.core.workers:
-            if worker.state == cluster_pb2.WORKER_STATE_DRAINING and not worker.assigned:
+            if worker.state == cluster_pb2.WORKER_STATE_DRAINING and not len(worker.ledger):
                 stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
                 self.world.handle(ev.WorkerChanged(worker.key, stopped))
         for worker_id in set(self.ended) - self.gone:

@@ -344,8 +344,8 @@ class RandomCell:
         assert not core._adoption._orphans
         for worker in core.workers:
             assert worker.flip is None, worker
-            for account in (worker.assigned, worker.unanswered, worker.local, worker.sending):
-                assert not account, worker
+            assert worker.ledger.is_empty, worker
+            assert not worker.ledger.unanswered, worker
             load = core.placers.load(worker)
             assert load is not None
             assert (load.num_prefills, load.num_decodes, load.queued_tokens) == (0, 0, 0), load

@@ -165,7 +165,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             world.after(100.0)
             assert world.core.num_requests == 0
             assert world.core.next_deadline() is None
-            assert all(not worker.assigned for worker in world.core.workers)
+            assert all(not len(worker.ledger) for worker in world.core.workers)
             assert all(stats.num_running == 0 for stats in world.core.stats.lanes.values())
             for to, request_id in self.request_ids.items():
                 kinds = world.kinds(to)

@@ -242,7 +242,7 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
         assert world.tokens(to) == list(range(6))
         assert world.kinds(to).count("Finished") == 1
     assert world.core.num_requests == 0
-    assert not any(worker.assigned or worker.sending for worker in world.core.workers)
+    assert all(worker.ledger.is_empty for worker in world.core.workers)
 
 
 @pytest.mark.parametrize(

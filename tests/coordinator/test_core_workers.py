@@ -264,7 +264,7 @@ def test_workers_are_let_go_in_the_order_in_which_they_said_that_they_drain(new_
     names = [f"{kind}{number}" for number in range(4) for kind in "pd"]
     for name in names:
         world.attach(name, PREFILL if name[0] == "p" else DECODE)
-    while not all(worker.assigned for worker in world.core.workers):
+    while not all(len(worker.ledger) for worker in world.core.workers):
         world.submit()
     draining = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
     for name in names:

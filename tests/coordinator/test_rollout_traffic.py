@@ -46,7 +46,7 @@ def test_a_revision_that_nobody_rolls_out_gets_nothing(two_revisions):
     cell = two_revisions(None)
     for _ in range(20):
         assert cell.revision(cell.world.submit()) == "1"
-    assert not any(worker.assigned for worker in cell.core.workers if worker.revision == "r2")
+    assert not any(len(worker.ledger) for worker in cell.core.workers if worker.revision == "r2")
 
 
 def test_it_is_said_where_only_another_revision_is_attached(new_world):

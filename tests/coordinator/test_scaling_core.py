@@ -318,7 +318,7 @@ def test_a_worker_that_comes_up_after_it_was_given_up_gets_nothing(launched):
     made.world.attach(late, common_pb2.ROLE_DECODE)
     for _ in range(4):
         made.world.submit()
-    assert not made.core.workers.by_id(late).assigned
+    assert not len(made.core.workers.by_id(late).ledger)
     commands = made.world.commands[late]
     assert [type(one) for one in commands] == [cluster_pb2.DrainCommand]
     made.world.handle(ev.WorkerExited(late, "was ended", gone=True))

@@ -35,7 +35,7 @@ def test_a_silent_workers_requests_move_and_it_comes_back(two_pairs, out):
     assert two_pairs.tokens(to) == [7, 8, 9]
     assert two_pairs.last(to).reason == LENGTH
     assert two_pairs.core.workers.by_id(decoder).serving
-    assert two_pairs.core.workers.by_id(decoder).assigned == {}
+    assert not len(two_pairs.core.workers.by_id(decoder).ledger)
 
 
 @pytest.mark.parametrize(("silences_s", "noticed_s"), [([], 1.33), ([0.9], 1.8), ([0.9, 1.4], 2.0)])

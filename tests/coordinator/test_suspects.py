@@ -91,7 +91,7 @@ def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, 
     first = world.core.workers.get(suspect.prefill)
     for _ in range(4):
         submit()
-    for key in [one for one in first.unanswered if one != "r1"]:
+    for key in [one for one in first.ledger.unanswered if one != "r1"]:
         answer(first, key)
     crash(world, first.id, 1)
     assert suspect.suspect
@@ -101,8 +101,8 @@ def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, 
     for _ in range(15):
         if suspect.state is RequestState.PREFILLING:
             break
-        worker = next(one for one in world.core.workers if one.unanswered)
-        answer(worker, next(iter(worker.unanswered)))
+        worker = next(one for one in world.core.workers if one.ledger.unanswered)
+        answer(worker, next(iter(worker.ledger.unanswered)))
     assert suspect.state is RequestState.PREFILLING
     assert world.core.num_queued(other) > 0
 

@@ -68,7 +68,7 @@ class TwoRevisions:
             self.world.after(1.0)
             for worker in self.core.workers:
                 self.world.handle(ev.WorkerHeard(worker.key))
-                if worker.state == DRAINING and not worker.assigned:
+                if worker.state == DRAINING and not len(worker.ledger):
                     stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
                     self.world.handle(ev.WorkerChanged(worker.key, stopped))
 

@@ -192,7 +192,7 @@ def _view(worker: Worker) -> WorkerView:
         POOL_OF[worker.role],
         phase,
         worker.attached_at,
-        worker.assigned_tokens,
+        worker.ledger.num_tokens,
         responds=worker.serving,
     )
 
