@@ -228,10 +228,10 @@ class Adoption:
                 continue
             orphan.take(output)
             if orphan.finished is not None:
-                self._placers.let_go(key, orphan.revision)
+                self._placers.let_go(key, orphan.revision, orphan.worker)
                 self._lifecycle.room_freed()
             else:
-                self._placers.held_grows(key, orphan.revision, orphan.num_kv_tokens)
+                self._placers.held_grows(key, orphan.revision, orphan.worker, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it ran with it."""
@@ -349,7 +349,7 @@ class Adoption:
         """Takes an attempt out, and gives back the room it held; None when there is none."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
-            self._placers.let_go(key, orphan.revision)
+            self._placers.let_go(key, orphan.revision, orphan.worker)
             self._lifecycle.room_freed()
         return orphan
 

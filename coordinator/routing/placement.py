@@ -230,12 +230,12 @@ class Placer:
         self.router.assign_decode(
             request.key, choice, submission.session_id, urgent=urgent, yields=not urgent
         )
-        self.router.first_token(request.key)
+        self.router.first_token(request.key, request.prefill, request.decode)
 
     def computed(self, request: Request) -> None:
         """A request's prompt has been computed."""
         self.batch_prompts.over(request.key)
-        self.router.first_token(request.key)
+        self.router.first_token(request.key, request.prefill, request.decode)
 
     def grows(self, request: Request, num_ahead: int) -> None:
         """Counts the KV room of a request that has grown.
@@ -246,15 +246,16 @@ class Placer:
                 before it has them.
         """
         num_output = len(request.token_ids) + num_ahead
-        if self.router.outgrows(request.key, request.num_prompt_tokens + num_output):
+        decode = request.decode
+        if self.router.outgrows(request.key, decode, request.num_prompt_tokens + num_output):
             most = max_output_tokens(request.submission, self._workers.max_model_len)
             num_output = min(num_output, most)
-            self.router.grow(request.key, request.num_prompt_tokens + num_output)
+            self.router.grow(request.key, decode, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
         """A request leaves its workers: what it took there is free."""
         self.batch_prompts.over(request.key)
-        self.router.release(request.key)
+        self.router.release(request.key, request.prefill, request.decode)
 
     def ended(self, request: Request) -> None:
         """Learns from an output that came to its natural end how long outputs are."""

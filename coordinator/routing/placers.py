@@ -106,15 +106,17 @@ class Placers:
         """Counts so many tokens of KV room on a worker, until `let_go`."""
         self._router(worker).hold(key, worker.key, num_tokens)
 
-    def held_grows(self, key: RequestKey, revision: str, num_tokens: int) -> None:
+    def held_grows(
+        self, key: RequestKey, revision: str, worker: WorkerKey, num_tokens: int
+    ) -> None:
         """It takes this many tokens now."""
         router = self.of(revision).router
-        if router.outgrows(key, num_tokens):
-            router.grow(key, num_tokens)
+        if router.outgrows(key, worker, num_tokens):
+            router.grow(key, worker, num_tokens)
 
-    def let_go(self, key: RequestKey, revision: str) -> None:
+    def let_go(self, key: RequestKey, revision: str, worker: WorkerKey) -> None:
         """Frees what was held; idempotent."""
-        self.of(revision).router.release(key)
+        self.of(revision).router.release(key, None, worker)
 
     # ---- Inside.
 

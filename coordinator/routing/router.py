@@ -70,11 +70,9 @@ class Router:
         self.now = 0.0
         self.index = PrefixIndex()
         self._loads = LoadIndex(max_prefill_requests, max_decode_requests)
-        self._prefilling: dict[str, WorkerKey] = {}
-        self._decoding: dict[str, WorkerKey] = {}
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        # Decoded now, and others yield to them.
-        self._urgent: set[str] = set()
+        # Decodes on all workers that batch requests yield to.
+        self._num_urgent = 0
         # Where the last output that yields went.
         self._packed: WorkerKey | None = None
 
@@ -99,7 +97,8 @@ class Router:
 
     def remove_worker(self, worker: WorkerKey) -> None:
         """Forgets a worker that is gone; its requests are still to be released. Idempotent."""
-        if self._loads.get(worker) is not None:
+        if (entry := self._loads.get(worker)) is not None:
+            self._num_urgent -= entry.num_urgent
             self._loads.remove(worker)
             self.index.forget(worker)
 
@@ -161,7 +160,6 @@ class Router:
         """Counts a prompt on the worker that was chosen for it; "" is no session."""
         entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now)
-        self._prefilling[request_id] = choice.worker
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
         if session:
@@ -187,9 +185,8 @@ class Router:
         """
         entry = self._loads.entries[choice.worker]
         entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent, yields=yields)
-        self._decoding[request_id] = choice.worker
         if urgent:
-            self._urgent.add(request_id)
+            self._num_urgent += 1
         else:
             self._packed = choice.worker
         self._loads.file(entry)
@@ -201,41 +198,47 @@ class Router:
         entry = self._loads.entries[worker]
         entry.assign_decode(request_id, num_tokens)
         entry.arrive(request_id)
-        self._decoding[request_id] = worker
         self._loads.file(entry)
 
     def hold_up(self, choice: DecodeChoice, share: float) -> None:
         """A decode worker computes a prompt that its outputs feel; see WorkerLoad.hold_up."""
         self._loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)
 
-    def first_token(self, request_id: str) -> None:
-        """A prompt is computed, and its worker's cache events have come before; idempotent."""
-        self._end_prefill(request_id)
-        if (entry := self._loads.get(self._decoding.get(request_id))) is not None:
+    def first_token(
+        self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None
+    ) -> None:
+        """A prompt is computed, and its worker's cache events have come before; idempotent.
+
+        Args:
+            request_id: of the request.
+            prefill: the worker that `assign_prefill` counted the prompt on; None: no worker.
+            decode: the worker that `assign_decode` counted the output on; None: no worker.
+        """
+        self._end_prefill(request_id, prefill)
+        if (entry := self._loads.get(decode)) is not None:
             entry.arrive(request_id)
 
-    def outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Whether prompt and output of a request are longer than what is reserved for them."""
-        entry = self._loads.get(self._decoding.get(request_id))
+    def outgrows(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> bool:
+        """Whether prompt and output of a request need more than is reserved on its worker."""
+        entry = self._loads.get(decode)
         return entry is not None and entry.outgrows(request_id, num_tokens)
 
-    def grow(self, request_id: str, num_tokens: int) -> None:
+    def grow(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> None:
         """Reserves KV room for at least so many tokens of a request, in whole blocks."""
-        entry = self._loads.entries[self._decoding[request_id]]
-        entry.grow(request_id, entry.in_blocks(num_tokens))
-        self._loads.file(entry)
-
-    def release(self, request_id: str) -> None:
-        """A request has ended, or leaves its workers; idempotent."""
-        self._end_prefill(request_id)
-        self._urgent.discard(request_id)
-        if (entry := self._loads.get(self._decoding.pop(request_id, None))) is not None:
-            entry.end_decode(request_id)
+        if (entry := self._loads.get(decode)) is not None:
+            entry.grow(request_id, entry.in_blocks(num_tokens))
             self._loads.file(entry)
 
-    def _end_prefill(self, request_id: str) -> None:
+    def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
+        """A request has ended, or leaves its workers; idempotent. Arguments as in `first_token`."""
+        self._end_prefill(request_id, prefill)
+        if (entry := self._loads.get(decode)) is not None:
+            self._num_urgent -= entry.end_decode(request_id)
+            self._loads.file(entry)
+
+    def _end_prefill(self, request_id: str, prefill: WorkerKey | None) -> None:
         self.index.settle(request_id)
-        if (entry := self._loads.get(self._prefilling.pop(request_id, None))) is not None:
+        if (entry := self._loads.get(prefill)) is not None:
             entry.end_prefill(request_id, self.now)
             self._loads.file(entry)
 
@@ -374,7 +377,7 @@ class Router:
                 least, best = (is_slow and not yields, cost), found
         if best is None:
             return None
-        packed = self._loads.get(self._packed) if yields and self._urgent else None
+        packed = self._loads.get(self._packed) if yields and self._num_urgent else None
         if packed is not None and packed.key in self._loads.by_itl:
             num_blocks = match.blocks_of(packed.key)
             found = self._target(packed, num_blocks, num_tokens, num_output_tokens)
@@ -455,6 +458,6 @@ class Router:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when sums, masks or owners differ from what they stand for."""
-        assert self._urgent <= self._decoding.keys()
+        assert self._num_urgent == sum(one.num_urgent for one in self._loads.entries.values())
         self.index.check_integrity()
         self._loads.check_integrity()

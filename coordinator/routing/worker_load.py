@@ -262,14 +262,16 @@ class WorkerLoad:
         self.reserved_tokens += num_more
         self.free_tokens -= num_more
 
-    def end_decode(self, request_id: str) -> None:
-        """A decode is over, or goes elsewhere; idempotent."""
+    def end_decode(self, request_id: str) -> bool:
+        """A decode is over, or goes elsewhere; idempotent. Returns whether it was urgent."""
         decode = self._decodes.pop(request_id, None)
-        if decode is not None:
-            self.num_urgent -= decode.urgent
-            self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
-            self.reserved_tokens -= decode.num_kv_tokens
-            self.free_tokens += decode.num_kv_tokens
+        if decode is None:
+            return False
+        self.num_urgent -= decode.urgent
+        self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
+        self.reserved_tokens -= decode.num_kv_tokens
+        self.free_tokens += decode.num_kv_tokens
+        return decode.urgent
 
     def report(self, kv_tokens_used: int) -> None:
         """Takes in how many KV tokens the worker says that it holds.

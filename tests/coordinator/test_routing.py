@@ -59,8 +59,8 @@ class Cluster:
         worker, prompt = self.prompts.pop(request)
         events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
         self.router.apply_cache(worker, events)
-        self.router.first_token(request)
-        self.router.release(request)
+        self.router.first_token(request, worker, None)
+        self.router.release(request, worker, None)
         self.router.check_integrity()
 
 
@@ -99,9 +99,9 @@ def test_a_burst_of_equal_prompts_stays_together() -> None:
 
 def test_what_is_expected_gives_way_to_what_the_worker_reports() -> None:
     cluster = Cluster("a", "b")
-    cluster.send("1", prompt(1))
+    worker = cluster.send("1", prompt(1)).worker
     # It was computed, and evicted at once.
-    cluster.router.first_token("1")
+    cluster.router.first_token("1", worker, None)
     cluster.router.check_integrity()
     assert cluster.send("2", prompt(1)).num_cached_tokens == 0
 
@@ -156,9 +156,10 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     for queued_s, stays in ((0.5, True), (60.0, False)):
         queued = PrefillChoice(first, queued_s, queued_s, 1, 0)
         cluster.router.assign_prefill("queued", queued, [])
-        assert (cluster.send("1", prompt(1), "chat").worker == first) == stays
-        cluster.router.release("1")
-        cluster.router.release("queued")
+        second = cluster.send("1", prompt(1), "chat").worker
+        assert (second == first) == stays
+        cluster.router.release("1", second, None)
+        cluster.router.release("queued", first, None)
 
 
 def test_full_gone_and_paused_workers_get_nothing() -> None:
@@ -176,7 +177,7 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     cluster.send("2", prompt(1))
     assert cluster.send("3", prompt(1)).worker == key("b")
     router.remove_worker(key("b"))
-    router.release("3")
+    router.release("3", key("b"), None)
     router.check_integrity()
 
 
@@ -239,7 +240,7 @@ def test_outputs_that_yield_leave_workers_idle_for_urgent_ones() -> None:
     # There is no more room with the others of its kind: it joins the fastest.
     assert batch(router, "4") not in {together, None}
     for number in range(4):
-        router.release(str(number))
+        router.release(str(number), None, together)
     assert urgent(router, "u4") == together
 
 
@@ -285,7 +286,8 @@ def test_room_is_kept_for_prompt_and_expected_output() -> None:
     placed = [decode(router, str(number), wanted) for number in range(4)]
     assert Counter(one.worker for one in placed if one) == {key("small"): 1, key("large"): 2}
     assert placed[3] is None
-    router.release("0")
+    assert placed[0] is not None
+    router.release("0", None, placed[0].worker)
     assert decode(router, "4", wanted) is not None
     assert decode(router, "5", wanted) is None
     assert decode(router, "6", prompt(2, 16), output=1) is not None
@@ -295,23 +297,23 @@ def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
     router = decode_router(("a", traits(kv_tokens=1600)))
     assert decode(router, "1", prompt(1, 400), output=16) is not None
     assert decode(router, "under way", prompt(2, 400), output=16) is not None
-    assert not router.outgrows("1", 416)
-    assert router.outgrows("1", 417)
+    assert not router.outgrows("1", key("a"), 416)
+    assert router.outgrows("1", key("a"), 417)
     for num_tokens, num_free in ((417, 752), (400, 752), (1000, 176)):
-        router.grow("1", num_tokens)
+        router.grow("1", key("a"), num_tokens)
         router.check_integrity()
         assert router.load(key("a")).free_tokens == num_free
     assert decode(router, "3", prompt(3, 200), output=16) is None
-    router.release("1")
+    router.release("1", None, key("a"))
     assert router.load(key("a")).free_tokens == 1184
-    assert not router.outgrows("1", 1001)
+    assert not router.outgrows("1", key("a"), 1001)
 
 
 def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
     """Also before the first token, when it has loaded some of a handoff, or computed it itself."""
     router = decode_router(("a", traits(kv_tokens=1600)))
     assert decode(router, "1", prompt(1, 400), output=16) is not None
-    router.first_token("1")
+    router.first_token("1", None, key("a"))
     assert decode(router, "under way", prompt(2, 400), output=16) is not None
     router.report_kv(key("a"), 400 + 384)
     assert router.load(key("a")).free_tokens == 1600 - 2 * 416
@@ -354,7 +356,8 @@ _STEPS = st.lists(
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
     router = Router(3, 4)
     names = [f"w{number}" for number in range(4)]
-    requests: list[str] = []
+    # The workers that each request was assigned to.
+    requests: list[tuple[str, WorkerKey, WorkerKey]] = []
     # Those that are longer than was expected may be more than there is room for.
     grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
@@ -373,14 +376,15 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             if first is not None and second is not None:
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")
-                requests.append(str(count))
+                requests.append((str(count), first.worker, second.worker))
         elif kind == "grow" and number < len(requests):
-            if router.outgrows(requests[number], length):
-                grown.add(requests[number])
-                router.grow(requests[number], length)
-                assert not router.outgrows(requests[number], length)
+            request, _, decoder = requests[number]
+            if router.outgrows(request, decoder, length):
+                grown.add(request)
+                router.grow(request, decoder, length)
+                assert not router.outgrows(request, decoder, length)
         elif kind in ("first", "release") and number < len(requests):
-            (router.first_token if kind == "first" else router.release)(requests[number])
+            (router.first_token if kind == "first" else router.release)(*requests[number])
         router.check_integrity()
         for name in names:
             entry = router.load(key(name))
@@ -391,7 +395,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             takes_more = router.choose_prefill(match, 64, "s0", ahead) is not None
             assert takes_more != all(one.is_full(ahead, router.now) for one in candidates)
     for request in requests:
-        router.release(request)
+        router.release(*request)
     for name in names:
         if (entry := router.load(key(name))) is not None:
             assert (entry.num_prefills, entry.num_decodes, entry.queued_s(router.now)) == (

@@ -160,7 +160,7 @@ def replay(
         stored, removed = caches[worker].store(request.hashes)
         router.index.removed(worker, removed)
         router.index.stored(worker, stored)
-        router.release(str(number))
+        router.release(str(number), worker, None)
         del running[worker]
         if queues[worker]:
             start(worker, now)
