@@ -1,4 +1,4 @@
-"""What a worker does in the decode role: take the baton, or compute the prompt, and go on."""
+"""The decode role: receive the KV cache or compute the prompt, then generate the output."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_
 
 @dataclass(slots=True)
 class _Receive:
-    """When (monotonic) this worker heard of it, and of its commit."""
+    """When (monotonic) this worker first knew of a handoff, and of its commit."""
 
     begun_at: float = field(default_factory=monotonic)
     committed_at: float | None = None
 
     def heard(self, state: kv_transfer_pb2.HandoffState.ValueType) -> None:
-        """Only a newer epoch takes a commit back."""
+        """Records a state change; only a newer epoch invalidates a commit."""
         if state not in _COMMITTED:
             self.committed_at = None
         elif self.committed_at is None:
             self.committed_at = monotonic()
 
     def add_times(self, report: cluster_pb2.HandoffReport) -> None:
-        """Now that it has ended."""
+        """Fills in the durations of a handoff that has just ended."""
         now = monotonic()
         received_at = now if self.committed_at is None else self.committed_at
         report.receive_us = round((received_at - self.begun_at) * 1e6)
@@ -39,13 +39,13 @@ class _Receive:
 
 
 class DecodeRole:
-    """Knows the handoffs on their way to this worker.
+    """Tracks the handoffs to this worker.
 
     Args:
-        engine: started.
-        transfer: the worker's transfer service.
-        report: takes how each handoff of a request here ended.
-        on_change: called when `num_receives` has gone down.
+        engine: Started engine.
+        transfer: Client of the worker's transfer service.
+        report: Called with the result of each handoff of this worker's requests.
+        on_change: Called when `num_receives` has decreased.
     """
 
     def __init__(
@@ -58,31 +58,32 @@ class DecodeRole:
     ) -> None:
         self._engine, self._transfer = engine, transfer
         self._report, self._on_change = report, on_change
-        # Alive in the transfer service, whether or not their request is here already.
+        # Handoffs in the transfer service, with or without a request on this worker.
         self._receives: dict[bytes, _Receive] = {}
-        # Of requests here whose handoff has not ended.
+        # Requests on this worker whose handoff has not ended, by handoff ID.
         self._attempts: dict[bytes, Attempt] = {}
 
     @property
     def num_receives(self) -> int:
-        """Handoffs to this worker that hold staging, or wait for some."""
+        """Handoffs to this worker that hold staging or wait for it."""
         return len(self._receives)
 
     async def expect(self, attempt: Attempt, num_coming_tokens: int) -> None:
-        """Lets the engine load what comes of a handoff before its first token is known.
+        """Lets the engine load a handoff before the first token is known.
 
         Raises:
-            EngineDead.
+            EngineDead: The engine has failed.
         """
         receive = self._receive(attempt)
         request = attempt.engine_request(receive=receive)
         await self._engine.announce(request, num_coming_tokens)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Gives the request to the engine, which waits for the commit.
+        """Submits the request to the engine, which waits for the handoff's commit.
 
         Raises:
-            RequestRejected, EngineDead.
+            RequestRejected: The engine does not accept the request.
+            EngineDead: The engine has failed.
         """
         receive = self._receive(attempt)
         attempt.submitted_at = monotonic()
@@ -96,13 +97,13 @@ class DecodeRole:
         return ReceiveHandoff(plan.handoff_id, plan.num_tokens, timeout_s, plan.skip_tokens)
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
-        """Once the engine has run the request its handoff is loaded or never will be."""
+        """Releases the handoff once the engine has run the request or ended it."""
         begun = output.queue_s is not None or output.finish is not None
         if begun and attempt.handoff is not None and attempt.handoff.handoff_id in self._attempts:
             self.release(attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """The handoff is not wanted (any more), also when it only comes later."""
+        """Drops the handoff, even if it arrives later."""
         if attempt.handoff is None:
             return
         self._transfer.drop(attempt.handoff.handoff_id)
@@ -110,20 +111,20 @@ class DecodeRole:
             self._attempts.pop(attempt.handoff.handoff_id, None)
 
     def drop(self, handoff_id: bytes) -> None:
-        """Forgets a handoff, also before it was opened or its request came."""
+        """Drops a handoff, even before it is opened or its request has come."""
         self._transfer.drop(handoff_id)
 
     def keep_only(self, handoff_ids: set[bytes]) -> None:
-        """Drops the handoffs that no longer belong to anybody."""
+        """Drops all handoffs except these."""
         for handoff_id in self._receives.keys() - handoff_ids:
             self._transfer.drop(handoff_id)
 
     def on_handoff_state(self, state: kv_transfer_pb2.LocalHandoffState) -> None:
-        """What became of a handoff to this worker, from the transfer service."""
+        """Handles a state change of a handoff to this worker, from the transfer service."""
         if state.state not in _ENDED:
             self._receives.setdefault(state.handoff_id, _Receive()).heard(state.state)
             return
-        # None: it ended before it was heard of.
+        # None if the handoff ended before its first state arrived here.
         receive = self._receives.pop(state.handoff_id, None)
         attempt = self._attempts.pop(state.handoff_id, None)
         if attempt is not None:

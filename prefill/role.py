@@ -1,4 +1,4 @@
-"""What a worker does in the prefill role: run the prompt, report its first token, hand it over."""
+"""The prefill role: compute the prompt, report its first token, hand over the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """Whose it is, and when (monotonic) this worker asked for it."""
+    """Attempt of a send, and when (monotonic) this worker started it."""
 
     attempt: Attempt
     begun_at: float = field(default_factory=monotonic)
@@ -29,15 +29,15 @@ class _Send:
 class PrefillRole:
     """Owns the sends of this worker, from their reservation until the receiver has verified them.
 
-    A request ends here with its first token; its bytes may flow on for a while.
+    A request ends here with its first token; its KV cache may still be in transfer then.
 
     Args:
-        engine: started.
-        transfer: the worker's transfer service.
-        layout: of the engine's KV cache.
-        open_timeout_s: how long to wait for room, here and at the receiver.
-        report: takes how each handoff ended.
-        on_change: called when `num_sends` has gone down.
+        engine: Started engine.
+        transfer: Client of the worker's transfer service.
+        layout: Layout of the engine's KV cache.
+        open_timeout_s: Longest wait for staging, here and at the receiver.
+        report: Called with the result of each handoff.
+        on_change: Called when `num_sends` has decreased.
     """
 
     def __init__(
@@ -56,32 +56,33 @@ class PrefillRole:
 
     @property
     def num_sends(self) -> int:
-        """Handoffs that are reserved and neither committed, failed nor given up."""
+        """Handoffs that are reserved and not yet committed, failed or aborted."""
         return len(self._sends)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Reserves the handoff and gives the prompt to the engine.
+        """Reserves the handoff and submits the prompt to the engine.
 
-        Without a reservation the prompt is run all the same, and a failed handoff reported. When
-        this is cancelled, the caller still calls `release`.
+        If the reservation fails, the failed handoff is reported and the prompt is computed anyway.
+        If this coroutine is cancelled, the caller still calls `release`.
 
         Raises:
-            RequestRejected, EngineDead.
+            RequestRejected: The engine does not accept the request.
+            EngineDead: The engine has failed.
         """
         send = await self._reserve(attempt) if attempt.handoff is not None else None
         attempt.submitted_at = monotonic()
         await self._engine.submit(attempt.engine_request(prefill_only=True, send=send))
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
-        """A request that ends with its first token needs no handoff."""
+        """Releases the handoff of a request that ends with its first token."""
         if output.finish is not None and output.finish is not Finish.CUT:
             self.release(attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """Gives the handoff up. The engine must have stopped writing it."""
+        """Ends the handoff. The engine must no longer write its staging."""
         if attempt.handoff is None:
             return
-        # Also of a send that has failed: until then its staging is kept for the engine.
+        # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
         if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
             self._on_change()
@@ -89,18 +90,18 @@ class PrefillRole:
     def sends(self, handoff_id: bytes) -> bool:
         return handoff_id in self._sends
 
-    def give_up(self, handoff_id: bytes) -> None:
-        """Cancels a send; unknown ones are ignored."""
+    def abort(self, handoff_id: bytes) -> None:
+        """Aborts a send; unknown IDs are ignored."""
         if self._sends.pop(handoff_id, None) is not None:
             self._transfer.abort_send(handoff_id)
             self._on_change()
 
-    def give_up_all_but(self, handoff_ids: set[bytes]) -> None:
+    def abort_all_but(self, handoff_ids: set[bytes]) -> None:
         for handoff_id in self._sends.keys() - handoff_ids:
-            self.give_up(handoff_id)
+            self.abort(handoff_id)
 
     def on_send_state(self, state: kv_transfer_pb2.LocalSendState) -> None:
-        """How a send ended, from the transfer service."""
+        """Reports the result of a send, from the transfer service."""
         send = self._sends.pop(state.handoff_id, None)
         if send is None:
             return
@@ -122,7 +123,7 @@ class PrefillRole:
     async def _reserve(self, attempt: Attempt) -> SendHandoff | None:
         plan = attempt.handoff
         assert plan is not None
-        # Known before it is answered: its end may be told first, and a cancel must find it.
+        # Registered before the reply, because its end may arrive first and a cancel must find it.
         send = self._sends[plan.handoff_id] = _Send(attempt)
         num_sent_tokens = plan.num_tokens - plan.skip_tokens
         try:
@@ -132,7 +133,7 @@ class PrefillRole:
                 self._layout.num_blocks(num_sent_tokens),
                 num_sent_tokens,
                 self._open_timeout_s,
-                # What engines number their frames from; ids are never used twice.
+                # Engines start at this epoch; IDs are never reused.
                 epoch=FIRST_EPOCH,
             )
         except TransferError as error:

@@ -1,7 +1,8 @@
-"""The worker's end of `Cluster.Attach`: one stream at a time to the coordinator, for life.
+"""The worker's side of `Cluster.Attach`: one stream at a time to the coordinator.
 
-cluster.proto has the rules: numbered messages, cumulative acknowledgements, replay on a new stream
-to the same coordinator, adoption by a new one, and a fence that ends the worker at once.
+cluster.proto defines the rules: numbered messages, cumulative acknowledgements, replay on a new
+stream to the same coordinator, adoption by a new coordinator, and fencing, which ends the worker at
+once.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A coordinator that is back is found within half of the time that it was away, and soon after the
-# first worker has found it: until then it waits with what clients come back for.
+# Delay between attempts. It stays short, because a restarted coordinator holds back resumed
+# requests until its workers have attached.
 _BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
-# A connection that is accepted and then silent counts as none.
+# A connection that is accepted but stays silent for this long counts as failed.
 _WELCOME_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
-# Commands without an answer are acknowledged at least this often, beside every heartbeat.
+# Commands without a reply are acknowledged at least this often, beside every heartbeat.
 _ACK_EVERY = 64
 
 _ENDS_A_STREAM = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError, EOFError)
-# Trying again would end the same way.
+# Status codes after which another attempt would end the same way.
 _FINAL = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -52,15 +53,15 @@ _FINAL = frozenset(
 
 
 class AttachError(Exception):
-    """The worker cannot go on with this coordinator; the message says why."""
+    """The worker cannot continue with this coordinator; the message says why."""
 
 
 class Fenced(AttachError):
-    """The coordinator declared this incarnation lost: stop at once, say nothing more."""
+    """The coordinator declared this incarnation dead: stop at once and send nothing more."""
 
 
 class Refused(AttachError):
-    """The coordinator does not take this worker."""
+    """The coordinator does not accept this worker."""
 
 
 class CoordinatorGone(AttachError):
@@ -68,41 +69,41 @@ class CoordinatorGone(AttachError):
 
 
 class _StreamLost(Exception):
-    """This stream is over; another may follow."""
+    """The stream has ended; a new stream may follow."""
 
 
 class Host(Protocol):
-    """What the stream speaks for."""
+    """The worker that an `Attachment` represents; worker/host.py implements it."""
 
     def hello(self) -> cluster_pb2.Hello:
-        """Who this worker is and what runs here; generation and ack are filled in."""
+        """Describes this worker and its requests; the attachment adds generation and ack."""
         ...
 
     async def load_report(self) -> cluster_pb2.LoadReport: ...
 
     def on_command(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Carries out a command, or begins to; never called twice for one."""
+        """Executes or starts a command; called once per command."""
         ...
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
-        """Attached, in this role."""
+        """Notifies that the worker is attached in this role."""
         ...
 
     def on_detached(self) -> None:
-        """The stream has ended; the next one may be another coordinator's."""
+        """Notifies that the stream ended; the next one may be to another coordinator."""
         ...
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
-        """Another coordinator than before: ends all but these (request id, attempt)."""
+        """Ends all attempts except these (request id, attempt), for a new coordinator."""
         ...
 
     def abandon(self, reason: str) -> None:
-        """The coordinator was gone for longer than the grace: ends everything."""
+        """Fails all requests, because the coordinator was away for longer than the grace time."""
         ...
 
 
 class Outgoing(Protocol):
-    """The kept messages; worker/outbox.py."""
+    """Queue of unacknowledged messages; worker/outbox.py implements it."""
 
     posted: asyncio.Event
 
@@ -117,17 +118,17 @@ class Outgoing(Protocol):
 
 
 class Attachment:
-    """Keeps a worker attached.
+    """Keeps a worker attached to its coordinator.
 
     Args:
-        address: the coordinator's host:port.
-        host: answers for the worker.
-        outbox: what is sent, beside load reports.
-        attach_timeout_s: a coordinator that does not answer for so long is given up.
-        dial: how; each stream reads the files again.
+        address: host:port of the coordinator.
+        host: The worker that the attachment represents.
+        outbox: Messages to send, beside load reports.
+        attach_timeout_s: Longest time without a coordinator before `run` fails.
+        dial: TLS files and credential; each stream reads the files again.
 
     Attributes:
-        detached: set while no stream is up.
+        detached: Event that is set while no stream is up.
     """
 
     def __init__(
@@ -150,22 +151,24 @@ class Attachment:
         self.detached.set()
 
     def leave(self) -> None:
-        """Sends what is still to be said, then ends the stream; `run` returns."""
+        """Sends the remaining messages, then ends the stream, so that `run` returns."""
         self._leaving = True
         self._outbox.posted.set()
 
     async def run(self) -> None:
-        """Attaches, again whenever the stream ends, until `leave`.
+        """Attaches, and attaches again whenever the stream ends, until `leave`.
 
         Raises:
-            Fenced, Refused, CoordinatorGone.
+            Fenced: The coordinator declared this incarnation dead.
+            Refused: The coordinator does not accept this worker.
+            CoordinatorGone: No coordinator answered for too long.
         """
         lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
-        told = False
+        warned = False
         while True:
             attached = asyncio.Event()
             try:
-                # A channel of its own: one that has failed waits by itself before it tries again.
+                # A new channel per attempt, because a failed channel applies its own backoff.
                 async with rpc.channel(self._address, dial=self._dial) as channel:
                     await self._stream(cluster_pb2_grpc.ClusterStub(channel), attached)
                 return
@@ -173,23 +176,25 @@ class Attachment:
                 reason = str(lost)
             if attached.is_set():
                 lost_at, abandoned, backoff_s = monotonic(), False, _BACKOFF_S[0]
-                told = True
-                _log.warning("coordinator lost: %s", reason)
+                warned = True
+                _log.warning("the stream to the coordinator ended: %s", reason)
             if self._leaving:
                 return
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 _log.warning(
-                    "no coordinator at %s: %s; tried again for up to %g s",
+                    "no coordinator at %s: %s; retrying for up to %g s",
                     *(self._address, reason, self._attach_timeout_s),
                 )
             gone_s = monotonic() - lost_at
             if self._generation and not abandoned and gone_s >= self._grace_s:
                 abandoned = True
                 self._host.abandon(f"no coordinator for {gone_s:.1f} s")
-            if gone_s >= max(self._attach_timeout_s, self._grace_s):
+            limit_s = max(self._attach_timeout_s, self._grace_s)
+            if gone_s >= limit_s:
+                # The message gives the limit; the measured time depends on how busy the host is.
                 raise CoordinatorGone(
-                    f"no coordinator at {self._address} for {gone_s:.0f} s: {reason}"
+                    f"no coordinator at {self._address} within {limit_s:g} s: {reason}"
                 )
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(_BACKOFF_GROWTH * backoff_s, _BACKOFF_S[1])
@@ -197,21 +202,21 @@ class Attachment:
     async def _stream(
         self, stub: cluster_pb2_grpc.ClusterAsyncStub, attached: asyncio.Event
     ) -> None:
-        """One stream, from Hello to its end; returns when it ended because of `leave`."""
+        """Runs one stream from Hello to its end; returns if `leave` ended it."""
         call: _Call = stub.Attach(metadata=self._dial.metadata())
         try:
-            await self._introduce(call)
+            await self._exchange_hello(call)
             attached.set()
             self.detached.clear()
-            await _first_of(self._read(call), self._write(call), self._beat())
+            await _first_of(self._read(call), self._write(call), self._send_heartbeats())
         except _ENDS_A_STREAM as error:
-            await self._explain(call, error)
+            await self._raise_for_end(call, error)
         finally:
             self.detached.set()
             self._host.on_detached()
             call.cancel()
 
-    async def _introduce(self, call: _Call) -> None:
+    async def _exchange_hello(self, call: _Call) -> None:
         hello = self._host.hello()
         hello.generation, hello.ack = self._generation, self._received
         hello.takes_batches = True
@@ -222,7 +227,7 @@ class Attachment:
         if not isinstance(first, cluster_pb2.CoordinatorMessage):
             raise EOFError("the stream ended before the welcome")
         if not first.HasField("welcome"):
-            raise EOFError("the coordinator's first message is no welcome")
+            raise EOFError("the coordinator's first message is not a welcome")
         welcome = first.welcome
         self._sends_batches = welcome.takes_batches
         self._heartbeat_s = welcome.heartbeat_interval.ToNanoseconds() / 1e9 or 1.0
@@ -244,7 +249,7 @@ class Attachment:
             if not message.batch:
                 self._take(message)
             for one in message.batch:
-                # A part of a message keeps all of it alive, and a request lives for long.
+                # Copied, because a part keeps the whole batch in memory for the life of a request.
                 own = cluster_pb2.CoordinatorMessage()
                 own.CopyFrom(one)
                 self._take(own)
@@ -257,7 +262,7 @@ class Attachment:
         if message.seq == 0 or message.seq <= self._received:
             return
         if message.seq != self._received + 1:
-            raise EOFError(f"message {message.seq} came after {self._received}")
+            raise EOFError(f"message {message.seq} follows message {self._received}")
         self._host.on_command(message)
         self._received = message.seq
 
@@ -275,7 +280,7 @@ class Attachment:
                 await self._send(call, cluster_pb2.WorkerMessage())
             if self._leaving and not self._outbox.has_unsent:
                 await call.done_writing()
-                # The coordinator reads all there is, then ends the stream.
+                # The coordinator reads all messages, then ends the stream.
                 await asyncio.sleep(_LEAVE_TIMEOUT_S)
                 call.cancel()
                 return
@@ -289,18 +294,18 @@ class Attachment:
         message.ack = self._acknowledged = self._received
         await call.write(message)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             self._load = await self._host.load_report()
             self._outbox.posted.set()
             await asyncio.sleep(self._heartbeat_s)
 
-    async def _explain(
+    async def _raise_for_end(
         self,
         call: _Call,
         error: BaseException,
     ) -> None:
-        """Raises what the end of a stream means; returns when it was wanted."""
+        """Raises the error that the end of a stream means; returns if the end was requested."""
         code, details = grpc.StatusCode.UNKNOWN, str(error)
         if isinstance(error, TimeoutError):
             details = f"no welcome for {_WELCOME_TIMEOUT_S:.0f} s"
@@ -320,7 +325,7 @@ class Attachment:
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs all until one ends, then ends the others; raises what that one raised."""
+    """Runs all coroutines until one ends, then cancels the others; raises the first one's error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What the coordinator is told of this worker's prefix cache: net changes, a few at a time."""
+"""Reports net changes of this worker's prefix cache to the coordinator, in batches."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from baton.v1 import cluster_pb2
 from baton.worker.outbox import Outbox
 
 MAX_HASHES_PER_MESSAGE = 16384
-# A decode step fills a block now and then: not worth a message of its own.
+# A decode step fills a block only now and then, which is not worth a message of its own.
 _MANY = 256
 
 
 class CacheReports:
     """Collects an engine's cache changes and posts them as CacheEvents.
 
-    Memory is bounded by the engine's cache: what it holds, and what of that is not told yet.
+    Memory is bounded by the size of the engine's cache.
 
     Args:
-        outbox: keeps the messages until they are acknowledged.
+        outbox: Keeps the messages until they are acknowledged.
     """
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        # What the cache holds, and what of it the coordinator knows, in the order of storing; then
-        # what is to be told.
+        # All cached blocks, and those that the coordinator knows, in the order of storing; then the
+        # blocks that were stored or removed and not yet reported.
         self._held: dict[int, None] = {}
-        self._told: dict[int, None] = {}
+        self._reported: dict[int, None] = {}
         self._stored: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self._reset = False
 
     def take(self, change: CacheChange) -> None:
-        """Takes in what one step changed; posts when that makes many."""
+        """Adds the changes of one step; posts a message if many changes are pending."""
         if change.cleared:
-            self._forget_all()
+            self._clear()
         for block in change.removed:
             self._held.pop(block, None)
             self._stored.pop(block, None)
-            if block in self._told:
+            if block in self._reported:
                 self._removed[block] = None
         for block in change.stored:
             self._held.pop(block, None)
             self._held[block] = None
-            if block in self._told:
+            if block in self._reported:
                 self._removed.pop(block, None)
             else:
                 self._stored[block] = None
@@ -52,12 +52,12 @@ class CacheReports:
             self.flush()
 
     def flush(self) -> None:
-        """Posts what has changed since the last time, if anything."""
+        """Posts the pending changes, if any."""
         stored, removed, reset = list(self._stored), list(self._removed), self._reset
         self._stored, self._removed, self._reset = {}, {}, False
         for block in removed:
-            del self._told[block]
-        self._told.update(dict.fromkeys(stored))
+            del self._reported[block]
+        self._reported.update(dict.fromkeys(stored))
         while stored or removed or reset:
             events = cluster_pb2.CacheEvents(
                 reset=reset, removed=_cut(removed, MAX_HASHES_PER_MESSAGE)
@@ -67,21 +67,21 @@ class CacheReports:
             self._outbox.post(cluster_pb2.WorkerMessage(cache=events))
             reset = False
 
-    def tell_all(self) -> None:
-        """Posts everything: a coordinator that knows nothing has welcomed this worker."""
+    def report_all(self) -> None:
+        """Posts the whole cache, after a coordinator without knowledge welcomed this worker."""
         held = self._held
-        self._forget_all()
+        self._clear()
         self._held = held
         self._stored = dict(held)
         self.flush()
 
-    def _forget_all(self) -> None:
-        self._held, self._told, self._stored, self._removed = {}, {}, {}, {}
+    def _clear(self) -> None:
+        self._held, self._reported, self._stored, self._removed = {}, {}, {}, {}
         self._reset = True
 
 
 def _cut(hashes: list[int], count: int) -> Sequence[int]:
-    """Takes the first `count` out of a list."""
+    """Removes and returns the first `count` hashes of a list."""
     first = hashes[:count]
     del hashes[:count]
     return first

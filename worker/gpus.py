@@ -1,6 +1,6 @@
-"""What a worker's GPUs are doing, by NVML, read when it is scraped: shown, never scaled by.
+"""GPU metrics from NVML, read at each scrape. They are displayed and not used for scaling.
 
-Busy is not the same as needed: an engine that decodes one request keeps a GPU at 100 %.
+A busy GPU is not necessarily needed: an engine that decodes one request keeps its GPU at 100 %.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABELS = ("gpu", "uuid")
 
 
 class Nvml(Protocol):
-    """What is used of the module `pynvml` (PyPI: nvidia-ml-py), under its names."""
+    """Functions used of the module `pynvml` (PyPI: nvidia-ml-py), under their names there."""
 
     NVMLError: type[Exception]
 
@@ -35,37 +35,37 @@ class Nvml(Protocol):
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
 
 
-# Name, what it says, how it is read. NVML gives per cent, bytes and milliwatts.
+# Metric name, help text and reader. NVML reports percent, bytes and milliwatts.
 _READINGS: tuple[tuple[str, str, Callable[[Nvml, Any], float]], ...] = (
     (
         "baton_worker_gpu_utilization_ratio",
-        "Of the time, in which something ran on the GPU.",
+        "Fraction of time in which the GPU was running a kernel.",
         lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     ),
     (
         "baton_worker_gpu_memory_used_bytes",
-        "By every process on the GPU.",
+        "GPU memory used by all processes, in bytes.",
         lambda nvml, gpu: float(nvml.nvmlDeviceGetMemoryInfo(gpu).used),
     ),
     (
         "baton_worker_gpu_memory_size_bytes",
-        "Of the GPU.",
+        "Total GPU memory, in bytes.",
         lambda nvml, gpu: float(nvml.nvmlDeviceGetMemoryInfo(gpu).total),
     ),
     (
         "baton_worker_gpu_power_watts",
-        "Drawn by the GPU.",
+        "Power draw of the GPU, in watts.",
         lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
     ),
 )
 
 
 class GpuCollector(Collector):
-    """Metrics of some GPUs; what one of them cannot tell (MIG slices have no power) is left out.
+    """Metrics of some GPUs; omits values that a GPU does not provide (MIG slices have no power).
 
     Args:
-        nvml: the module, initialised.
-        handles: of the GPUs, by the label `gpu`.
+        nvml: Initialised NVML module.
+        handles: NVML handles of the GPUs, by value of the label `gpu`.
     """
 
     def __init__(self, nvml: Nvml, handles: Sequence[tuple[str, Any]]) -> None:
@@ -95,24 +95,24 @@ def collector(
     visible: Sequence[str] | None = None,
     load: Callable[[], Nvml] = lambda: importlib.import_module("pynvml"),
 ) -> GpuCollector | None:
-    """The collector of an engine's GPUs; None without GPUs, NVML or the package nvidia-ml-py.
+    """Collector for an engine's GPUs; None without GPUs, NVML or the package nvidia-ml-py.
 
-    Engines take the first of the GPUs that CUDA shows them, as many as they have ranks. CUDA and
-    NVML number a host's GPUs alike where all are of one model, or with
+    An engine uses as many of the GPUs that CUDA shows as it has ranks, from the first. CUDA and
+    NVML number the GPUs of a host equally if all are of one model, or with
     CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Args:
-        device: of the engine; only "cuda" has GPUs here.
-        num_gpus: its ranks.
-        visible: indices or UUIDs; None: those that CUDA shows this process.
-        load: imports NVML's module.
+        device: Device of the engine; only "cuda" has GPUs here.
+        num_gpus: Number of the engine's ranks.
+        visible: Indices or UUIDs of the visible GPUs; None means those that CUDA shows.
+        load: Imports the NVML module.
     """
     if device != "cuda":
         return None
     try:
         nvml = load()
     except ImportError:
-        _log.info("no metrics of GPUs: nvidia-ml-py is not installed (baton[nvml])")
+        _log.info("no GPU metrics: nvidia-ml-py is not installed (baton[nvml])")
         return None
     names = visible if visible is not None else visible_gpus()
     try:
@@ -121,7 +121,7 @@ def collector(
             names = [str(number) for number in range(nvml.nvmlDeviceGetCount())]
         return GpuCollector(nvml, [(name, _handle(nvml, name)) for name in names[:num_gpus]])
     except nvml.NVMLError as error:
-        _log.info("no metrics of GPUs: %s", error)
+        _log.info("no GPU metrics: %s", error)
         return None
 
 

@@ -1,4 +1,4 @@
-"""How the handoffs of this worker's requests went: counted, and told to the requests' traces."""
+"""Counts the handoffs of this worker's requests, and records them as spans."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 SEND, RECEIVE = "send", "receive"
 
 
-class Ending(NamedTuple):
-    """What handoffs are counted by."""
+class HandoffOutcome(NamedTuple):
+    """Labels that ended handoffs are counted by."""
 
     direction: str
     outcome: str
@@ -33,34 +33,34 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True)
 class HandoffCounts:
-    """Since the worker started.
+    """Handoff counts since the worker started.
 
     Attributes:
-        num_ended: handoffs of requests here.
-        exposed: seconds that committed sends took beyond the prefill, by transport.
+        num_ended: Ended handoffs by direction, outcome and transport.
+        exposed: Exposed time of committed handoffs in seconds, by transport.
     """
 
-    num_ended: Counter[Ending] = field(default_factory=Counter)
+    num_ended: Counter[HandoffOutcome] = field(default_factory=Counter)
     exposed: dict[str, Histogram] = field(default_factory=dict)
 
 
 class HandoffLog:
-    """Hears of every handoff that a request of this worker had.
+    """Receives the result of every handoff of this worker's requests.
 
     Args:
-        tracing: takes the spans.
+        tracing: Exporter of the spans.
     """
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._counts = HandoffCounts()
 
-    def ended(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
-        """Just now."""
+    def record(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
+        """Records a handoff that has just ended."""
         direction = SEND if attempt.role == common_pb2.ROLE_PREFILL else RECEIVE
         transport = transport_label(report.transport)
         outcome = outcome_label(report.state, report.reason)
-        self._counts.num_ended[Ending(direction, outcome, transport)] += 1
+        self._counts.num_ended[HandoffOutcome(direction, outcome, transport)] += 1
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
             histogram = self._counts.exposed.setdefault(transport, Histogram(EXPOSED_S))
             histogram.observe(report.exposed_us / 1e6)
@@ -69,15 +69,15 @@ class HandoffLog:
             self._tracing.record(attempt.spec.traceparent, *make(report, time.time_ns()))
 
     def counts(self) -> HandoffCounts:
-        """A copy, for a reader in another thread."""
+        """A copy of the counts, for a reader in another thread."""
         return deepcopy(self._counts)
 
 
 def send_spans(report: cluster_pb2.HandoffReport, now_ns: int) -> list[Span]:
-    """Of a handoff from this worker that ended at now_ns.
+    """Spans of a handoff that this worker sent and that ended at now_ns.
 
-    Reserving its staging comes first; then the receiver is asked for room while the engine fills
-    the staging and the bytes flow; what is left after the last fill is the commit.
+    The send staging is reserved first. Then the receiver reserves its staging, while the engine
+    fills the send staging and frames are sent. The time after the last fill is the commit.
     """
     begun_ns = now_ns - report.total_us * 1000
     committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
@@ -89,7 +89,7 @@ def send_spans(report: cluster_pb2.HandoffReport, now_ns: int) -> list[Span]:
         filled_ns = reserved_ns + report.fill_us * 1000
     reserve_ns, opened_ns = report.reserve_us * 1000, reserved_ns + report.open_us * 1000
     children = [Span("handoff reserve", reserved_ns - reserve_ns, reserved_ns)]
-    # A failed one may not have come so far.
+    # A failed handoff may have ended before these stages.
     if committed or report.open_us:
         children.append(Span("handoff open", reserved_ns, opened_ns))
     if committed or report.fill_us:
@@ -113,7 +113,7 @@ def send_spans(report: cluster_pb2.HandoffReport, now_ns: int) -> list[Span]:
 
 
 def receive_spans(report: cluster_pb2.HandoffReport, now_ns: int) -> list[Span]:
-    """Of a handoff to this worker that ended at now_ns; loading includes the engine's queue."""
+    """Spans of a handoff to this worker that ended at now_ns; load includes the engine's queue."""
     received_ns = now_ns - report.load_us * 1000
     begun_ns = received_ns - report.receive_us * 1000
     attributes, error = _attributes(report), _error(report)

@@ -1,4 +1,4 @@
-"""One worker between its engine, its transfer service and the coordinator."""
+"""Connects a worker's parts (engine, transfer service, requests) with the attach stream."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerHost:
-    """Answers for the worker on the attach stream (worker/attach.py's Host).
+    """Represents the worker on the attach stream (the `Host` of worker/attach.py).
 
     Args:
-        worker_id, incarnation, host_id: who this is; see cluster.proto.
-        role: to begin with; the coordinator may say otherwise.
-        startup_ms: how long the start took, by stage.
-        max_requests: held at once, by role.
-        labels: shown to operators.
-        revision, config_digest: what it runs; see cluster.proto.
+        worker_id: Unique ID of the worker; see Hello in cluster.proto.
+        incarnation: Random number of this process start.
+        host_id: Equal for workers that share memory.
+        role: Initial role; the coordinator may change it.
+        startup_ms: Startup time by stage.
+        max_requests: Largest number of requests held at once, by role.
+        labels: Labels shown to operators.
+        revision: Name of model and engine arguments.
+        config_digest: Hash of model and engine arguments.
 
     Attributes:
-        attached: set while, and since, a coordinator has welcomed this worker.
-        drain_s: resolves to the longest wait, once the coordinator asks the worker to leave.
-        released: set once the coordinator will send this draining worker nothing more.
+        attached: Event that is set when a coordinator has welcomed this worker.
+        drain_s: Resolves to (time limit, reason) when the coordinator tells the worker to drain.
+        released: Event that is set when this draining worker will get no more work.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class WorkerHost:
         self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
         self._revision, self._config_digest = revision, config_digest
-        # Kept for a restarted coordinator.
+        # Repeated in Hello, so that a restarted coordinator recovers the rollout.
         self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
@@ -78,9 +81,9 @@ class WorkerHost:
     def change_state(
         self, state: cluster_pb2.WorkerState.ValueType, reason: str, *, failed: bool = False
     ) -> None:
-        """Tells the coordinator, now or in the next Hello."""
+        """Changes the state and reports it to the coordinator, now or in the next Hello."""
         self._state = state
-        self._say_state(reason, failed=failed)
+        self._report_state(reason, failed=failed)
 
     # ---- worker/attach.py's Host.
 
@@ -119,14 +122,14 @@ class WorkerHost:
         )
 
     async def load_report(self) -> cluster_pb2.LoadReport:
-        """What is told to the coordinator and shown to Prometheus.
+        """Load report for the coordinator; also updates the metrics snapshot.
 
-        Of a transfer service that has ended it says what was last known: its end is the runner's to
-        tell, with every request's failure before it, on the stream that this report goes by too.
+        If the transfer service has ended, its last known values are used. The runner reports the
+        end itself, after it has failed all requests on the same stream.
         """
         self._runner.report_cache()
         load = self._engine.load()
-        # Those that are recorded cost more than others will.
+        # Steps under the profiler take longer than usual, so the latency fit must not see them.
         samples = load.samples if not self._profiles.recording else ()
         try:
             transfer = await self._transfer.stats()
@@ -176,9 +179,9 @@ class WorkerHost:
             case "cancel":
                 self._runner.cancel(message.cancel)
             case "set_role":
-                # Nothing else changes: the engine does what either role's commands say.
+                # The engine executes commands of both roles, so nothing else changes.
                 self._serve(message.set_role.role)
-                self._say_state("the coordinator set the role")
+                self._report_state("the coordinator set the role")
             case "drain":
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
                 if not self.drain_s.done():
@@ -190,7 +193,7 @@ class WorkerHost:
             case "rollout":
                 self._rollout = message.rollout
             case kind:
-                # From a newer coordinator; it can see that nothing came of it.
+                # A newer coordinator may send it; the coordinator sees that it had no effect.
                 _log.warning("unknown command %s", kind)
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
@@ -200,7 +203,7 @@ class WorkerHost:
         self.attached.set()
 
     def on_detached(self) -> None:
-        # What comes now may be for a coordinator that knows nobody's handle.
+        # The next stream may be to a coordinator that does not know the handles.
         self._runner.columns = False
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
@@ -212,14 +215,14 @@ class WorkerHost:
 
     def _serve(self, role: common_pb2.Role.ValueType) -> None:
         if role not in self._max_requests:
-            # From a newer coordinator; it can see that nothing came of it.
+            # A newer coordinator may send it; the coordinator sees that it had no effect.
             _log.warning("unknown role %s", role)
             return
         self._role = role
         self._runner.max_requests = self._max_requests[role]
         self._collector.serves(role_name(role))
 
-    def _say_state(self, reason: str, *, failed: bool = False) -> None:
+    def _report_state(self, reason: str, *, failed: bool = False) -> None:
         change = cluster_pb2.WorkerStateChanged(
             state=self._state, role=self._role, reason=reason, failed=failed
         )

@@ -1,4 +1,4 @@
-"""The worker process: what it runs, and its exit code."""
+"""Entry point of the worker process, with its exit codes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from baton.worker.worker import EngineFactory, Worker, WorkerFailed
 
 
 def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
-    """The engine that the configuration names.
+    """Makes the engine that the configuration names.
 
     Args:
-        config: names the engine and the model.
-        pool: of this worker's role; its engine arguments go over the common ones.
-        transfer_socket: of the worker's transfer service.
+        config: Names the engine and the model.
+        pool: Section of this worker's role; its engine arguments override the common ones.
+        transfer_socket: Path of the transfer service's socket.
 
     Raises:
-        ConfigError: its packages are not installed.
+        ConfigError: The engine's packages are not installed.
     """
     if config.engine == "simulated":
         return SimulatedEngine(
@@ -47,7 +47,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         ) from error
     arguments = config.engine_args | pool.engine_args
     if config.reasoning_parser:
-        # Grammars hold from the end of what is reasoned.
+        # With a reasoning parser, grammars apply only after the reasoning.
         arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
     engine: Engine = VllmEngine(
         config.model, config.model_name, arguments, transfer_socket, config.lora_adapters
@@ -55,8 +55,8 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
     return engine
 
 
-def _stoppable(make: EngineFactory) -> EngineFactory:
-    """Importing an engine may take as long as loading a model: a signal is not to wait for it."""
+def _interruptible(make: EngineFactory) -> EngineFactory:
+    """Lets a signal interrupt `make`, because importing an engine can take as long as the model."""
 
     def made(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
         with lifecycle.cut_short():
@@ -75,11 +75,11 @@ def main(
     """Runs a worker as this process, with its logs on stderr; returns the exit code.
 
     Args:
-        config: as `serve` takes it, like the others.
-        role: of the worker.
-        coordinator: host:port.
-        worker_id: empty: made up.
-        directory: as `serve` takes it.
+        config: Configuration; see `serve`.
+        role: Role of the worker.
+        coordinator: host:port of the coordinator.
+        worker_id: Unique ID; empty means a generated one.
+        directory: Directory of the worker's sockets; see `serve`.
     """
     made_up = f"{role_name(role)}-{socket.gethostname()}-{secrets.token_hex(3)}"
     worker_id = worker_id or made_up
@@ -100,24 +100,24 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     engine_factory: EngineFactory = make_engine,
 ) -> int:
-    """Runs one worker until it is told to leave, or cannot go on.
+    """Runs one worker until it is told to leave or fails.
 
     Args:
-        config: with a local model directory or a hub id as `model`.
+        config: Configuration with a local model directory or a hub ID as `model`.
         role: ROLE_PREFILL or ROLE_DECODE.
         coordinator: host:port to attach to.
-        worker_id: unique in the cluster.
-        directory: see runtime/worker_directory.py; "" makes one.
-        stop: set to drain and leave; SIGINT and SIGTERM by default.
-        ready: called with the worker's id once it is attached.
-        engine_factory: makes the engine.
+        worker_id: ID that is unique in the cluster.
+        directory: Directory of the worker's sockets (runtime/worker_directory.py); "" makes one.
+        stop: Event that makes the worker drain and leave; None means SIGINT and SIGTERM.
+        ready: Called with the worker's ID once it is attached.
+        engine_factory: Makes the engine.
 
     Returns:
-        The process's exit code, as `baton`'s: 0 after a clean stop; otherwise, with one line on
-        stderr, 2 where the configuration is wrong, 3 where no coordinator is and 1 for the rest.
+        Exit code of the process: 0 after a clean stop. Otherwise one line is written to stderr, and
+        the code is 2 for a wrong configuration, 3 without a coordinator, and 1 for other failures.
     """
     if stop is None:
-        stop, engine_factory = lifecycle.stop_requested(), _stoppable(engine_factory)
+        stop, engine_factory = lifecycle.stop_requested(), _interruptible(engine_factory)
     try:
         worker = Worker(config, role, coordinator, worker_id, directory, engine_factory)
         await worker.run(stop, ready)

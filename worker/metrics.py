@@ -1,4 +1,4 @@
-"""What a worker shows Prometheus, from its last load report: nothing is counted twice."""
+"""Prometheus metrics of a worker, from the values of its last load report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Key = TypeVar("_Key", bound=tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment of a worker; replaced as a whole, since scrapes come from another thread."""
+    """Metric values at one moment; replaced as a whole, because another thread reads it."""
 
     load: cluster_pb2.LoadReport = field(default_factory=cluster_pb2.LoadReport)
     transfer: kv_transfer_pb2.LocalStatistics = field(
@@ -39,14 +39,15 @@ class Snapshot:
 
 
 class WorkerCollector(Collector):
-    """Turns the snapshot of the moment into metrics; every worker process has one.
+    """Turns the current snapshot into metrics; every worker process has one.
 
     Args:
-        model, role: labels of everything.
-        transports: that the worker may use.
+        model: Value of the label `model` of all metrics.
+        role: Value of the label `role` of all metrics.
+        transports: Transports that the worker may use.
 
     Attributes:
-        snapshot: assigned by the worker, whenever it takes one.
+        snapshot: Current values; the worker replaces it with each load report.
     """
 
     def __init__(self, model: str, role: str, transports: Sequence[str] = ()) -> None:
@@ -55,8 +56,8 @@ class WorkerCollector(Collector):
         self.snapshot = Snapshot()
 
     def serves(self, role: str) -> None:
-        """The worker's role from now on."""
-        # A new one: a scrape may be reading the old one.
+        """Changes the label `role`."""
+        # The dict is replaced, because a scrape may be reading the old one.
         self._labels = {**self._labels, "role": role}
 
     def registry(self) -> CollectorRegistry:
@@ -65,51 +66,53 @@ class WorkerCollector(Collector):
         return registry
 
     def transfer_refusals(self) -> dict[tuple[str, str], int]:
-        """Whom the transfer service did not let in, by service and reason."""
+        """Calls that the transfer service refused, by service and reason."""
         found = self.snapshot.transfer.access_refusals
         return {("KvTransfer", reason): count for reason, count in found.items()}
 
     def collect(self) -> Iterator[Metric]:
         load, transfer = self.snapshot.load, self.snapshot.transfer
-        yield self._gauge("requests_running", "In the engine's steps.", load.num_running)
-        yield self._gauge("requests_waiting", "In the engine's queue.", load.num_waiting)
+        yield self._gauge("requests_running", "Requests in the engine's steps.", load.num_running)
+        yield self._gauge("requests_waiting", "Requests in the engine's queue.", load.num_waiting)
         yield self._gauge(
             "kv_cache_usage_ratio",
-            "Of the engine's KV blocks.",
+            "Fraction of the engine's KV blocks that is in use.",
             load.kv_tokens_used / load.kv_tokens_total if load.kv_tokens_total else 0.0,
         )
         yield self._gauge(
             "prefill_tokens_waiting",
-            "Prompt tokens accepted and not computed.",
+            "Prompt tokens that are accepted and not yet computed.",
             load.prefill_tokens_waiting,
         )
-        yield self._counter("engine_steps", "Steps of the engine.", load.num_steps)
-        yield self._counter("generation_tokens", "Tokens reported.", self.snapshot.num_tokens)
+        yield self._counter("engine_steps", "Steps that the engine has run.", load.num_steps)
+        yield self._counter(
+            "generation_tokens", "Output tokens reported.", self.snapshot.num_tokens
+        )
         yield self._split(
             CounterMetricFamily,
             "requests",
-            "Attempts that ended here.",
+            "Attempts of requests that ended on this worker, by outcome.",
             ("outcome",),
             {(outcome,): count for outcome, count in self.snapshot.num_ended.items()},
         )
         yield self._split(
             GaugeMetricFamily,
             "staging_used_bytes",
-            "Reserved for handoffs.",
+            "Staging memory reserved for handoffs, in bytes.",
             ("direction",),
             {(SEND,): transfer.send_bytes_used, (RECEIVE,): transfer.receive_bytes_used},
         )
         yield self._split(
             GaugeMetricFamily,
             "staging_size_bytes",
-            "Of the staging arenas.",
+            "Size of the staging memory, in bytes.",
             ("direction",),
             {(SEND,): transfer.send_bytes_total, (RECEIVE,): transfer.receive_bytes_total},
         )
         yield self._split(
             GaugeMetricFamily,
             "staging_waiting_handoffs",
-            "Handoffs that wait for room in staging.",
+            "Handoffs that wait for staging memory.",
             ("direction",),
             {(SEND,): transfer.num_waiting_sends, (RECEIVE,): transfer.num_waiting_receives},
         )
@@ -117,7 +120,7 @@ class WorkerCollector(Collector):
 
     def _handoffs(self) -> Iterator[Metric]:
         transfer, counts = self.snapshot.transfer, self.snapshot.handoffs
-        # Those that the configuration allows are there before anything moves, for their rates.
+        # Configured transports start at 0, so that Prometheus can compute rates from the beginning.
         num_bytes: Counter[tuple[str, ...]] = Counter()
         num_frames: Counter[tuple[str, ...]] = Counter()
         fallbacks: Counter[tuple[str, ...]] = Counter()
@@ -133,35 +136,35 @@ class WorkerCollector(Collector):
         yield self._split(
             CounterMetricFamily,
             "handoff_bytes",
-            "Of KV caches, moved between workers; throughput is its rate.",
+            "Bytes of KV caches moved between workers.",
             by_transport,
             num_bytes,
         )
         yield self._split(
             CounterMetricFamily,
             "handoff_frames",
-            "Runs of KV blocks, moved between workers.",
+            "Frames (runs of KV blocks) moved between workers.",
             by_transport,
             num_frames,
         )
         yield self._split(
             CounterMetricFamily,
             "handoff_fallbacks",
-            "Times that this transport failed a handoff from here and the next one took over.",
+            "Times that this transport failed for an outgoing handoff and the next one took over.",
             ("transport",),
             fallbacks,
         )
         yield self._split(
             CounterMetricFamily,
             "handoffs",
-            "Handoffs of requests here that ended; committed: sent, verified; released: loaded.",
+            "Ended handoffs by outcome. committed: sent and verified; released: loaded.",
             ("direction", "outcome", "transport"),
             counts.num_ended,
         )
         yield self._split(
             CounterMetricFamily,
             "handoff_prompt_tokens",
-            "Prompt tokens loaded from handoffs; early: while the first token was not known.",
+            "Prompt tokens loaded from handoffs. early: before the first token was known.",
             ("loaded",),
             {(when,): count for when, count in self.snapshot.num_handoff_tokens.items()},
         )
@@ -171,18 +174,18 @@ class WorkerCollector(Collector):
         yield self._split(
             CounterMetricFamily,
             "handoff_refusals",
-            "Opens, frames and commits refused, here or by the receiver.",
+            "Opens, frames and commits refused by this worker or by the receiver, by reason.",
             ("reason",),
             refusals,
         )
         yield self._counter(
             "handoff_lease_expiries",
-            "Handoffs that ended because nothing came, or nobody loaded them, for too long.",
+            "Handoffs that ended because no frame arrived, or no load started, for too long.",
             transfer.expiries,
         )
         exposed = HistogramMetricFamily(
             "baton_worker_handoff_exposed_seconds",
-            "From the last layer computed until the commit was verified.",
+            "Time from the last computed layer until the commit was verified, in seconds.",
             labels=[*self._labels, "transport"],
         )
         for transport, histogram in counts.exposed.items():

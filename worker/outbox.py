@@ -1,4 +1,4 @@
-"""What a worker has to say and the coordinator has not acknowledged: numbered, kept, bounded."""
+"""Numbered queue of messages to the coordinator that are not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from itertools import islice
 
 from baton.v1 import cluster_pb2
 
-# What one message may carry of what waits; one that is longer goes by itself.
+# Limits of one batch; a larger message is sent alone.
 _MAX_BATCH_MESSAGES, _MAX_BATCH_BYTES = 64, 2**20
 
 
 class Outbox:
     """Messages of one worker incarnation, numbered from 1 per coordinator generation.
 
-    `post` never refuses, since what it is given is bounded by the requests here; whoever produces
-    without end awaits `room` between two posts.
+    `post` never refuses a message, because the worker's requests bound their number. A producer
+    without such a bound awaits `room` between two posts.
 
     Args:
-        max_messages, max_bytes: kept, sent or not, before `room` closes.
+        max_messages: Number of kept messages, sent or not, above which `room` blocks.
+        max_bytes: Size of kept messages above which `room` blocks.
     """
 
     def __init__(self, max_messages: int = 8192, max_bytes: int = 64 * 2**20) -> None:
         self._max_messages, self._max_bytes = max_messages, max_bytes
         self._kept: deque[tuple[cluster_pb2.WorkerMessage, int]] = deque()
         self._num_bytes = 0
-        # Of the first kept message, of the next to send, and of the next to post.
+        # Sequence numbers of the first kept message, of the next to send and of the next to post.
         self._first_seq = self._next_to_send = self._next_seq = 1
         self._reported_seq = 1
         self._room = asyncio.Event()
@@ -43,25 +44,25 @@ class Outbox:
 
     @property
     def next_seq(self) -> int:
-        """Of the message that is posted next."""
+        """Sequence number of the message that is posted next."""
         return self._next_seq
 
     def is_kept(self, seq: int) -> bool:
-        """Whether a message has been posted and not acknowledged."""
+        """Whether message `seq` has been posted and is not acknowledged."""
         return self._first_seq <= seq < self._next_seq
 
     def post(self, message: cluster_pb2.WorkerMessage) -> None:
         """Keeps a message until it is acknowledged."""
         message.seq = self._next_seq
         self._next_seq += 1
-        # Sending changes its acknowledgement, and with it the size.
+        # The size is taken now, because sending sets `ack`, which changes it.
         num_bytes = message.ByteSize()
         self._kept.append((message, num_bytes))
         self._count(num_bytes)
         self.posted.set()
 
     def next_unsent(self) -> cluster_pb2.WorkerMessage | None:
-        """The next message to send on this stream; it counts as sent."""
+        """Next message to send on this stream; it then counts as sent."""
         if not self.has_unsent:
             return None
         message = self._kept[self._next_to_send - self._first_seq][0]
@@ -69,7 +70,7 @@ class Outbox:
         return message
 
     def next_batch(self) -> cluster_pb2.WorkerMessage | None:
-        """The next message to send on this stream, or several as one; they count as sent."""
+        """Next message to send, or several as one batch; they then count as sent."""
         if self._next_seq - self._next_to_send <= 1:
             return self.next_unsent()
         index = self._next_to_send - self._first_seq
@@ -83,27 +84,27 @@ class Outbox:
         return cluster_pb2.WorkerMessage(batch=found) if len(found) > 1 else found[0]
 
     def acknowledge(self, seq: int) -> None:
-        """The coordinator has processed all up to `seq`; older acknowledgements are harmless."""
+        """Drops all messages up to `seq`; an older acknowledgement has no effect."""
         while self._kept and self._first_seq <= min(seq, self._next_seq - 1):
             self._first_seq += 1
             self._count(-self._kept.popleft()[1])
         self._next_to_send = max(self._next_to_send, self._first_seq)
 
     def mark_hello(self) -> None:
-        """A Hello was made: it says all that the messages kept so far say."""
+        """Marks all messages so far as covered by the Hello that has just been made."""
         self._reported_seq = self._next_seq
 
     def resume(self, ack: int) -> None:
-        """A new stream to the same coordinator: goes on after what it has processed."""
+        """Continues on a new stream to the same coordinator, after what it has processed."""
         self.acknowledge(ack)
         self._next_to_send = self._first_seq
 
     def restart(self, adopted: Collection[tuple[str, int]]) -> None:
-        """A new coordinator: what its Hello did not say is numbered from 1.
+        """Starts again for a new coordinator: messages after the Hello are numbered from 1.
 
         Args:
-            adopted: (request id, attempt). Outputs of others are left out: the new coordinator
-                counts attempts from the start, and would take them for its own.
+            adopted: (request id, attempt). Outputs of other attempts are dropped, because the new
+                coordinator counts attempts anew and would take them for its own.
         """
         later = list(islice(self._kept, max(0, self._reported_seq - self._first_seq), None))
         self._kept.clear()
@@ -111,7 +112,7 @@ class Outbox:
         self._first_seq = self._next_to_send = self._next_seq = 1
         for message, _ in later:
             if message.HasField("step"):
-                # Handles are the old coordinator's: the new one has given them to others.
+                # The handles belong to the old coordinator; the new one uses them for others.
                 message.step.ClearField("tokens")
                 outputs = message.step.outputs
                 for index in reversed(range(len(outputs))):
@@ -120,7 +121,7 @@ class Outbox:
             self.post(message)
 
     async def room(self) -> None:
-        """Waits while too much is kept."""
+        """Waits while too many messages are kept."""
         await self._room.wait()
 
     def _count(self, num_bytes: int) -> None:

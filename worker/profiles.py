@@ -1,4 +1,4 @@
-"""Profiles of this worker's engine: recorded when an operator asks, sent as they are taken."""
+"""Profiles of this worker's engine, recorded on an operator's command and sent in chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import gzip
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from google.rpc import code_pb2
@@ -27,24 +27,25 @@ from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 
-# Traces are text: more effort makes them hardly smaller, and takes the engine's cores.
+# Traces are text: a higher level makes them hardly smaller and takes the engine's cores.
 _GZIP_LEVEL = 4
 _CLOSE_S = 1.0
-# Of a trace, compressed at one go: a few milliseconds.
+# Bytes compressed at once; takes a few milliseconds.
 _PIECE_BYTES = 2**20
 
 
 class Profiles:
-    """One profile at a time. All methods are called from one event loop.
+    """Runs one profile at a time. All methods are called from one event loop.
 
     Args:
-        engine: started.
-        outbox: takes reports.
-        max_bytes: of all traces of a profile, compressed; more are refused.
-        take_timeout_s: how long nobody may want more of a trace.
+        engine: Started engine.
+        outbox: Queue for the reports.
+        max_bytes: Limit of the compressed traces of one profile.
+        take_timeout_s: Longest wait for the permission to send more of a trace.
+        sleep: Waits for the recording time, in seconds.
 
     Attributes:
-        recording: the engine's steps cost more than they would.
+        recording: Whether a profile is recorded, which makes the engine's steps slower.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Profiles:
         *,
         max_bytes: int = MAX_TRACE_BYTES,
         take_timeout_s: float = TAKE_TIMEOUT_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._engine, self._outbox = engine, outbox
         self._max_bytes, self._take_timeout_s = max_bytes, take_timeout_s
+        self._sleep = sleep
         self.recording = False
         self._profile_id = 0
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +67,7 @@ class Profiles:
         self._allowed = asyncio.Event()
 
     def on_command(self, command: cluster_pb2.ProfileCommand) -> None:
-        """Carries out a command; what is not of the profile that runs is ignored."""
+        """Executes a command; ignores commands of a profile other than the running one."""
         kind = command.WhichOneof("command")
         if kind == "record":
             self._begin(command.profile_id, command.record.ToNanoseconds() / 1e9)
@@ -77,12 +80,12 @@ class Profiles:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends what runs, without a word: nobody wants it."""
+        """Ends the running profile without a report."""
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Ends what runs before the engine is stopped, which may be dead already."""
+        """Ends the running profile before the engine is stopped; the engine may be dead already."""
         for _ in range(2):
             if (task := self._task) is not None:
                 task.cancel()
@@ -125,25 +128,25 @@ class Profiles:
     async def _record(
         self, profile_id: int, duration_s: float, files: list[Path]
     ) -> list[tuple[int, Path]]:
-        """Ranks and their compressed traces; `files` is what is there to be removed."""
+        """Records and compresses; returns (rank, file). `files` collects the files to remove."""
         self.recording = True
         try:
             try:
                 await self._engine.start_profile()
             except asyncio.CancelledError:
-                # It may begin all the same.
+                # The engine may start to record in spite of the cancellation.
                 await self._stopped(files)
                 raise
             self._report(profile_id, started=cluster_pb2.ProfileStarted())
             try:
-                await asyncio.sleep(duration_s)
+                await self._sleep(duration_s)
             finally:
-                # However it ends: what goes on recording fills the memory.
+                # Always stop, because a forgotten recording would fill the memory.
                 traces = await self._stopped(files)
         finally:
             self.recording = False
         if not traces:
-            raise Internal("the engine has written no trace; its log may say why")
+            raise Internal("the engine has written no trace; see its log")
         packed = []
         for trace in traces:
             into = trace.path.with_name(f"{trace.path.name}.gz")
@@ -153,7 +156,7 @@ class Profiles:
         return packed
 
     async def _stopped(self, files: list[Path]) -> Sequence[Trace]:
-        """Ends the recording, also while this is cancelled once."""
+        """Stops the recording, even if this coroutine is cancelled once."""
         stopping = asyncio.ensure_future(self._engine.stop_profile())
         try:
             traces = await asyncio.shield(stopping)
@@ -190,7 +193,7 @@ class Profiles:
                     await self._allowed.wait()
         except TimeoutError:
             raise Internal(
-                f"nobody has taken more of the traces for {self._take_timeout_s:g} s"
+                f"no more of the traces was requested for {self._take_timeout_s:g} s"
             ) from None
 
     def _report(self, profile_id: int, **report: object) -> None:
@@ -199,14 +202,14 @@ class Profiles:
 
 
 async def _compressed(path: Path, into: Path) -> None:
-    """Compresses a trace off the event loop; when it is cancelled, nothing goes on with it."""
+    """Compresses a trace in a thread; a cancellation stops the thread after its current piece."""
     stop = threading.Event()
     work = asyncio.ensure_future(asyncio.to_thread(_compress, path, into, stop))
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
         stop.set()
-        # Until after one piece, however often this is cancelled.
+        # Waits until the current piece is done, however often this is cancelled.
         while not work.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work])

@@ -1,4 +1,4 @@
-"""The requests of a worker: from command to outputs, whatever ends them."""
+"""Runs the requests of a worker, from command to outputs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 
-# Of a Hello, which is one message with everything that runs.
+# Size limit of the running requests in a Hello, which is one message.
 _MAX_RUNNING_BYTES = 8 * 2**20
-# Of those that end while nobody acknowledges it.
+# Number of finished requests kept for a Hello while their end is not acknowledged.
 _MAX_ENDED = 256
 
 
 class RolePolicy(Protocol):
-    """What a role does with its requests; prefill/role.py and decode/role.py."""
+    """Behaviour of a role; prefill/role.py and decode/role.py implement it."""
 
     async def begin(self, attempt: Attempt) -> None: ...
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None: ...
@@ -57,17 +57,26 @@ class _Held:
 class Runner:
     """Owns every request of this worker.
 
-    All methods are called from one event loop. Commands of either role are carried out, so that a
-    worker that changes its role finishes what it has.
+    All methods are called from one event loop. Commands of both roles are executed, so that a
+    worker that changes its role can finish its requests.
 
     Args:
-        engine: started.
-        layout: of its KV cache.
-        transfer: configured.
-        outbox: takes outputs and reports.
-        handoffs: hears how each handoff of a request here ended.
-        max_requests: held at once, those being cleaned up included; more are refused.
-        open_timeout_s: longest wait for a handoff's reservation.
+        engine: Started engine.
+        layout: Layout of the engine's KV cache.
+        transfer: Configured client of the transfer service.
+        outbox: Queue for outputs and reports.
+        handoffs: Receives the result of each handoff.
+        max_requests: Limit of requests held at once, including those being cleaned up; further ones
+            are refused.
+        open_timeout_s: Longest wait for a handoff's reservation.
+
+    Attributes:
+        idle: Event that is set while no request, cleanup or handoff is left.
+        died: Resolves to the reason when the engine has failed.
+        num_tokens: Output tokens reported since the start.
+        columns: Whether outputs may use handles; only while the coordinator that gave them listens.
+        num_ended: Ended attempts by outcome.
+        num_handoff_tokens: Prompt tokens loaded from handoffs, by time of loading.
     """
 
     def __init__(
@@ -99,26 +108,22 @@ class Runner:
             engine, transfer, report=self._report_handoff, on_change=self._update_idle
         )
         self._held: dict[str, _Held] = {}
-        # Attempts whose decode was announced and has not come, by request.
+        # Attempts whose ExpectCommand came and whose DecodeCommand has not, by request ID.
         self._expected: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
-        # Outputs that have ended, and the number of the message that says so.
+        # Finished outputs, each with the sequence number of the message that reports its end.
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
-        # Reported since the start.
         self.num_tokens = 0
-        # Whether attempts may be named by their handles: the coordinator that gave them listens.
         self.columns = True
-        # How requests ended here, by a word for the metrics.
         self.num_ended: dict[str, int] = {}
-        # Prompt tokens that came by handoff, by when they were loaded.
         self.num_handoff_tokens = {"early": 0, "at_start": 0}
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
-        """The requests here, and outputs whose end nobody has heard of, for a coordinator to adopt.
+        """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
 
-        What does not fit a message is left out, and begun again elsewhere.
+        Requests that do not fit into a message are left out and start again on another worker.
         """
         every = [held.attempt.running() for held in self._held.values()]
         every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
@@ -130,10 +135,10 @@ class Runner:
         ]
 
     async def run(self) -> None:
-        """Carries the engine's steps and the handoffs' news outwards, without end.
+        """Forwards the engine's outputs and the handoff events until it is cancelled.
 
         Raises:
-            EngineDead, ServiceGone: in an ExceptionGroup.
+            ExceptionGroup: Contains EngineDead or ServiceGone.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._pump_engine())
@@ -153,7 +158,7 @@ class Runner:
         expected = self._take_expected(command.spec.request_id, command.spec.attempt)
         if expected is None:
             attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, None)
-            unknown = Internal("this worker was not told to expect the request, or was too full")
+            unknown = Internal("the worker got no ExpectCommand for this request, or was full")
             self._post([attempt.failed(unknown)])
             return
         command.spec.prompt_token_ids.extend(expected.attempt.spec.prompt_token_ids)
@@ -162,7 +167,7 @@ class Runner:
         self._start(attempt, self.decode, after=expected)
 
     def expect_decode(self, command: cluster_pb2.ExpectCommand) -> None:
-        """Prepares for a decode that follows, or a cancel."""
+        """Prepares for a decode; a DecodeCommand or CancelCommand follows."""
         attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, command.handoff)
         self._drop_expected(command.spec.request_id)
         if len(self._held) + len(self._expected) + len(self._cleanups) >= self.max_requests:
@@ -170,11 +175,11 @@ class Runner:
         self.idle.clear()
         held = self._expected[command.spec.request_id] = _Held(attempt, self.decode)
         held.begin = asyncio.create_task(
-            self._announce(held, command.num_coming_tokens), name=f"announce {attempt.engine_id}"
+            self._expect(held, command.num_coming_tokens), name=f"expect {attempt.engine_id}"
         )
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
-        """Ends an attempt without a word, whatever it is doing, and forgets its handoff."""
+        """Ends an attempt in any state without an output, and drops its handoff."""
         if not command.attempt:
             self.decode.drop(command.handoff_id)
             return
@@ -184,64 +189,64 @@ class Runner:
         self._drop_expected(command.request_id, command.attempt)
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
             if self.prefill.sends(command.handoff_id):
-                self.prefill.give_up(command.handoff_id)
+                self.prefill.abort(command.handoff_id)
             else:
                 self.decode.drop(command.handoff_id)
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
-        """Another coordinator: ends every attempt but these (request id, attempt).
+        """Ends all attempts except these (request id, attempt), for a new coordinator.
 
-        Handoffs that are nobody's end too, and it is told what the prefix cache holds.
+        It also ends handoffs without a request, and reports the whole prefix cache.
         """
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
                 self._drop(held, "cancelled")
-            # Handles are the old coordinator's.
+            # The handles belong to the old coordinator.
             held.attempt.spec.handle = 0
         self._drop_all_expected()
-        self._give_up_the_rest()
+        self._drop_unowned_handoffs()
         self._ended.clear()
-        self._cache.tell_all()
+        self._cache.report_all()
 
     def report_cache(self) -> None:
-        """Posts what has changed in the prefix cache and was not worth a message yet."""
+        """Posts pending prefix cache changes."""
         self._cache.flush()
 
     def fail_all(self, error: BatonError) -> None:
-        """Ends every request with an error."""
+        """Fails every request with an error."""
         outputs = [held.attempt.failed(error) for held in self._held.values()]
         for held in list(self._held.values()):
             self._drop(held, "failed")
         self._drop_all_expected()
         self._post(outputs)
-        self._give_up_the_rest()
+        self._drop_unowned_handoffs()
 
     async def settle(self, timeout_s: float) -> None:
-        """Waits until what was dropped is freed, for at most so long."""
+        """Waits until dropped requests are freed, for at most `timeout_s`."""
         if self._cleanups:
             await asyncio.wait(self._cleanups, timeout=timeout_s)
 
     def _held_handoffs(self) -> set[bytes]:
-        """Of requests that are here or being freed: the latter let go of theirs by themselves."""
+        """Handoffs of current requests and of requests being freed, which release theirs later."""
         every = [*self._held.values(), *self._expected.values(), *self._cleanups.values()]
         plans = [held.attempt.handoff for held in every]
         return {plan.handoff_id for plan in plans if plan is not None}
 
-    def _give_up_the_rest(self) -> None:
+    def _drop_unowned_handoffs(self) -> None:
         kept = self._held_handoffs()
-        self.prefill.give_up_all_but(kept)
+        self.prefill.abort_all_but(kept)
         self.decode.keep_only(kept)
 
     # ---- One request.
 
-    async def _announce(self, held: _Held, num_coming_tokens: int) -> None:
+    async def _expect(self, held: _Held, num_coming_tokens: int) -> None:
         try:
             await self.decode.expect(held.attempt, num_coming_tokens)
         except EngineDead as error:
             self._die(str(error))
 
     def _take_expected(self, request_id: str, attempt: int | None) -> _Held | None:
-        """What was announced of an attempt, or of any when it is None; the caller's from now on."""
+        """Removes and returns the expected decode of an attempt (None: of any attempt)."""
         held = self._expected.get(request_id)
         if held is None or attempt not in (None, held.attempt.spec.attempt):
             return None
@@ -256,7 +261,7 @@ class Runner:
             self._drop_expected(request_id)
 
     def _start(self, attempt: Attempt, policy: RolePolicy, *, after: _Held | None = None) -> None:
-        """Begins an attempt; `after`: what was done ahead of it, which it takes over."""
+        """Starts an attempt; `after` is its expected decode, whose preparation it takes over."""
         older = self._held.get(attempt.spec.request_id)
         if older is not None:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
@@ -266,7 +271,7 @@ class Runner:
             self._drop(older, "superseded")
         if len(self._held) + len(self._cleanups) >= self.max_requests:
             refusal = ResourceExhausted(
-                f"this worker holds {self.max_requests} requests, its most",
+                f"this worker holds {self.max_requests} requests, its limit",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
@@ -284,15 +289,15 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
             )
-        announced = after.begin if after is not None else None
+        expecting = after.begin if after is not None else None
         held.begin = asyncio.create_task(
-            self._begin(held, announced), name=f"begin {attempt.engine_id}"
+            self._begin(held, expecting), name=f"begin {attempt.engine_id}"
         )
 
-    async def _begin(self, held: _Held, announced: asyncio.Task[None] | None) -> None:
+    async def _begin(self, held: _Held, expecting: asyncio.Task[None] | None) -> None:
         try:
-            if announced is not None:
-                await announced
+            if expecting is not None:
+                await expecting
             await held.policy.begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
@@ -310,7 +315,7 @@ class Runner:
         self._drop(held, "failed")
 
     def _drop(self, held: _Held, how: str) -> None:
-        """Forgets a request at once; the engine's part and the handoff are freed in order."""
+        """Removes a request at once; its engine part and handoff are freed in the background."""
         self._forget(held, how)
         self._free_later(held)
 
@@ -344,7 +349,7 @@ class Runner:
         self.num_ended[how] = self.num_ended.get(how, 0) + 1
         self._update_idle()
 
-    # ---- What comes from the engine and the transfer service.
+    # ---- Events of the engine and the transfer service.
 
     async def _pump_engine(self) -> None:
         while True:
@@ -352,8 +357,8 @@ class Runner:
             self._num_steps += 1
             if step.cache is not None:
                 self._cache.take(step.cache)
-            # A prompt's blocks before its first token: until that the coordinator expects them.
-            # And what is gone before the request that misses it: it is placed anew.
+            # Cache changes are sent before the outputs that depend on them: stored blocks before
+            # the prompt's first token, removed blocks before the request that misses them.
             if any(
                 output.queue_s is not None or output.finish is Finish.PREFIX_GONE
                 for output in step.outputs
@@ -382,7 +387,7 @@ class Runner:
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
                 ended = held.attempt.running()
                 ended.finished.CopyFrom(message.finished)
-                # This step's outputs are posted next.
+                # The next posted message has this step's outputs.
                 self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
 
@@ -398,7 +403,7 @@ class Runner:
             self.decode.on_handoff_state(event)
 
     def _report_handoff(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
-        self._handoffs.ended(attempt, report)
+        self._handoffs.record(attempt, report)
         self._outbox.post(cluster_pb2.WorkerMessage(handoff=report))
 
     def _post(self, outputs: Sequence[cluster_pb2.RequestOutput]) -> None:

@@ -1,4 +1,4 @@
-"""One worker: numbered start, numbered stop."""
+"""Start and stop of one worker, in numbered steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
 
-# Beside a pool's limit: what is being cleaned up while its successor is here already.
+# Room beyond a pool's limit for requests that are being cleaned up while their successors start.
 _REQUESTS_FACTOR = 2
 _SETTLE_S = 5.0
 _LEAVE_S = 8.0
@@ -50,25 +50,25 @@ EngineFactory = Callable[[BatonConfig, PoolConfig, str], Engine]
 
 
 class WorkerFailed(Exception):
-    """The worker cannot go on; the message is the one line for people.
+    """The worker cannot continue; the message is one line for people.
 
     Attributes:
-        exit_code: as `baton`'s: 1 failed, 3 no coordinator is there.
+        exit_code: Exit code of the process: 1 failed, 3 no coordinator.
     """
 
     exit_code = 1
 
 
-class Alone(WorkerFailed):
-    """No coordinator was there for too long."""
+class NoCoordinator(WorkerFailed):
+    """No coordinator answered for too long."""
 
     exit_code = 3
 
 
 class Worker:
-    """Owns the parts of one worker; each start step pushes its own stop step.
+    """Owns the parts of one worker; each start step registers its stop step.
 
-    Args: see `serve` in worker/main.py.
+    Args: See `serve` in worker/main.py.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Worker:
         self._startup_ms: dict[str, int] = {}
 
     async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:
-        """Until it is told to leave. Raises WorkerFailed or ConfigError where it cannot go on."""
+        """Runs until told to leave. Raises WorkerFailed or ConfigError when it cannot continue."""
         async with contextlib.AsyncExitStack() as stack:
             starting = asyncio.create_task(self._start(stack), name="start")
             stopping = asyncio.create_task(stop.wait(), name="stop")
             try:
                 await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
-                    # Asked to leave while the model loads: there is nothing to finish.
+                    # Told to leave while the model loads: no request has to finish.
                     return
                 await self._serve(*starting.result(), stopping, ready)
             finally:
@@ -114,13 +114,13 @@ class Worker:
         self, stack: contextlib.AsyncExitStack
     ) -> tuple[WorkerHost, Runner, Attachment]:
         config, security = self._config, self._config.security
-        # Before anything that takes long.
+        # Checks come before the steps that take long.
         tracing.require(config.tracing)
         exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
         dial = within_cluster(security, with_tls=security.dials_tls)
         self._mark("process", lifecycle.begun_at())
 
-        # 1. The transfer service: the engine connects to it while it starts.
+        # 1. The transfer service, which the engine connects to while it starts.
         begun_at = monotonic()
         directory = self._own_directory()
         stack.callback(directory.remove)
@@ -136,24 +136,24 @@ class Worker:
         stack.push_async_callback(transfer.close)
         self._mark("transfer", begun_at)
 
-        # 2. The engine: loads the model, and computes something before anybody asks it to.
+        # 2. The engine: loads the model and runs a warm-up step.
         begun_at = monotonic()
         try:
             engine = self._engine_factory(config, self._pool, socket_path)
         except lifecycle.SignalCame:
-            # The loop hears of it next, and cancels this.
+            # The event loop handles the signal next, and cancels this task.
             await asyncio.Event().wait()
             raise
         stack.push_async_callback(engine.stop)
-        # Importing the engine may take as long as the model.
+        # The time before this is the import of the engine, which may take as long as the model.
         starting_at = monotonic()
-        info = _of_revision(await self._start_engine(engine, transfer), config.worker.revision)
+        info = _with_revision(await self._start_engine(engine, transfer), config.worker.revision)
         kv_at = starting_at + info.weights_s
         self._mark("weights", begun_at, kv_at)
         self._mark("kv", kv_at, kv_at + info.kv_s)
         self._mark("warm_up", kv_at + info.kv_s)
 
-        # 3. From here on handoffs may come.
+        # 3. From here on the transfer service accepts handoffs.
         try:
             await transfer.configure(info.layout.fingerprint())
         except ServiceGone as error:
@@ -161,7 +161,7 @@ class Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
-        # 4. Metrics and spans; the engine's processes were forked before these have threads.
+        # 4. Metrics and spans. Their threads start after the engine has forked its processes.
         role = role_name(self._role)
         collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
         registry = collector.registry()
@@ -180,7 +180,7 @@ class Worker:
         stack.push_async_callback(asyncio.to_thread, spans.close)
         handoffs = HandoffLog(spans)
 
-        # 5. The requests' keeper, and the stream to the coordinator.
+        # 5. The request runner, and the stream to the coordinator.
         outbox = Outbox()
         runner = Runner(
             engine,
@@ -248,7 +248,7 @@ class Worker:
             await asyncio.gather(starting, gone, return_exceptions=True)
         if transfer.gone.is_set():
             raise WorkerFailed(transfer.gone_reason)
-        raise WorkerFailed(f"engine: not up after worker.start_timeout_s {timeout_s:g}")
+        raise WorkerFailed(f"engine: not ready after worker.start_timeout_s {timeout_s:g}")
 
     async def _serve(
         self,
@@ -258,7 +258,7 @@ class Worker:
         stopping: asyncio.Task[Any],
         ready: Callable[[str], None] | None,
     ) -> None:
-        attached = asyncio.create_task(self._say_ready(host, ready), name="ready")
+        attached = asyncio.create_task(self._report_ready(host, ready), name="ready")
         attaching = asyncio.create_task(attachment.run(), name="attach")
         running = asyncio.create_task(runner.run(), name="run")
         tasks: list[asyncio.Future[Any]] = [attached, attaching, running]
@@ -281,18 +281,18 @@ class Worker:
         stopping: asyncio.Task[Any],
         ends: list[asyncio.Future[Any]],
     ) -> None:
-        """Takes no new work and waits for what runs, for as long as it may.
+        """Takes no new work and waits for running requests.
 
-        Once its process is to stop that is no longer than `worker.drain_timeout_s`: whoever said so
-        kills it some time after.
+        After a stop signal it waits at most `worker.drain_timeout_s`, because the process manager
+        kills the process some time after the signal.
         """
         own_s = self._config.worker.drain_timeout_s
-        timeout_s, reason = own_s, "the process is to stop"
+        timeout_s, reason = own_s, "the process was told to stop"
         if host.drain_s.done():
             timeout_s, reason = host.drain_s.result()
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
-        idle = asyncio.create_task(_quiet(host, runner, attachment), name="drain")
+        idle = asyncio.create_task(_drained(host, runner, attachment), name="drain")
         over, deadline = [idle, *ends], monotonic() + timeout_s
         try:
             await asyncio.wait(
@@ -312,9 +312,12 @@ class Worker:
         attaching: asyncio.Task[None],
         running: asyncio.Task[None],
     ) -> None:
-        """Says so, drops what is left, ends the stream. Raises WorkerFailed unless it is wanted.
+        """Reports the stop, drops remaining requests and ends the stream.
 
-        The coordinator has what is left go on elsewhere.
+        The coordinator continues the remaining requests on other workers.
+
+        Raises:
+            WorkerFailed: The worker did not stop on request.
         """
         failure = _failure(attaching, running, runner.died)
         attached = not attaching.done() and host.attached.is_set()
@@ -328,10 +331,10 @@ class Worker:
             attachment.leave()
             await asyncio.wait([attaching], timeout=_LEAVE_S)
         if failure:
-            raise (Alone if _found_nobody(attaching) else WorkerFailed)(failure)
+            raise (NoCoordinator if _has_no_coordinator(attaching) else WorkerFailed)(failure)
 
     @staticmethod
-    async def _say_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
+    async def _report_ready(host: WorkerHost, ready: Callable[[str], None] | None) -> None:
         await host.attached.wait()
         hello = host.hello()
         _log.info("attached", extra={"role": common_pb2.Role.Name(hello.role)})
@@ -349,8 +352,8 @@ async def _load(engine: Engine) -> EngineInfo:
     return info
 
 
-async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
-    """Until nothing runs and nothing can come: the coordinator has said so, or is not there."""
+async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
+    """Waits until no request is left and none can come: the worker is released or detached."""
     released = asyncio.create_task(host.released.wait(), name="released")
     detached = asyncio.create_task(attachment.detached.wait(), name="detached")
     try:
@@ -364,13 +367,13 @@ async def _quiet(host: WorkerHost, runner: Runner, attachment: Attachment) -> No
 def _failure(
     attaching: asyncio.Task[None], running: asyncio.Task[None], died: asyncio.Future[str]
 ) -> str:
-    """Why the worker cannot go on; "" when it could."""
+    """Why the worker cannot continue; "" if it could."""
     if died.done():
         return f"engine: {died.result()}"
     for task in (running, attaching):
         if not task.done() or (error := task.exception()) is None:
             continue
-        for cause in _leaves(error):
+        for cause in _leaf_errors(error):
             match cause:
                 case EngineDead():
                     return f"engine: {cause}"
@@ -381,20 +384,20 @@ def _failure(
     return ""
 
 
-def _found_nobody(attaching: asyncio.Task[None]) -> bool:
+def _has_no_coordinator(attaching: asyncio.Task[None]) -> bool:
     if not attaching.done() or attaching.cancelled() or (error := attaching.exception()) is None:
         return False
-    return any(isinstance(one, CoordinatorGone) for one in _leaves(error))
+    return any(isinstance(one, CoordinatorGone) for one in _leaf_errors(error))
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def _leaf_errors(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+        return [leaf for one in error.exceptions for leaf in _leaf_errors(one)]
     return [error]
 
 
-def _of_revision(info: EngineInfo, revision: str) -> EngineInfo:
-    """With a fingerprint of its own: a worker of another revision refuses its KV caches."""
+def _with_revision(info: EngineInfo, revision: str) -> EngineInfo:
+    """Adds the revision to the fingerprint, so that other revisions refuse this KV cache."""
     if revision == FIRST_REVISION:
         return info
     layout = replace(info.layout, revision=f"{info.layout.revision}/{revision}")
@@ -402,13 +405,13 @@ def _of_revision(info: EngineInfo, revision: str) -> EngineInfo:
 
 
 def _digest(config: BatonConfig, pool: PoolConfig) -> str:
-    """Of what the engine is started with."""
+    """Hash of the engine, the model and the engine arguments."""
     what = [config.engine, config.model, config.engine_args | pool.engine_args]
     text = json.dumps(what, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _host_id() -> str:
-    """Equal for processes that share memory: the kernel's boot id, and its shm mount."""
+    """ID that is equal for processes that share memory: the kernel's boot ID and its shm mount."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot_id}:{os.stat('/dev/shm').st_dev}"

@@ -245,7 +245,7 @@ def test_a_worker_that_finds_no_coordinator_is_exit_3(baton, unused_address):
     arguments = ("--role", "decode", "--worker-id", "w", "--coordinator", unused_address)
     result = baton("worker", *arguments, "--config", "-", stdin=config)
     assert result.code == 3
-    assert f"\nbaton worker w: no coordinator at {unused_address} for " in f"\n{result.err}"
+    assert f"\nbaton worker w: no coordinator at {unused_address} within " in f"\n{result.err}"
 
 
 def test_a_worker_that_is_to_leave_at_once_leaves_no_shared_memory(unused_address, tmp_path):

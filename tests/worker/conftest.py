@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 from otlp_collector import OtlpCollector
-from scripted_coordinator import RunningWorker, ScriptedCoordinator, end_worker
+from scripted_coordinator import WAIT_S, RunningWorker, ScriptedCoordinator, end_worker
 
 StartWorker = Callable[..., RunningWorker]
 
@@ -51,8 +51,8 @@ async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIte
         def start(role: int = common_pb2.ROLE_DECODE, name: str = "w1", **over) -> RunningWorker:
             address = over.pop("address", coordinator.address)
             simulated = {"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192}
-            # Not the 512 MB that a worker makes ready by default.
-            staging = {"send_bytes": 2**23, "receive_bytes": 2**23}
+            # Small staging memory, because a worker reserves 512 MB by default.
+            transfer = {"send_bytes": 2**23, "receive_bytes": 2**23, "open_timeout_s": WAIT_S}
             config = parse(
                 {
                     "model": model,
@@ -60,8 +60,9 @@ async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIte
                     "engine": "simulated",
                     "log_level": "error",
                     "simulated": simulated | over.pop("simulated", {}),
-                    "kv_transfer": staging | over.pop("kv_transfer", {}),
-                    "worker": {"attach_timeout_s": 5, "drain_timeout_s": 5}
+                    "kv_transfer": transfer | over.pop("kv_transfer", {}),
+                    # Long enough that a busy machine does not reach them.
+                    "worker": {"attach_timeout_s": WAIT_S, "drain_timeout_s": WAIT_S}
                     | over.pop("worker", {}),
                     **over,
                 },

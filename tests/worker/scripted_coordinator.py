@@ -11,11 +11,12 @@ from baton.runtime.config import BatonConfig, PoolConfig
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 from baton.worker.main import make_engine, serve
 
-WAIT_S = 60.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 
 
 class Stream:
-    """One Attach call, as its coordinator sees it."""
+    """One Attach call, seen from its coordinator."""
 
     def __init__(self, context: grpc.aio.ServicerContext, hello: cluster_pb2.Hello) -> None:
         self.hello = hello
@@ -57,19 +58,19 @@ class Stream:
         self.ended.set()
 
     def end(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, details: str = "") -> None:
-        """Breaks the stream off from the coordinator's side."""
+        """Ends the stream from the coordinator's side."""
         self.end_with = (code, details)
         self._end.set()
 
     async def next(self, kind: str) -> cluster_pb2.WorkerMessage:
-        """The next kept message, which must be of this kind."""
+        """Next numbered message, which must be of this kind."""
         async with asyncio.timeout(WAIT_S):
             message = await self._inbox.get()
         assert message.WhichOneof("message") == kind, message
         return message
 
     async def next_of(self, kind: str) -> cluster_pb2.WorkerMessage:
-        """The next kept message of this kind; others are passed over."""
+        """Next numbered message of this kind; skips others."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 message = await self._inbox.get()
@@ -77,7 +78,7 @@ class Stream:
                     return message
 
     async def outputs(self, request_id: str) -> list[cluster_pb2.RequestOutput]:
-        """All outputs of a request until its end."""
+        """All outputs of a request up to its end."""
         found: list[cluster_pb2.RequestOutput] = []
         while not found or found[-1].WhichOneof("end") is None:
             step = (await self.next_of("step")).step
@@ -85,7 +86,7 @@ class Stream:
         return found
 
     async def idle(self) -> None:
-        """Until a load report says that nothing is held."""
+        """Waits for a load report without requests and reserved memory."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 self.heard.clear()
@@ -100,7 +101,7 @@ class Stream:
                 await self.heard.wait()
 
     async def load_after(self) -> cluster_pb2.LoadReport:
-        """A load report made from now on."""
+        """A load report that is made after this call."""
         self.load = cluster_pb2.LoadReport()
         async with asyncio.timeout(WAIT_S):
             while not self.load.kv_tokens_total:
@@ -110,7 +111,7 @@ class Stream:
 
 
 class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
-    """Welcomes workers and leaves the rest to the test."""
+    """Welcomes workers; the test sends all other messages."""
 
     def __init__(self, generation: int = 1, grace_s: float = 30.0) -> None:
         self.generation, self.grace_s = generation, grace_s
@@ -118,7 +119,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         self.sent = 0
         self.adopted: Sequence[cluster_pb2.AdoptedRequest] = ()
         self.takes_batches = False
-        # How many messages came in one, where it was more than one.
+        # Number of messages in each batch of more than one.
         self.batches: list[int] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.address = ""
@@ -157,17 +158,17 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
             await context.abort(*stream.end_with)
 
     async def stream(self) -> Stream:
-        """The next worker's stream."""
+        """Stream of the next worker that attaches."""
         async with asyncio.timeout(WAIT_S):
             return await self._streams.get()
 
     async def command(self, stream: Stream, **command: object) -> None:
-        """Sends a kept message."""
+        """Sends a numbered command."""
         self.sent += 1
         await stream.send(seq=self.sent, ack=self.received, **command)
 
     async def command_batch(self, stream: Stream, *commands: dict[str, object]) -> None:
-        """Sends kept messages as one."""
+        """Sends numbered commands in one message, so that the worker gets them at the same time."""
         batch = []
         for command in commands:
             self.sent += 1
@@ -176,26 +177,43 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
 
 
 class RunningWorker:
-    """`serve` in this process; the transfer service beside it is a process."""
+    """A worker (`serve`) in this process, with its transfer service in another process."""
 
     def __init__(self, config: BatonConfig, role: int, address: str, worker_id: str) -> None:
         self.stop = asyncio.Event()
         self._engine: Engine | None = None
+        self._may_output = asyncio.Event()
+        self._may_output.set()
         running = serve(
             config, role, address, worker_id, stop=self.stop, engine_factory=self._make_engine
         )
         self.task = asyncio.create_task(running, name=worker_id)
 
     def _make_engine(self, config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
-        self._engine = make_engine(config, pool, transfer_socket)
-        return self._engine
+        engine = self._engine = make_engine(config, pool, transfer_socket)
+        next_step = engine.next_step
+
+        async def held_step():
+            step = await next_step()
+            await self._may_output.wait()
+            return step
+
+        engine.next_step = held_step
+        return engine
+
+    def hold_outputs(self) -> None:
+        """Keeps the engine's outputs back until `release_outputs`, so that no request ends."""
+        self._may_output.clear()
+
+    def release_outputs(self) -> None:
+        self._may_output.set()
 
     async def exit_code(self) -> int:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.task)
 
     async def computes_nothing(self) -> None:
-        """Until no request runs in its engine."""
+        """Waits until no request runs in the engine."""
         assert self._engine is not None
         async with asyncio.timeout(WAIT_S):
             while self._engine.load().num_running:
@@ -230,7 +248,7 @@ def spec(
 
 
 def plan(
-    handoff_id: bytes, target: str, num_tokens: int, commit_timeout_s: float = 5.0
+    handoff_id: bytes, target: str, num_tokens: int, commit_timeout_s: float = WAIT_S
 ) -> cluster_pb2.HandoffPlan:
     made = cluster_pb2.HandoffPlan(
         handoff_id=handoff_id, epoch=1, target=target, num_tokens=num_tokens
@@ -240,7 +258,7 @@ def plan(
 
 
 def tokens_of(outputs: Sequence[cluster_pb2.RequestOutput]) -> list[int]:
-    """The tokens, with their offsets checked."""
+    """Tokens of the outputs; checks that the offsets are contiguous."""
     found: list[int] = []
     start = outputs[0].delta.offset
     for output in outputs:

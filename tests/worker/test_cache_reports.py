@@ -1,4 +1,4 @@
-"""A coordinator that applies every message knows what the engine's cache holds."""
+"""A coordinator that applies every CacheEvents knows which blocks the engine has cached."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def prefill(name: str, prompt: list[int]) -> cluster_pb2.PrefillCommand:
 
 
 class Known:
-    """The cache as the coordinator sees it."""
+    """The worker's cache as the coordinator knows it."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()
@@ -29,7 +29,7 @@ class Known:
         self.blocks.update(events.stored)
 
     def hear(self, outbox: Outbox) -> int:
-        """Applies what goes out; says how many messages that were."""
+        """Applies all outgoing messages and returns their number."""
         count = 0
         while (message := outbox.next_unsent()) is not None:
             self.apply(message.cache)
@@ -48,7 +48,7 @@ _STEPS = st.lists(
 
 
 @given(_STEPS)
-def test_whatever_changes_is_known_after_a_flush(steps: list[tuple]) -> None:
+def test_the_coordinator_knows_the_cache_after_each_flush(steps: list[tuple]) -> None:
     outbox, cache, known = Outbox(), set[int](), Known()
     reports = CacheReports(outbox)
     for step in steps:
@@ -62,7 +62,7 @@ def test_whatever_changes_is_known_after_a_flush(steps: list[tuple]) -> None:
         else:
             known.hear(outbox)
             known = Known()
-            reports.tell_all()
+            reports.report_all()
         known.hear(outbox)
         assert known.blocks == cache
         reports.flush()
@@ -77,12 +77,12 @@ def test_large_reports_take_several_messages_and_small_ones_wait() -> None:
     reports.take(CacheChange(stored=range(10, 40_000)))
     assert known.hear(outbox) == 3
     assert known.blocks == set(range(40_000))
-    reports.tell_all()
+    reports.report_all()
     assert known.hear(outbox) == 3
     assert known.blocks == set(range(40_000))
 
 
-async def test_a_prompts_blocks_are_told_before_its_first_token_and_again_to_a_new_coordinator(
+async def test_a_prompts_blocks_are_reported_before_its_first_token_and_again_to_a_new_coordinator(
     coordinator, start_worker
 ):
     start_worker(common_pb2.ROLE_PREFILL)
@@ -95,7 +95,7 @@ async def test_a_prompts_blocks_are_told_before_its_first_token_and_again_to_a_n
     (output,) = (await stream.next("step")).step.outputs
     assert output.timings.num_cached_tokens == 0
 
-    # The same again comes out of the cache, and changes nothing in it.
+    # The same prompt is found in the cache and does not change the cache.
     await stream.send(seq=2, prefill=prefill("b", prompt))
     (output,) = (await stream.next("step")).step.outputs
     assert output.timings.num_cached_tokens == 96

@@ -1,4 +1,4 @@
-"""GPU metrics through NVML: those of this worker's GPUs, and nothing where there are none."""
+"""GPU metrics from NVML: only this worker's GPUs, and no metrics without GPUs."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_a_worker_shows_its_own_gpus(visible, num_gpus, uuids):
         assert (f'uuid="GPU-{number}"' in text) is (f"GPU-{number}" in uuids)
 
 
-def test_without_cuda_visible_devices_it_has_the_first(monkeypatch):
+def test_without_cuda_visible_devices_a_worker_has_the_first_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     text = shown(gpus.collector("cuda", 2, None, FakeNvml))
     assert 'gpu="1"' in text
     assert 'gpu="2"' not in text
 
 
-def test_what_a_gpu_cannot_tell_is_left_out():
+def test_values_that_a_gpu_does_not_provide_are_left_out():
     nvml = FakeNvml(1, ("nvmlDeviceGetPowerUsage",))
     text = shown(gpus.collector("cuda", 1, ["0"], lambda: nvml))
     assert "baton_worker_gpu_utilization_ratio{" in text
@@ -79,7 +79,7 @@ def no_module():
         ("cuda", "7", FakeNvml),
     ],
 )
-def test_without_gpu_driver_or_library_there_is_nothing(device, visible, load):
+def test_without_gpu_driver_or_library_there_are_no_metrics(device, visible, load):
     assert gpus.collector(device, 1, [visible], load) is None
 
 

@@ -10,14 +10,14 @@ def message(number: int) -> cluster_pb2.WorkerMessage:
 
 
 def sent(outbox: Outbox, at_most: int | None = None) -> list[tuple[int, int]]:
-    """(seq, step) of what goes out now."""
+    """(seq, step) of the messages that are sent now."""
     found = []
     while len(found) != at_most and (one := outbox.next_unsent()) is not None:
         found.append((one.seq, one.step.step))
     return found
 
 
-def test_a_new_stream_goes_on_after_what_was_processed() -> None:
+def test_a_new_stream_continues_after_the_processed_messages() -> None:
     outbox = Outbox()
     for number in range(1, 5):
         outbox.post(message(number))
@@ -28,7 +28,7 @@ def test_a_new_stream_goes_on_after_what_was_processed() -> None:
     assert sent(outbox) == [(3, 3), (4, 4)]
 
 
-def test_a_new_coordinator_hears_only_what_its_hello_did_not_say() -> None:
+def test_a_new_coordinator_gets_only_messages_after_its_hello() -> None:
     outbox = Outbox()
     outbox.post(message(1))
     outbox.post(message(2))
@@ -40,7 +40,7 @@ def test_a_new_coordinator_hears_only_what_its_hello_did_not_say() -> None:
     assert sent(outbox) == [(1, 3)]
 
 
-def test_a_new_coordinator_hears_only_of_requests_that_it_adopted() -> None:
+def test_a_new_coordinator_gets_only_outputs_of_adopted_requests() -> None:
     outbox = Outbox()
     outbox.mark_hello()
     ids = [("kept", 2), ("kept", 1), ("ended", 1)]
@@ -55,7 +55,7 @@ def test_a_new_coordinator_hears_only_of_requests_that_it_adopted() -> None:
     assert not message.step.HasField("tokens")
 
 
-def test_a_batch_is_bounded_and_what_is_longer_goes_by_itself() -> None:
+def test_a_batch_is_bounded_and_a_large_message_is_sent_alone() -> None:
     outbox = Outbox()
     for number in range(1, 71):
         outbox.post(message(number))
@@ -69,7 +69,7 @@ def test_a_batch_is_bounded_and_what_is_longer_goes_by_itself() -> None:
     assert not outbox.has_unsent
 
 
-async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> None:
+async def test_room_blocks_at_the_limit_until_messages_are_acknowledged() -> None:
     outbox = Outbox(max_messages=2)
     outbox.post(message(1))
     await outbox.room()
@@ -84,7 +84,7 @@ async def test_room_closes_at_the_bound_and_opens_with_acknowledgements() -> Non
 @given(
     st.lists(st.sampled_from(["post", "send", "batch", "ack", "stream"]), max_size=60), st.data()
 )
-def test_whatever_streams_do_everything_arrives_once_in_order(
+def test_every_message_arrives_once_and_in_order_over_any_streams(
     actions: list[str], data: st.DataObject
 ) -> None:
     outbox, processed, posted = Outbox(), list[int](), 0
@@ -110,7 +110,7 @@ def test_whatever_streams_do_everything_arrives_once_in_order(
         elif action == "ack":
             outbox.acknowledge(data.draw(st.integers(0, len(processed))))
         else:
-            # What was on its way is lost, in part: the coordinator says what it has.
+            # The stream breaks with messages in flight; the coordinator acknowledges the others.
             outbox.mark_hello()
             outbox.resume(len(processed))
     deliver(None)

@@ -1,9 +1,10 @@
-"""Profiles of a worker: recorded, sent as they are taken, and nothing left whatever ends them."""
+"""Profiles of a worker: recorded, sent in chunks, and cleaned up however they end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -32,7 +33,7 @@ def allow(profile_id: int, num_bytes: int) -> cluster_pb2.ProfileCommand:
 
 
 class FakeEngine:
-    """Two ranks that write what they are told to, and what goes wrong."""
+    """An engine with two ranks that writes given traces and raises given errors."""
 
     def __init__(self, directory: Path, content: bytes = b"{}") -> None:
         self._directory, self._content = directory, content
@@ -46,7 +47,7 @@ class FakeEngine:
     async def start_profile(self) -> None:
         if self.start_error is not None:
             raise self.start_error
-        # As an engine that is told, whoever still waits for its answer.
+        # The engine starts to record even if its caller no longer waits.
         self.recording = True
         self.started.set()
         await self.may_start.wait()
@@ -63,7 +64,7 @@ class FakeEngine:
 
 
 class Reports:
-    """What a worker says, as its coordinator takes it."""
+    """Reports of a worker, as its coordinator receives them."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -104,7 +105,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-async def until_over(profiles: Profiles, directory: Path) -> None:
+async def until_ended(profiles: Profiles, directory: Path) -> None:
     async with asyncio.timeout(WAIT_S):
         while profiles._task is not None:
             await asyncio.sleep(0.001)
@@ -112,7 +113,7 @@ async def until_over(profiles: Profiles, directory: Path) -> None:
     assert not profiles.recording
 
 
-async def test_every_rank_has_a_file_and_none_is_left(engine, start, tmp_path):
+async def test_every_rank_sends_a_file_and_no_file_stays_on_disk(engine, start, tmp_path):
     profiles, reports = start()
     profiles.on_command(record(7))
     await reports.kind("started")
@@ -124,7 +125,7 @@ async def test_every_rank_has_a_file_and_none_is_left(engine, start, tmp_path):
         assert (file.rank, file.num_files, file.num_bytes) == (rank, 2, len(data))
         assert gzip.decompress(data) == b"{}"
     assert (await reports.kind("done")).profile_id == 7
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
     assert not engine.recording
 
 
@@ -143,22 +144,22 @@ async def test_no_more_is_sent_than_is_allowed(engine, start, tmp_path):
         num_bytes += len(data)
         first += data
         assert num_bytes <= allowed
-        # It says no more by itself.
+        # The worker sends nothing more without permission.
         await asyncio.sleep(0)
         assert reports._outbox.next_unsent() is None or num_bytes == size
     assert gzip.decompress(bytes(first)) == engine._content
     profiles.cancel()
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
 
 
-async def test_one_at_a_time(engine, start, tmp_path):
+async def test_only_one_profile_runs_at_a_time(engine, start, tmp_path):
     profiles, reports = start()
-    profiles.on_command(record(1, 30))
+    profiles.on_command(record(1, 60))
     await reports.kind("started")
     profiles.on_command(record(2))
     refused = await reports.kind("failed")
     assert (refused.profile_id, refused.failed.code) == (2, code_pb2.FAILED_PRECONDITION)
-    # Of another, or of nobody.
+    # A command of another profile has no effect.
     profiles.on_command(cluster_pb2.ProfileCommand(profile_id=2, cancel=True))
     assert engine.recording
     engine.may_stop.clear()
@@ -167,18 +168,18 @@ async def test_one_at_a_time(engine, start, tmp_path):
     profiles.on_command(record(3))
     assert (await reports.kind("failed")).profile_id == 3
     engine.may_stop.set()
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
     assert not engine.recording
     profiles.on_command(record(4))
     assert (await reports.kind("started")).profile_id == 4
 
 
 @pytest.mark.parametrize("when", ["starting", "recording", "stopping"])
-async def test_cancelled_whenever_it_is(engine, start, tmp_path, when):
+async def test_a_profile_can_be_cancelled_in_every_phase(engine, start, tmp_path, when):
     profiles, reports = start()
     if when == "starting":
         engine.may_start.clear()
-    profiles.on_command(record(1, 0 if when == "stopping" else 30))
+    profiles.on_command(record(1, 0 if when == "stopping" else 60))
     if when == "stopping":
         engine.may_stop.clear()
     async with asyncio.timeout(WAIT_S):
@@ -189,23 +190,23 @@ async def test_cancelled_whenever_it_is(engine, start, tmp_path, when):
     profiles.cancel()
     await asyncio.sleep(0.01)
     engine.may_stop.set()
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
     assert not engine.recording
     assert reports._outbox.next_unsent() is None
 
 
 def open_files() -> list[str]:
-    """What this process has open, also what is deleted."""
+    """Open files of this process, including deleted ones."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        # The directory's own is closed by now.
+        # The directory's own descriptor is closed by now.
         with contextlib.suppress(FileNotFoundError):
             found.append(str(descriptor.readlink()))
     return found
 
 
-async def test_cancelled_while_it_compresses(engine, start, tmp_path):
-    # Takes some seconds as a whole.
+async def test_a_profile_can_be_cancelled_while_it_compresses(engine, start, tmp_path):
+    # Compressing this takes a few seconds.
     engine._content = os.urandom(48 * 2**20)
     profiles, reports = start()
     profiles.on_command(record(1, 0))
@@ -216,7 +217,7 @@ async def test_cancelled_while_it_compresses(engine, start, tmp_path):
     for _ in range(3):
         profiles.cancel()
         await asyncio.sleep(0)
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
     assert not [path for path in open_files() if path.startswith(str(tmp_path))]
 
 
@@ -229,7 +230,7 @@ async def test_cancelled_while_it_compresses(engine, start, tmp_path):
     ],
 )
 @pytest.mark.parametrize("at", ["start_error", "stop_error"])
-async def test_what_goes_wrong_is_said(engine, start, tmp_path, error, code, at):
+async def test_failures_are_reported(engine, start, tmp_path, error, code, at):
     profiles, reports = start()
     setattr(engine, at, error)
     profiles.on_command(record(1, 0))
@@ -238,7 +239,7 @@ async def test_what_goes_wrong_is_said(engine, start, tmp_path, error, code, at)
     failed = (await reports.kind("failed")).failed
     assert failed.code == code
     assert str(error) in failed.message
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
 
 
 async def test_traces_that_are_too_large_are_refused(start, tmp_path):
@@ -248,31 +249,38 @@ async def test_traces_that_are_too_large_are_refused(start, tmp_path):
     failed = (await reports.kind("failed")).failed
     assert failed.code == code_pb2.RESOURCE_EXHAUSTED
     assert "at most 40: record for less time" in failed.message
-    await until_over(profiles, tmp_path)
+    await until_ended(profiles, tmp_path)
 
 
-async def test_nobody_takes_it(start, tmp_path):
+async def test_a_profile_ends_when_its_traces_are_not_requested(start, tmp_path):
     profiles, reports = start(take_timeout_s=0.01)
     profiles.on_command(record(1, 0))
     await reports.kind("started")
     await reports.kind("file")
-    assert "nobody has taken more" in (await reports.kind("failed")).failed.message
-    await until_over(profiles, tmp_path)
+    assert "no more of the traces was requested" in (await reports.kind("failed")).failed.message
+    await until_ended(profiles, tmp_path)
 
 
-async def test_a_live_worker_serves_on_and_its_steps_are_there(
+async def test_a_live_worker_serves_on_and_the_trace_has_its_steps(
     coordinator, start_worker, vocabulary, monkeypatch, short_path
 ):
-    # What it makes is to be seen.
+    # The worker makes its directory here, so that the test can look into it.
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    recorded = asyncio.Event()
+
+    async def until_recorded(_: float) -> None:
+        await recorded.wait()
+
+    made = functools.partial(Profiles, sleep=until_recorded)
+    monkeypatch.setattr("baton.worker.worker.Profiles", made)
     start_worker()
     stream = await coordinator.stream()
-    # All of the request is computed meanwhile, on a busy machine too.
-    await coordinator.command(stream, profile=record(9, 1.0))
+    await coordinator.command(stream, profile=record(9))
     assert (await stream.next_of("profile")).profile.HasField("started")
     decode = cluster_pb2.DecodeCommand(spec=spec("r", list(range(5, 25)), max_tokens=5))
     await coordinator.command(stream, decode=decode)
     assert (await stream.outputs("r"))[-1].HasField("finished")
+    recorded.set()
     file = (await stream.next_of("profile")).profile.file
     assert (file.rank, file.num_files) == (0, 1)
     await coordinator.command(stream, profile=allow(9, WINDOW_BYTES))
@@ -286,7 +294,7 @@ async def test_a_live_worker_serves_on_and_its_steps_are_there(
     assert not [one for one in directory.iterdir() if "trace" in one.name]
 
 
-async def test_another_coordinator_has_it_ended(coordinator, start_worker):
+async def test_a_new_coordinator_ends_the_profile(coordinator, start_worker):
     start_worker()
     stream = await coordinator.stream()
     await coordinator.command(stream, profile=record(9, 60))

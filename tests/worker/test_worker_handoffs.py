@@ -1,4 +1,4 @@
-"""What a worker shows of its handoffs: reports, metrics, and spans in the request's trace."""
+"""Observability of a worker's handoffs: reports, metrics, and spans in the request's trace."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import secrets
 
 from otlp_collector import OtlpCollector
 from prometheus_client import generate_latest
-from scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
+from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.attempts import Attempt
 from baton.runtime.config import TracingConfig
@@ -28,7 +28,7 @@ NOW_NS = 10**18
 
 @contextlib.asynccontextmanager
 async def two_workers(coordinator, start_worker, **sections):
-    """A prefill and a decode worker, each with its coordinator and stream."""
+    """A prefill and a decode worker, each with its own coordinator and stream."""
     second = ScriptedCoordinator()
     await second.start()
     try:
@@ -40,7 +40,7 @@ async def two_workers(coordinator, start_worker, **sections):
 
 
 async def hand_over(coordinator, prefill, second, decode, name, **changes):
-    """One request across both workers; what each of them reports of its handoff."""
+    """Runs one request across both workers; returns the handoff report of each."""
     handoff = plan(secrets.token_bytes(16), decode.hello.kv_address, len(PROMPT))
     made = spec(name, PROMPT, max_tokens=4)
     made.traceparent = changes.get("traceparent", "")
@@ -54,7 +54,7 @@ async def hand_over(coordinator, prefill, second, decode, name, **changes):
     return sent, received
 
 
-async def test_reports_say_how_it_went(coordinator, start_worker):
+async def test_both_workers_report_the_handoff(coordinator, start_worker):
     async with two_workers(coordinator, start_worker) as (prefill, second, decode):
         sent, received = await hand_over(coordinator, prefill, second, decode, "r")
         assert (sent.state, sent.transport, sent.num_fallbacks) == (COMMITTED, "shm", 0)
@@ -72,7 +72,7 @@ async def test_reports_say_how_it_went(coordinator, start_worker):
         assert not (await decode.load_after()).peers
 
 
-async def test_the_spans_of_one_request(coordinator, start_worker, collector):
+async def test_only_a_sampled_request_has_spans(coordinator, start_worker, collector):
     tracing = {"otlp_endpoint": collector.endpoint}
     async with two_workers(coordinator, start_worker, tracing=tracing) as (prefill, second, decode):
         for name, traceparent in (("unsampled", NOT_SAMPLED), ("untraced", ""), ("r", SAMPLED)):
@@ -132,7 +132,7 @@ async def test_a_worker_stops_though_its_collector_is_silent(coordinator, start_
         command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff)
         await coordinator.command(stream, prefill=command)
         await stream.next_of("handoff")
-        await asyncio.wait_for(collector.called.wait(), 10)
+        await asyncio.wait_for(collector.called.wait(), WAIT_S)
         await coordinator.command(stream, release=cluster_pb2.ReleaseCommand())
         worker.stop.set()
         assert await worker.exit_code() == 0
@@ -144,8 +144,8 @@ def report(**fields) -> cluster_pb2.HandoffReport:
     return cluster_pb2.HandoffReport(**base | fields)
 
 
-def places(span, begun_us) -> dict[str, tuple[int, int]]:
-    """Children's start and end in microseconds after the span's."""
+def stages_us(span, begun_us) -> dict[str, tuple[int, int]]:
+    """Start and end of each child span, in microseconds after the start of the handoff."""
     start_ns = NOW_NS - begun_us * 1000
     return {
         child.name.removeprefix("handoff "): (
@@ -156,12 +156,12 @@ def places(span, begun_us) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_the_stages_of_a_send_lie_where_they_were():
+def test_the_stages_of_a_send_are_placed_by_their_durations():
     times = {"reserve_us": 20, "open_us": 30, "fill_us": 100, "exposed_us": 7, "total_us": 130}
     (span,) = send_spans(report(state=COMMITTED, num_fallbacks=1, **times), NOW_NS)
-    # 3 us are the way of the news: what was measured counts back from its end.
+    # Durations count back from the end, so the 3 us of notification delay are at the start.
     assert (NOW_NS - span.start_ns, span.error) == (130_000, "")
-    assert places(span, 130) == {
+    assert stages_us(span, 130) == {
         "reserve": (3, 23),
         "open": (23, 53),
         "fill": (23, 123),
@@ -173,12 +173,12 @@ def test_the_stages_of_a_send_lie_where_they_were():
     )
 
 
-def test_a_send_that_failed_has_the_stages_it_came_to():
+def test_a_failed_send_has_only_the_stages_it_reached():
     times = {"reserve_us": 20, "fill_us": 100, "total_us": 500}
     reason = kv_transfer_pb2.REFUSAL_REASON_NO_ROOM
     failed = report(state=FAILED, reason=reason, detail="no room", **times)
     (span,) = send_spans(failed, NOW_NS)
-    assert places(span, 500) == {"reserve": (0, 20), "fill": (20, 120)}
+    assert stages_us(span, 500) == {"reserve": (0, 20), "fill": (20, 120)}
     assert (span.error, span.attributes["baton.handoff.reason"]) == ("no room", "no_room")
     assert span.attributes["baton.handoff.transport"] == "none"
     cancelled = report(state=FAILED, reason=kv_transfer_pb2.REFUSAL_REASON_CANCELLED)
@@ -197,9 +197,9 @@ def test_metrics_of_handoffs():
     log = HandoffLog(Tracing(TracingConfig(), {}))
     send = Attempt(cluster_pb2.RequestSpec(), PREFILL, cluster_pb2.HandoffPlan())
     receive = Attempt(cluster_pb2.RequestSpec(), DECODE, cluster_pb2.HandoffPlan())
-    log.ended(send, report(state=COMMITTED, transport="shm", exposed_us=300))
-    log.ended(send, report(state=FAILED, transport="x" * 99))
-    log.ended(receive, report(state=RELEASED, transport="grpc"))
+    log.record(send, report(state=COMMITTED, transport="shm", exposed_us=300))
+    log.record(send, report(state=FAILED, transport="x" * 99))
+    log.record(receive, report(state=RELEASED, transport="grpc"))
     shm = kv_transfer_pb2.TransportStatistics(
         name="shm", bytes_sent=5, bytes_received=6, frames_sent=2, frames_received=3, fallbacks=1
     )

@@ -1,4 +1,4 @@
-"""What a worker says of its revision, keeps of a rollout, and refuses of another one."""
+"""A worker's revision: reported in Hello, kept with the rollout record, checked in handoffs."""
 
 import secrets
 
@@ -11,7 +11,7 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 PROMPT = [3 + index % 90 for index in range(100)]
 
 
-async def test_a_worker_says_its_revision_and_keeps_the_rollout(coordinator, start_worker):
+async def test_a_worker_reports_its_revision_and_keeps_the_rollout(coordinator, start_worker):
     start_worker(worker={"revision": "r2"}, engine_args={"max_num_seqs": 8})
     stream = await coordinator.stream()
     assert stream.hello.revision == "r2"
@@ -22,7 +22,7 @@ async def test_a_worker_says_its_revision_and_keeps_the_rollout(coordinator, sta
         version=7, configured="1", stable="1", canary="r2", share=0.1
     )
     await coordinator.command(stream, rollout=record)
-    # A bare command is acknowledged with the next report.
+    # A command without outputs is acknowledged with the next load report.
     while stream.acks < coordinator.sent:
         stream.heard.clear()
         await stream.heard.wait()
@@ -30,10 +30,8 @@ async def test_a_worker_says_its_revision_and_keeps_the_rollout(coordinator, sta
     assert (await coordinator.stream()).hello.rollout == record
 
 
-async def test_no_worker_takes_a_kv_cache_of_another_revision(
-    coordinator, start_worker, vocabulary
-):
-    """Should anybody tell them to: it is refused, and the prompt computed where it is needed."""
+async def test_a_kv_cache_of_another_revision_is_refused(coordinator, start_worker, vocabulary):
+    """The refused handoff fails, and the decode worker computes the prompt."""
     second = ScriptedCoordinator()
     await second.start()
     try:

@@ -6,17 +6,18 @@ import sys
 
 import psutil
 import pytest
+from scripted_coordinator import WAIT_S
 
 from baton.runtime import worker_directory
 
-# In place of Python: a transfer service that never serves, and says to a file that it is there.
+# Replaces Python as the transfer service: creates a file when it starts, and never serves.
 SILENT_SERVICE = """#!/bin/sh
 touch {begun}
 exec sleep 600
 """
 
 
-async def test_a_worker_that_is_to_leave_does_not_wait_for_its_transfer_service(
+async def test_a_stop_signal_does_not_wait_for_the_transfer_service(
     start_worker, tmp_path, monkeypatch
 ):
     begun, program = tmp_path / "begun", tmp_path / "python"
@@ -24,7 +25,7 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_its_transfer_service(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     worker = start_worker()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not begun.exists():
             assert not worker.task.done()
             await asyncio.sleep(0.01)
@@ -32,7 +33,7 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_its_transfer_service(
     assert await worker.exit_code() == 0
 
 
-async def test_why_a_transfer_service_did_not_start_is_said_once(
+async def test_the_failure_of_a_transfer_service_is_reported_once(
     start_worker, tmp_path, monkeypatch, capsys
 ):
     program = tmp_path / "python"
@@ -46,9 +47,7 @@ async def test_why_a_transfer_service_did_not_start_is_said_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_engine(
-    tmp_path, model, number
-):
+async def test_a_stop_signal_does_not_wait_for_the_import_of_the_engine(tmp_path, model, number):
     begun, package = tmp_path / "begun", tmp_path / "packages" / "vllm"
     package.mkdir(parents=True)
     forever = f"import time\nopen({str(begun)!r}, 'w').close()\nwhile True:\n    time.sleep(0.01)\n"
@@ -65,18 +64,18 @@ async def test_a_worker_that_is_to_leave_does_not_wait_for_the_import_of_its_eng
         text=True,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while not begun.exists():
                 assert worker.poll() is None
                 await asyncio.sleep(0.01)
         children = psutil.Process(worker.pid).children(recursive=True)
         assert children
         worker.send_signal(number)
-        _, told = await asyncio.to_thread(worker.communicate, timeout=60)
+        _, told = await asyncio.to_thread(worker.communicate, timeout=WAIT_S)
     finally:
         worker.kill()
         await asyncio.to_thread(worker.wait)
     assert (worker.returncode, told) == (0, "")
-    assert psutil.wait_procs(children, 60)[1] == []
+    assert psutil.wait_procs(children, WAIT_S)[1] == []
     assert not directory.path.exists()
     directory.remove()

@@ -7,7 +7,7 @@ import grpc
 import psutil
 from google.rpc import code_pb2
 from prometheus_client import generate_latest
-from scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
+from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.runtime import dev_certs
@@ -23,7 +23,7 @@ def decode(name: str, prompt: list[int], **sampling: object) -> cluster_pb2.Deco
 
 
 def transfer_services() -> list[psutil.Process]:
-    """Of the workers in this process."""
+    """Transfer services of the workers in this process."""
     found = psutil.Process(os.getpid()).children()
     return [one for one in found if "baton.kvtransfer.service.service" in one.cmdline()]
 
@@ -35,7 +35,9 @@ async def some_outputs(stream, count: int) -> list[cluster_pb2.RequestOutput]:
     return found
 
 
-async def test_a_broken_stream_loses_and_repeats_nothing(coordinator, start_worker, vocabulary):
+async def test_a_broken_stream_neither_loses_nor_repeats_outputs(
+    coordinator, start_worker, vocabulary
+):
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=30))
@@ -54,7 +56,7 @@ async def test_a_broken_stream_loses_and_repeats_nothing(coordinator, start_work
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 30)
 
 
-async def test_batches_are_as_good_as_single_messages(coordinator, start_worker, vocabulary):
+async def test_batches_deliver_the_same_as_single_messages(coordinator, start_worker, vocabulary):
     coordinator.takes_batches = True
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()
@@ -64,7 +66,7 @@ async def test_batches_are_as_good_as_single_messages(coordinator, start_worker,
     await some_outputs(stream, 6)
     stream.end()
     await stream.ended.wait()
-    # It loses all that it heard: nothing was acknowledged, so everything comes again.
+    # The coordinator forgets all messages; it has acknowledged none, so all of them come again.
     coordinator.received, outputs = 0, []
     stream = await coordinator.stream()
     while sum(output.WhichOneof("end") is not None for output in outputs) < 3:
@@ -75,10 +77,10 @@ async def test_batches_are_as_good_as_single_messages(coordinator, start_worker,
     assert max(coordinator.batches) > 1
 
 
-async def test_another_coordinator_adopts_some_and_the_rest_ends(
+async def test_a_new_coordinator_adopts_some_requests_and_the_others_end(
     coordinator, start_worker, vocabulary
 ):
-    start_worker(simulated=SLOW)
+    worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     for handle, name in enumerate(("keep", "end"), start=1):
         command = decode(name, [5, 6, 7], max_tokens=40)
@@ -89,6 +91,7 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         step = (await stream.next_of("step")).step
         num_tokens += len(step.outputs) + len(step.tokens.token_ids)
     assert step.tokens.handles
+    worker.hold_outputs()
     address = coordinator.address
     await coordinator.stop()
 
@@ -105,7 +108,8 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         assert kept.last_text == vocabulary.tokenizer.decode(expected[: kept.next_offset])
         assert list(kept.token_ids) == expected[: kept.next_offset]
         assert kept.num_text_chars == len(vocabulary.tokenizer.decode(expected[: kept.next_offset]))
-        # By name: the second coordinator has given the first one's handles to others.
+        # Outputs name the request: the second coordinator has its own handles.
+        worker.release_outputs()
         outputs = await stream.outputs("keep")
         assert outputs[0].delta.offset == kept.next_offset
         assert list(kept.token_ids) + tokens_of(outputs) == expected
@@ -114,7 +118,7 @@ async def test_another_coordinator_adopts_some_and_the_rest_ends(
         await second.stop()
 
 
-async def test_an_output_that_ends_without_a_coordinator_is_told_to_the_next(
+async def test_an_output_that_ends_without_a_coordinator_is_reported_to_the_next(
     coordinator, start_worker, vocabulary
 ):
     worker = start_worker(simulated=SLOW)
@@ -123,7 +127,7 @@ async def test_an_output_that_ends_without_a_coordinator_is_told_to_the_next(
     await some_outputs(stream, 2)
     address = coordinator.address
     await coordinator.stop()
-    # Its last tokens come meanwhile.
+    # The last tokens are computed while no coordinator is attached.
     await worker.computes_nothing()
     second = ScriptedCoordinator(generation=2)
     await second.start(address)
@@ -137,7 +141,7 @@ async def test_an_output_that_ends_without_a_coordinator_is_told_to_the_next(
         await stream.idle()
     finally:
         await second.stop()
-    # What has been said is not said again.
+    # An acknowledged end is not reported again.
     third = ScriptedCoordinator(generation=3)
     await third.start(address)
     try:
@@ -158,7 +162,7 @@ async def test_a_fenced_worker_stops_at_once(coordinator, start_worker, capsys):
     )
 
 
-async def test_a_refused_worker_says_why(coordinator, start_worker, capsys):
+async def test_a_refused_worker_reports_the_reason(coordinator, start_worker, capsys):
     coordinator.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "model is 'a'; here 'b'")
     assert await start_worker().exit_code() == 1
     assert "model is 'a'; here 'b'" in capsys.readouterr().err.splitlines()[-1]
@@ -168,12 +172,12 @@ async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys
     worker = start_worker(worker={"attach_timeout_s": 0.3}, address="127.0.0.1:9")
     assert await worker.exit_code() == 3
     assert re.search(
-        r"no coordinator at 127.0.0.1:9 for 0 s: Connection refused( \(111\))?$",
+        r"no coordinator at 127.0.0.1:9 within 0.3 s: Connection refused( \(111\))?$",
         capsys.readouterr().err,
     )
 
 
-async def test_a_worker_says_at_once_why_it_does_not_attach(
+async def test_a_worker_logs_at_once_why_it_does_not_attach(
     coordinator, start_worker, tmp_path, caplog
 ):
     dev_certs.make(str(tmp_path))
@@ -181,8 +185,8 @@ async def test_a_worker_says_at_once_why_it_does_not_attach(
         worker={"attach_timeout_s": 600},
         security={"ca_file": str(tmp_path / "ca.pem"), "server_name": "baton"},
     )
-    async with asyncio.timeout(30):
-        while "it does not speak TLS; tried again for up to 600 s" not in caplog.text:
+    async with asyncio.timeout(WAIT_S):
+        while "it does not speak TLS; retrying for up to 600 s" not in caplog.text:
             await asyncio.sleep(0.05)
 
 
@@ -196,7 +200,7 @@ async def test_a_coordinator_gone_for_longer_than_the_grace_ends_the_requests(
     await some_outputs(stream, 1)
     address = coordinator.address
     await coordinator.stop()
-    # The worker gives the request up by itself; the same coordinator comes back and hears it.
+    # The worker fails the request by itself, and reports that when the coordinator is back.
     await worker.computes_nothing()
     await coordinator.start(address)
     stream = await coordinator.stream()
@@ -205,17 +209,19 @@ async def test_a_coordinator_gone_for_longer_than_the_grace_ends_the_requests(
     await stream.idle()
 
 
-async def test_a_drained_worker_finishes_and_leaves(coordinator, start_worker, vocabulary):
+async def test_a_draining_worker_finishes_its_requests_and_leaves(
+    coordinator, start_worker, vocabulary
+):
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=15))
     await some_outputs(stream, 1)
     drain = cluster_pb2.DrainCommand(reason="scale down")
-    drain.timeout.FromSeconds(30)
+    drain.timeout.FromSeconds(round(WAIT_S))
     await coordinator.command(stream, drain=drain)
     outputs: list[cluster_pb2.RequestOutput] = []
     states = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while len(states) < 2:
             message = await stream._inbox.get()
             outputs += message.step.outputs
@@ -231,10 +237,10 @@ async def test_a_drained_worker_finishes_and_leaves(coordinator, start_worker, v
     assert await worker.exit_code() == 0
 
 
-async def test_a_draining_worker_waits_for_what_is_still_assigned_to_it(
+async def test_a_draining_worker_accepts_requests_that_are_assigned_to_it(
     coordinator, start_worker, vocabulary
 ):
-    """A decode whose prompt is being computed elsewhere: the worker cannot know of it."""
+    """Another worker is computing the prompt, so the draining worker cannot know of the decode."""
     worker = start_worker()
     stream = await coordinator.stream()
     await stream.load_after()
@@ -249,18 +255,17 @@ async def test_a_draining_worker_waits_for_what_is_still_assigned_to_it(
     assert await worker.exit_code() == 0
 
 
-async def test_a_draining_worker_keeps_what_is_still_to_be_fetched_from_it(
+async def test_a_draining_worker_keeps_a_handoff_that_is_not_yet_sent(
     coordinator, start_worker, vocabulary
 ):
-    """Its requests have ended; who is to go on with one has not had its KV cache yet."""
-    patient = {"kv_transfer": {"open_timeout_s": 60}, "worker": {"drain_timeout_s": 60}}
+    """The prefill worker's request has ended, and the receiver has not taken its KV cache yet."""
     second = ScriptedCoordinator()
     await second.start()
     try:
-        start_worker(DECODE, "d", address=second.address, **patient)
+        start_worker(DECODE, "d", address=second.address)
         takes = await second.stream()
         (service,) = transfer_services()
-        worker = start_worker(PREFILL, "p", **patient)
+        worker = start_worker(PREFILL, "p")
         gives = await coordinator.stream()
         service.suspend()
         prompt = [3 + index % 90 for index in range(100)]
@@ -291,15 +296,17 @@ async def test_a_draining_worker_keeps_what_is_still_to_be_fetched_from_it(
         await second.stop()
 
 
-async def test_a_draining_worker_waits_for_no_coordinator_that_is_gone(coordinator, start_worker):
-    worker = start_worker(worker={"attach_timeout_s": 60, "drain_timeout_s": 60})
+async def test_a_draining_worker_does_not_wait_for_a_coordinator_that_is_gone(
+    coordinator, start_worker
+):
+    worker = start_worker()
     await (await coordinator.stream()).load_after()
     await coordinator.stop()
     worker.stop.set()
     assert await worker.exit_code() == 0
 
 
-async def test_what_outlasts_the_drain_is_left_to_others(coordinator, start_worker):
+async def test_a_drain_ends_at_its_time_limit(coordinator, start_worker):
     worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
@@ -312,10 +319,8 @@ async def test_what_outlasts_the_drain_is_left_to_others(coordinator, start_work
     assert await worker.exit_code() == 0
 
 
-async def test_a_worker_that_drains_for_long_ends_in_its_own_time_once_it_is_told_to(
-    coordinator, start_worker
-):
-    """An operator drains it for an hour; whoever runs its process then wants to have it back."""
+async def test_a_stop_signal_shortens_a_long_drain(coordinator, start_worker):
+    """An operator drains the worker for an hour; then its process manager stops the process."""
     worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
@@ -331,7 +336,7 @@ async def test_a_worker_that_drains_for_long_ends_in_its_own_time_once_it_is_tol
     assert await worker.exit_code() == 0
 
 
-async def test_the_transfer_services_death_is_the_workers(coordinator, start_worker, capsys):
+async def test_a_worker_ends_with_its_transfer_service(coordinator, start_worker, capsys):
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
@@ -344,7 +349,7 @@ async def test_the_transfer_services_death_is_the_workers(coordinator, start_wor
     assert "transfer service" in capsys.readouterr().err.splitlines()[-1]
 
 
-async def test_a_bad_model_is_one_line(coordinator, start_worker, capsys, tmp_path):
+async def test_a_bad_model_is_reported_in_one_line(coordinator, start_worker, capsys, tmp_path):
     assert await start_worker(model=str(tmp_path)).exit_code() == 1
     assert "tokenizer.json" in capsys.readouterr().err.splitlines()[-1]
 
